@@ -1,0 +1,483 @@
+"""feedback_distill.py: one sentence of feedback, put where the mistake was made, teaches that one turn.
+
+A scalar reward says that something in a hundred turns was good; it cannot say which tool call was silly. So: write a short
+hint, put it right above the faulty turn, and let the same policy, now reading the hint, re-score the tokens it has sampled.
+That is the teacher; the policy in the original context is the student; a KL moves student to teacher on that turn only.
+
+Stated by Cursor (cursor.com/blog/composer-2-5): this construction, beside the RL objective over the whole trajectory; one
+forward pass, no new decoding; the example of a tool that does not exist ("Reminder: Available tools: ..."); used from coding
+style to communication. Ours: who writes the hints (rules here), the KL's direction, the teacher's weights, all coefficients;
+the choices are those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
+
+    student   s = log pi(. | x, y_<t)                  teacher   t = log pi_T(. | x, hint, y_<t), no gradient
+    reverse   sum e^s (s - t)       forward   sum e^t (t - s)
+    JSD       (1-a) KL(s | m) + a KL(t | m),   m = log((1-a) e^s + a e^t)
+    top-k     the k likeliest entries and one bucket for the rest, log(1 - sum)
+    loss      sum of these over the hinted turns' tokens / number of such tokens (its own denominator, not RL's)
+
+Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward (it routes by itself);
+targets spread over context-parallel ranks. Several rules may fire on one turn: only the first one is heard.
+
+Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their length, N targets (tokens of hinted turns),
+V vocabulary, k entries kept.
+
+    python feedback_distill.py      a tiny model calls a tool that is not there; a hint, its KL per token (a figure), the cure
+"""
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# ---------------------------------------------------------------- rules: (chain, episode, turn) -> the hint's text, or None
+
+ARGUMENTS = {"read_file": "path", "edit_file": "path, old, new", "run_command": "command", "search_codebase": "query"}
+STYLE = {"comments": ("no comments in code.", re.compile(r"#")),             # thoughts must not leak into the code
+         "statements": ("one statement per line.", re.compile(r";")),
+         "indent": ("indent by 4 spaces.", re.compile(r"^(?:    )*(?: {1,3}(?=\S)|\t)"))}
+STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+FINAL_WORDS = 16            # of the final message; the micro-world's is "Put back this, that."
+
+
+def available_tools(task):
+    return f"Reminder: Available tools: {', '.join(task.tools)}."
+
+
+def unavailable_tool(chain, e, i):
+    if any(call.error == "unknown_tool" for call in chain.episodes[e].turns[i].calls):
+        return available_tools(chain.task)
+
+
+def malformed_arguments(chain, e, i):
+    for call in chain.episodes[e].turns[i].calls:
+        if call.error == "bad_arguments":
+            return f"Reminder: {call.name} takes {ARGUMENTS.get(call.name, 'other arguments')}."
+
+
+def code_style(chain, e, i):
+    """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"] names them; default: all).
+    Read line by line, without parsing: an edit is seldom a whole program."""
+    wanted = getattr(chain.task, "meta", None) or {}
+    for call in chain.episodes[e].turns[i].calls:
+        if call.name == "edit_file" and len(call.args) == 3 and call.args[0].endswith(".py"):
+            added = set(call.args[2].splitlines()) - set(call.args[1].splitlines())
+            for name in wanted.get("style", STYLE):
+                text, broken = STYLE[name]
+                if any(broken.search(STRING.sub("''", line)) for line in added):
+                    return f"Reminder: code style: {text}"
+
+
+def last_word(chain, e, i):
+    """Is this the assistant turn with which the chain ended? (a summary, asked for by a query, ends an episode only)"""
+    turns, last = chain.episodes[e].turns, e == len(chain.episodes) - 1
+    return last and turns[i - 1].role != "query" and not any(turn.role == "assistant" for turn in turns[i + 1:])
+
+
+def communication(chain, e, i):
+    turn = chain.episodes[e].turns[i]
+    if last_word(chain, e, i) and (turn.calls or not turn.text.strip()):
+        return "Reminder: end with a short message that says what was done."
+    if last_word(chain, e, i) and len(turn.text.split()) > FINAL_WORDS:
+        return "Reminder: the final message must be short."
+
+
+def effort(chain, e, i):
+    """Reading what the context already shows, or testing again although nothing has changed. Only this episode counts: after a
+    summary the context is new."""
+    seen, tests = set(), ("run_command", chain.task.test_command)
+    for j, turn in enumerate(chain.episodes[e].turns[:i + 1]):
+        for call in turn.calls:
+            key = call.name, *call.args
+            if key in seen and j == i:
+                return "Reminder: nothing has changed since the last test run." if key == tests else \
+                       f"Reminder: {call.args[0]} is already above."
+            if call.name == "edit_file" and not call.error:
+                seen = {k for k in seen if k[0] == "read_file" and k[1] != call.args[0]}
+            elif call.name == "run_command" and key != tests:
+                seen = set()                             # another command may have written any file
+            elif not call.error:
+                seen.add(key)
+
+
+def unfinished(chain, e, i):
+    """The chain is submitted while its own to-do list has open items, or the last test run still names missing functions."""
+    turn = chain.episodes[e].turns[i]
+    if turn.calls or not last_word(chain, e, i):
+        return None
+    plan, missing = [], []
+    for turn in (turn for episode in chain.episodes for turn in episode.turns):
+        plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
+        for call in turn.calls:
+            if call.name == "run_command" and call.args == [chain.task.test_command] and not call.error:
+                missing = re.findall(r"^(\S+): missing", call.output, re.M)
+            elif call.name == "edit_file" and not call.error:
+                missing = [name for name in missing if f"def {name.split('.')[-1]}(" not in call.args[2]]
+    left = list(dict.fromkeys([item for mark, item in plan if mark == " "] + missing))
+    return f"Reminder: still to do: {', '.join(left)}." if left else None
+
+
+RULES = {rule.__name__: rule for rule in (unavailable_tool, malformed_arguments, code_style, effort, unfinished, communication)}
+
+
+@dataclass
+class Hint:
+    episode: int
+    turn: int
+    kind: str
+    text: str
+
+
+def detect(chain, rules=RULES, critic=None, per_chain=None):
+    """-> the first `per_chain` Hints of a chain, at most one per turn. `rules`: a dict of functions, or names out of RULES.
+    `critic`, any function (chain, episode, turn) -> text or None, is asked instead of the rules: a model, for instance."""
+    unknown = [name for name in rules if name not in RULES and not isinstance(rules, dict)]
+    assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
+    asked = {"critic": critic} if critic else rules if isinstance(rules, dict) else {name: RULES[name] for name in rules}
+    hints = []
+    for e, episode in enumerate(chain.episodes):
+        for i, turn in enumerate(episode.turns):
+            said = ((kind, rule(chain, e, i)) for kind, rule in asked.items() if turn.role == "assistant")
+            hints += [Hint(e, i, kind, text) for kind, text in said if text][:1]
+    return hints[:per_chain]
+
+
+# ---------------------------------------------------------------- splicing and packing
+
+class Splice(NamedTuple):
+    teacher: list       # ids: above + hint + turn
+    student: list       # ids: above + turn
+    above: int          # tokens above the turn; the student's first target is predicted at position `above`
+    hint: int           # tokens of the hint turn; the teacher's first target is predicted at position above + hint
+    targets: int        # sampled tokens of the turn, its <|end|> included
+
+
+def hint_tokens(tokenizer, text):
+    """The hint as a turn of its own; an empty text is no turn at all."""
+    return [tokenizer.id["<|hint|>"], *tokenizer.encode(text), tokenizer.id["<|end|>"]] if text else []
+
+
+def splice(episode, turn_index, hint):
+    """Put the hint turn (ids, may be empty) right above an assistant turn. What comes after the turn is left out: the model is
+    causal. turn.tokens[0] is the role token, given by the harness: the last token of both prefixes, never a target."""
+    turn = episode.turns[turn_index]
+    assert turn.role == "assistant", f"only the policy's own turns can be taught, turn {turn_index} is {turn.role!r}"
+    above = [token for t in episode.turns[:turn_index] for token in t.tokens]
+    own = list(turn.tokens)
+    return Splice(above + list(hint) + own, above + own, len(above), len(hint), len(own) - 1)
+
+
+@dataclass
+class Targets:
+    """N targets in two places: the teacher's own padded rows, and the trainer's batch, whose forward is reused."""
+    tokens: torch.Tensor            # (R, S) teacher input, padded on the right
+    row: torch.Tensor               # (N,) where the teacher predicts target n
+    position: torch.Tensor
+    student_row: torch.Tensor       # (N,) where the student does
+    student_position: torch.Tensor
+    token: torch.Tensor             # (N,) the target itself
+    hint: torch.Tensor              # (N,) index into `hinted` of the hint it belongs to
+    skipped: int = 0                # hints that did not fit the window
+
+    def __len__(self):
+        return len(self.token)
+
+    def to(self, device):
+        return Targets(*(v.to(device) if torch.is_tensor(v) else v for v in (getattr(self, f.name) for f in fields(self))))
+
+
+def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
+    """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in any number and order.
+    places: (row, first position) of each episode in that batch, default (index, 0). Each hint gets a row of its own, since a
+    second hint in the same row would change the context by more than itself. An empty hint says nothing and is dropped, which
+    makes its loss exactly 0; keep_empty=True keeps it as a placebo (what an EMA teacher teaches without a hint). Without any
+    hint one row of one token remains: all ranks run the same forward."""
+    rows, columns, skipped = [], [], 0
+    for index, (episode, turn, hint) in enumerate(hinted):
+        if not hint and not keep_empty:
+            continue
+        cut = splice(episodes[episode], turn, hint)
+        if window and len(cut.teacher) > window:
+            skipped += 1
+            continue
+        r, first = places[episode] if places else (episode, 0)
+        n = np.arange(cut.targets)
+        columns.append(np.stack([0 * n + len(rows), n + cut.above + cut.hint, 0 * n + r, n + first + cut.above,
+                                 cut.student[cut.above + 1:], 0 * n + index]))
+        rows.append(cut.teacher)
+    S = max(map(len, rows), default=1)
+    tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])                # (R, S)
+    columns = np.concatenate(columns, 1) if columns else np.zeros((6, 0))
+    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped)
+
+
+# ---------------------------------------------------------------- divergence and loss
+
+def log_buckets(student, teacher, top_k=0, top_by="student"):
+    """Logits (N, V) twice -> log-probs (N, V), or (N, k + 1): the k likeliest entries and the sum of all others. The tail is a
+    logsumexp over the others themselves: 1 - sum of the k would be rounding noise once the k hold all the mass."""
+    assert top_by in ("student", "teacher"), f"top_by must be student or teacher, not {top_by!r}"
+    both = [F.log_softmax(x.float(), -1) for x in (student, teacher.detach())]
+    if not 0 < top_k < student.shape[-1]:
+        return both
+    where = both[top_by == "teacher"].detach().topk(top_k, -1)[1]                                   # (N, k)
+    tail = lambda x: x.scatter(-1, where, -torch.inf).logsumexp(-1, keepdim=True)
+    return [torch.cat((x.gather(-1, where), tail(x)), -1) for x in both]
+
+
+def divergence(student, teacher, kind="reverse", alpha=.5, top_k=0, top_by="student", entry_clip=None, token_cap=None):
+    """Logits (N, V) twice -> (N,) fp32, in nats; gradients reach the student only. Equal logits give exactly 0 in every kind.
+    entry_clip (OPSD: .05 with forward): no vocabulary entry adds more than this. token_cap: a token's value is scaled down
+    to the cap, its gradient with it; a clamp would drop exactly the tokens that need the correction most."""
+    assert student.shape == teacher.shape, f"student {tuple(student.shape)} and teacher {tuple(teacher.shape)} differ"
+    assert kind in ("reverse", "forward", "jsd"), f"kind must be reverse, forward or jsd, not {kind!r}"
+    assert 0 < alpha < 1, f"alpha={alpha}: its ends 0 and 1 are the forward and the reverse KL"
+    s, t = log_buckets(student, teacher, top_k, top_by)
+    if kind == "reverse":
+        entries = s.exp() * (s - t)
+    elif kind == "forward":
+        entries = t.exp() * (t - s)
+    else:                                                   # m - s = log(1 + a (e^(t-s) - 1)), from the side that cannot overflow
+        d = t - s
+        up, down = torch.log1p(alpha * torch.expm1(d.clamp(max=0))), torch.log1p((1 - alpha) * torch.expm1(-d.clamp(min=0)))
+        above_s = torch.where(d > 0, d + down, up)                                                  # m - s
+        entries = (1 - alpha) * s.exp() * -above_s + alpha * t.exp() * (d - above_s)
+    if entry_clip is not None:
+        entries = entries.clamp(max=entry_clip)
+    value = entries.sum(-1)
+    return value if token_cap is None else value * (token_cap / value.detach().clamp(min=token_cap))
+
+
+def feedback_loss(student, teacher, count, **options):
+    """Sum of the divergence over this micro-batch's N targets / count, the number of targets in the whole step (all
+    micro-batches, all ranks). With N = 0 it is an exact 0 that still runs backward, so ranks without a hint stay in step."""
+    assert count >= len(student), f"count={count} is the number of targets of the whole step, but here alone are {len(student)}"
+    return divergence(student, teacher, **options).sum() / max(count, 1) if len(student) else student.sum() * 0
+
+
+def coefficient(step, final, warmup):
+    """Weight of the feedback loss at a step counted from 0: linear up to `final`."""
+    return final * min(1.0, (step + 1) / max(warmup, 1))
+
+
+# ---------------------------------------------------------------- teacher
+
+def logits_at(model, tokens, row, position):
+    """Logits (N, V) at the given places only; (R, S, V) never exists. Models without .logits are taken to return logits."""
+    return getattr(model, "logits", lambda hidden: hidden)(model(tokens)[row, position])
+
+
+class Teacher:
+    """Weights for the hinted forward: the student's own ("current"), those it began with ("frozen"), or their moving average
+    ("ema", teacher = (1 - rate) teacher + rate student after each step). They are lent to the student's own module for the
+    forward and the student's are put back bit by bit: no second module, so it also works where one cannot be copied (FSDP).
+    Averages are kept in fp32 at least, since in bf16 a twentieth of a small change is rounded away."""
+    def __init__(self, model, kind="ema", rate=.05):
+        assert kind in ("ema", "current", "frozen"), f"teacher must be ema, current or frozen, not {kind!r}"
+        assert 0 <= rate <= 1, f"rate={rate} is the share of the student in each update"
+        self.model, self.kind, self.rate = model, kind, rate
+        wide = lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        self.weights = {} if kind == "current" else {name: wide(p) for name, p in self.lent()}
+
+    def lent(self):
+        """Parameters and floating-point buffers (a router's bias follows its weights)."""
+        yield from self.model.named_parameters()
+        yield from ((name, b) for name, b in self.model.named_buffers() if b.is_floating_point())
+
+    @torch.no_grad()
+    def update(self):
+        """Once per optimizer step, after it."""
+        if self.kind == "ema":
+            for name, p in self.lent():
+                self.weights[name].mul_(1 - self.rate).add_(p.detach().to(self.weights[name].dtype), alpha=self.rate)
+
+    @contextmanager
+    def worn(self):
+        """The model wears the teacher's weights. Written through .data, which leaves autograd's version counters alone: a graph
+        of the student that was built before can still run backward after."""
+        mine = {name: p.detach().clone() for name, p in self.lent() if name in self.weights}
+        training = self.model.training
+        try:
+            self.put(self.weights)
+            yield self.model.eval()                         # evaluation mode: the router counts no load
+        finally:
+            self.put(mine)
+            self.model.train(training)
+
+    def put(self, weights):
+        for name, p in self.lent() if weights else ():
+            p.data.copy_(weights[name])
+        for module in self.model.modules():                 # FSDP may hold gathered weights of the last forward: drop them
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+    @torch.no_grad()
+    def __call__(self, targets):
+        """Targets -> logits (N, V) without gradient, at the places where the hinted context predicts them."""
+        with self.worn() as model:
+            return logits_at(model, targets.tokens, targets.row, targets.position)
+
+    def state_dict(self):
+        return {"kind": self.kind, "rate": self.rate, "weights": self.weights}
+
+    def load_state_dict(self, state):
+        assert state["kind"] == self.kind, f"the saved teacher is {state['kind']!r}, this run's is {self.kind!r}"
+        differ = state["weights"].keys() ^ self.weights.keys()
+        assert not differ, f"the saved teacher belongs to another model: {sorted(differ)[0]}"
+        for name, saved in state["weights"].items():
+            assert saved.shape == self.weights[name].shape, f"the saved teacher's {name} has another shape"
+            self.weights[name].copy_(saved)
+
+
+# ---------------------------------------------------------------- demo
+
+PHANTOM = "open_browser"            # a tool that exists in the model's habits only
+OFFERED = ("read_file", "edit_file", "run_command", "search_codebase")
+
+
+class Words:
+    """A tokenizer for the demo: one id per word."""
+    def __init__(self):
+        text = f"Tools Fix done ok Tool not found Reminder Available tools {PHANTOM} {' '.join(OFFERED)} : , . 0 1 2 3 4 5 6 7"
+        controls = [f"<|{name}|>" for name in ("pad", "user", "assistant", "tool", "hint", "call", "end")]
+        self.names = list(dict.fromkeys(controls + text.split()))
+        self.id = {name: i for i, name in enumerate(self.names)}
+
+    def encode(self, text):
+        return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
+
+
+def toy_chain(words, tools, item, tool, hinted=False):
+    """A task, (a hint,) one call, its answer, a final message, in the shapes of real rollouts."""
+    from rollout import Call, Chain, Episode, Turn
+    turn = lambda role, body, **more: Turn(role, [words.id[f"<|{role}|>"], *body, words.id["<|end|>"]], **more)
+    call = Call(tool, [], *(("ok", "") if tool in tools else ("Tool not found", "unknown_tool")))
+    return Chain(task := SimpleNamespace(tools=tools, test_command=""), [Episode([
+        turn("user", words.encode(f"Tools: {', '.join(tools)}. Fix {item}."), text=item),
+        *([turn("hint", words.encode(available_tools(task)))] if hinted else []),
+        turn("assistant", [words.id["<|call|>"], words.id[tool]], calls=[call]),
+        turn("tool", words.encode(call.output)),
+        turn("assistant", words.encode(f"done {item}."), text=f"done {item}.")])])
+
+
+def toy_chains(words, rng, n, habit, hinted=False):
+    """n chains in which a share `habit` of the calls goes to the phantom, the others to the right one of two offered tools."""
+    chains = []
+    for _ in range(n):
+        tools = tuple(rng.permutation(OFFERED)[:2].tolist())
+        tool = PHANTOM if rng.random() < habit else min(tools, key=OFFERED.index)
+        chains.append(toy_chain(words, tools, str(rng.integers(8)), tool, hinted))
+    return chains
+
+
+def toy_batch(chains):
+    """-> tokens (B, T), mask (B, T): 1 where the policy chose the token"""
+    from rollout import flatten
+    rows = [flatten(chain.episodes[0])[:2] for chain in chains]
+    T = max(len(tokens) for tokens, _ in rows)
+    return [torch.from_numpy(np.stack([np.pad(row[j], (0, T - len(row[j]))) for row in rows])) for j in (0, 1)]
+
+
+def practise(model, words, rng, steps=240):
+    """Half of the demonstrations have the habit, half stand under a hint and heed it: a tiny model has to be shown what a
+    pretrained one can do already."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(.9, .98), weight_decay=0.)
+    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10, 2.1 * (1 - step / steps)))
+    for step in range(steps):
+        tokens, mask = toy_batch(toy_chains(words, rng, 24, *((.6, False) if step % 2 else (0, True))))
+        chosen = mask[:, 1:] == 1
+        loss = F.cross_entropy(model.logits(model(tokens[:, :-1])[chosen]), tokens[:, 1:][chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ramp.step()
+
+
+@torch.no_grad()
+def look(model, words, chains):
+    """Log-probs where the tool is named (B, V) and over the four sampled tokens of the final message (B, 4, V)."""
+    logp = model.logits(model(toy_batch(chains)[0])).log_softmax(-1)
+    return logp[:, len(chains[0].turns[0].tokens) + 1], logp[:, -5:-1]
+
+
+def teach(model, words, rng, held_out, steps=30):
+    """Feedback alone, no reward. -> per step: probability of the phantom, of the offered tools, KL of the final message"""
+    optimizer, teacher = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.), Teacher(model, "ema", .05)
+    offered, curve = torch.tensor([words.encode(" ".join(c.task.tools)) for c in held_out]), []
+    before = look(model, words, held_out)[1]
+    for step in range(steps + 1):
+        tool, final = look(model, words, held_out)
+        moved = divergence(final.flatten(0, 1), before.flatten(0, 1), "forward").mean()
+        curve.append([tool.exp()[:, words.id[PHANTOM]].mean(), tool.exp().gather(1, offered).sum(1).mean(), moved])
+        tasks = toy_chains(words, rng, 24, habit=1)
+        sampled = torch.multinomial(look(model, words, tasks)[0].exp(), 1)[:, 0].tolist()           # what the policy calls
+        chains = [toy_chain(words, c.task.tools, c.turns[0].text, words.names[i]) for c, i in zip(tasks, sampled)]
+        hinted = [(i, hint.turn, hint_tokens(words, hint.text)) for i, chain in enumerate(chains) for hint in detect(chain)]
+        targets = pack([chain.episodes[0] for chain in chains], hinted)
+        student = logits_at(model, toy_batch(chains)[0], targets.student_row, targets.student_position)
+        loss = coefficient(step, 1., 5) * feedback_loss(student, teacher(targets), len(targets), token_cap=10.)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+        optimizer.step()
+        teacher.update()
+    return np.array(curve)
+
+
+@torch.no_grad()
+def along(model, words, chain, hint):
+    """The hint's KL at every sampled token of an episode, those after the hinted turn included -> names, KL"""
+    (tokens,), (mask,) = toy_batch([chain])
+    above = len(chain.turns[0].tokens)
+    teacher = torch.cat((tokens[:above], torch.tensor(hint), tokens[above:]))
+    at = mask.nonzero()[:, 0]
+    s, t = model.logits(model(tokens[None]))[0, at - 1], model.logits(model(teacher[None]))[0, at - 1 + len(hint)]
+    return [words.names[i] for i in tokens[at]], divergence(s, t).numpy()
+
+
+def plot(path, names, kl, curve):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    left, right = plt.subplots(1, 2, figsize=(11, 4))[1]
+    left.bar(range(len(kl)), kl, color=["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3))
+    left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
+    left.set(ylabel="KL(student | teacher), nats", title="Where the hint disagrees (red: the hinted turn, in the loss)")
+    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message from before")):
+        right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
+    right.set(xlabel="distillation step", ylabel="probability (KL: nats)", title="What the student does without the hint")
+    right.legend(frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def main():
+    from moe import Model, ModelConfig
+    torch.set_num_threads(1)                                # tensors this small only lose by being shared
+    torch.manual_seed(0)
+    rng, words, path = np.random.default_rng(0), Words(), Path("out/feedback.png")
+    model = Model(ModelConfig(len(words.names), dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16,
+                              dense_ffn=64, experts=4, active=2, expert_ffn=32, context=64))
+    practise(model, words, rng)
+    chain = toy_chains(words, rng, 1, habit=1)[0]
+    hint = detect(chain)[0]
+    print(f"turn    the model calls {chain.turns[1].calls[0].name}, the task offers {' and '.join(chain.task.tools)}")
+    print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
+    names, kl = along(model, words, chain, hint_tokens(words, hint.text))
+    print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
+    curve = teach(model, words, rng, toy_chains(words, rng, 128, habit=1))
+    for step in range(0, len(curve), 5):
+        print("step {:2}  wrong tool {:.3f}  offered tools {:.3f}  final message moved {:.4f}".format(step, *curve[step]))
+    plot(path, names, kl, curve)
+    (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
+    print(f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of distilling that turn took the "
+          f"wrong tool from {wrong:.2f} to {wrong_now:.3f} and\nthe offered ones from {good:.2f} to {good_now:.3f}, with no hint "
+          f"in the context; the final message moved by {moved:.4f} nats. Figure: {path}")
+
+
+if __name__ == "__main__":
+    main()

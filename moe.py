@@ -1,0 +1,396 @@
+"""moe.py: the model, a small decoder in the shape of Kimi K2 (the base that Composer 2.5 was trained from).
+
+Two ideas. Multi-head latent attention: keys and values of all heads are rebuilt from one short vector per token (the
+latent), so the decoding cache is that vector. Mixture of experts: a router sends each token to k of E small feed-forward
+networks, so parameters grow with E while the work per token does not.
+
+Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): the base is Kimi K2.5, 1.04T parameters,
+32B active, 61 layers, latent attention; router replay in RL. The layer shapes are those of Kimi K2's public configuration
+(DeepSeek-V3's architecture). Ours: the sizes, fp32 residual stream, initialisation, the balancing rate.
+
+    attention   c_t = norm(W_a x_t),  k_t = [W_kb c_t ; rope(W_r x_t)],  v_t = W_vb c_t
+    decoding    q^T (W_kb c) = (W_kb^T q)^T c: absorb W_kb into the query, and attention runs on the latents themselves
+    routing     s = sigmoid(W_router x) in fp32;  choice = top-k of s + b;  y = shared(x) + scale * sum_i s_i / sum_j s_j * expert_i(x)
+    balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice, no auxiliary loss bends the gradient
+
+Left out: q/k-norm (Kimi has none) and dropout. The model knows no ranks: hsdp.py replaces two attributes, MoE.dispatch (tokens
+travel to their experts) and Attention.gather (latents of the whole sequence), whose defaults do nothing.
+
+Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value dims, C latent dims,
+E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
+
+    python moe.py            trains 150 steps on real Python twice: expert load with and without the balancing bias (a figure)
+    python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs
+"""
+import argparse
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab: int = 1024
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    attention: str = "mla"       # "mla" as Kimi and DeepSeek, "gqa" as Qwen3
+    q_lora: int = 0              # rank of the query projection, 0 = full (Kimi K2: 1536)
+    kv_lora: int = 64            # width of the latent = what the cache holds (Kimi K2: 512)
+    qk_nope: int = 16            # (Kimi K2: 128)
+    qk_rope: int = 16            # (Kimi K2: 64)
+    v_dim: int = 32              # (Kimi K2: 128)
+    kv_heads: int = 2            # gqa only
+    dense_layers: int = 1        # the first layer is dense in Kimi K2 as well
+    dense_ffn: int = 384
+    experts: int = 8             # (Kimi K2: 384, 8 active)
+    active: int = 2
+    shared: int = 1
+    expert_ffn: int = 128
+    route_scale: float = 1.0     # (Kimi K2: 2.827)
+    rope_theta: float = 10000.0
+    context: int = 256           # the window of pretraining; YaRN stretches it by yarn_factor
+    yarn_factor: float = 1.0
+    norm_eps: float = 1e-6
+    tie: bool = False
+
+    def __post_init__(self):
+        assert self.attention in ("mla", "gqa"), f"attention must be mla or gqa, not {self.attention!r}"
+        assert self.active <= self.experts, f"active={self.active} experts of experts={self.experts}"
+        assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
+
+    @property
+    def window(self):
+        return int(self.context * self.yarn_factor)
+
+
+# ---------------------------------------------------------------- mathematics
+
+def linear(x, weight):
+    """x (..., C) @ weight (..., C) transposed, in x's dtype; a stack (H, R, C) gives (..., H, R)."""
+    y = F.linear(x, weight.flatten(0, -2).to(x.dtype))
+    return y.unflatten(-1, weight.shape[:-1])
+
+
+def rope_frequencies(dims, theta, context, factor):
+    """Angles per position (dims/2,) and the attention temperature, stretched by YaRN (arXiv 2309.00071): pairs that turn
+    less than once inside the old window are slowed by `factor`, fast ones are kept, a ramp lies between."""
+    frequency = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    if factor == 1:
+        return frequency, 1.0
+    pair = lambda turns: dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dims - 1)
+    slow = ((torch.arange(dims // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequency * (1 - slow) + frequency / factor * slow, (0.1 * math.log(factor) + 1) ** 2
+
+
+def rotate(x, cos, sin):
+    """RoPE on the last dimension, halves as pairs: x (B, T, H, R), cos and sin (B or 1, T, 1, R/2)."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def swiglu(x, w_gate, w_up, w_down):
+    return linear(F.silu(linear(x, w_gate)) * linear(x, w_up), w_down)
+
+
+def grouped_swiglu(x, counts, w_gate, w_up, w_down):
+    """x (M, D) sorted by expert, counts (E,): rows per expert. One grouped GEMM per matrix instead of E small ones."""
+    offsets = counts.cumsum(0).to(torch.int32)
+    mm = lambda a, w: F.grouped_mm(a, w.to(a.dtype).transpose(-2, -1), offs=offsets)
+    return mm(F.silu(mm(x, w_gate)) * mm(x, w_up), w_down)
+
+
+def looped_swiglu(x, counts, w_gate, w_up, w_down):
+    """The same, one expert after the other: the reference of the test, and the fallback for shapes grouped_mm refuses."""
+    rows = x.split(counts.tolist())
+    return torch.cat([swiglu(r, w_gate[e], w_up[e], w_down[e]) for e, r in enumerate(rows)])
+
+
+# ---------------------------------------------------------------- layers
+
+class Norm(nn.Module):
+    """RMSNorm in fp32; its output is in the compute dtype, which every matrix product after it then follows."""
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps, self.dtype = nn.Parameter(torch.ones(dim)), eps, torch.float32
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(self.dtype)
+
+
+def weight(*shape, std=None):
+    return nn.Parameter(torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std))
+
+
+class FFN(nn.Module):
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.w_gate, self.w_up, self.w_down = weight(hidden, dim), weight(hidden, dim), weight(dim, hidden, std=0)
+
+    def forward(self, x):
+        return swiglu(x, self.w_gate, self.w_up, self.w_down)
+
+
+class Experts(nn.Module):
+    """A stack of E feed-forward networks. Input rows come sorted by expert."""
+    def __init__(self, experts, dim, hidden):
+        super().__init__()
+        self.w_gate, self.w_up = weight(experts, hidden, dim), weight(experts, hidden, dim)
+        self.w_down = weight(experts, dim, hidden, std=0)
+
+    def forward(self, x, counts):
+        weights = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w_gate, self.w_up, self.w_down))
+        return grouped_swiglu(x, counts, *weights)
+
+
+class Router(nn.Module):
+    """Scores in fp32: a bf16 score flips near-ties between trainer and sampler. The bias is a buffer: no gradient."""
+    def __init__(self, config):
+        super().__init__()
+        self.k, self.scale = config.active, config.route_scale
+        self.weight = weight(config.experts, config.dim)
+        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts))       # tokens per expert since the last balance()
+
+    def forward(self, x, replay=None, plausible=0.0):
+        """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is >= 0; scores stay live.
+        A replayed expert that scores below plausible * (the router's own K-th best) gives way to the router's candidate."""
+        score = torch.sigmoid(F.linear(x.float(), self.weight.float()))              # (M, E)
+        preference = score.detach() + self.bias
+        if replay is not None:
+            floor = plausible * score.detach().topk(self.k)[0][:, -1:]
+            given = torch.zeros_like(score, dtype=torch.bool).scatter_(1, replay.clamp(min=0).long(), replay >= 0)
+            preference = preference + 1e3 * (given & (score >= floor))
+        choice = preference.topk(self.k)[1]
+        gates = score.gather(1, choice)
+        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9)
+
+
+class MoE(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config.experts, config.dim, config.expert_ffn)
+        self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
+        self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
+
+    def forward(self, x, replay=None, record=None):
+        B, T, D = x.shape
+        flat = x.reshape(B * T, D)
+        choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1))
+        order = choice.flatten().argsort(stable=True)                                # (M*K,) rows by expert
+        counts = torch.bincount(choice.flatten(), minlength=len(self.router.bias))   # (E,)
+        if self.training and replay is None:
+            self.router.load += counts
+        if record is not None:
+            record.append(choice.view(B, T, -1))
+        y = self.dispatch(flat[order // self.router.k], counts, self.experts)        # (M*K, D)
+        y = y[order.argsort()].view(B * T, self.router.k, D)
+        y = (y * gates[..., None].to(y.dtype)).sum(1).view(B, T, D)
+        return y if self.shared is None else y + self.shared(x)
+
+
+class Attention(nn.Module):
+    """Both kinds write one `entry` per token (what a cache holds) and read keys and values back from it.
+
+    MLA: the entry is the latent and the rotary key shared by all heads. GQA: the rotated keys and the values."""
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.gather, self.scale = config, lambda t: t, 1.0     # hsdp.py: gather over the sequence
+        c, D, H = config, config.dim, config.heads
+        self.q = c.qk_nope + c.qk_rope
+        if c.q_lora:
+            self.wq_a, self.q_norm = weight(c.q_lora, D), Norm(c.q_lora, c.norm_eps)
+        self.wq = weight(H, self.q, c.q_lora or D)
+        if c.attention == "mla":
+            self.wkv_a, self.kv_norm = weight(c.kv_lora + c.qk_rope, D), Norm(c.kv_lora, c.norm_eps)
+            self.wk_b, self.wv_b = weight(H, c.qk_nope, c.kv_lora), weight(H, c.v_dim, c.kv_lora)
+        else:
+            self.wk, self.wv = weight(c.kv_heads, self.q, D), weight(c.kv_heads, c.v_dim, D)
+        self.wo = weight(D, H * c.v_dim, std=0)
+
+    @property
+    def entry_width(self):
+        c = self.config
+        return c.kv_lora + c.qk_rope if c.attention == "mla" else c.kv_heads * (self.q + c.v_dim)
+
+    def query(self, x, cos, sin):
+        x = self.q_norm(linear(x, self.wq_a)) if self.config.q_lora else x
+        q = linear(x, self.wq)                                                       # (B, T, H, N + R)
+        nope, rope = q.split((self.config.qk_nope, self.config.qk_rope), -1)
+        return torch.cat((nope, rotate(rope, cos, sin)), -1).transpose(1, 2)         # (B, H, T, N + R)
+
+    def entry(self, x, cos, sin):
+        c = self.config
+        if c.attention == "mla":
+            latent, rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)
+            return torch.cat((self.kv_norm(latent).to(x.dtype), rotate(rope[:, :, None], cos, sin)[:, :, 0]), -1)
+        nope, rope = linear(x, self.wk).split((c.qk_nope, c.qk_rope), -1)
+        return torch.cat((nope, rotate(rope, cos, sin), linear(x, self.wv)), -1).flatten(2)
+
+    def keys_values(self, entry):
+        """entry (B, T, width) -> k (B, H, T, N + R), v (B, H, T, V)"""
+        c = self.config
+        if c.attention == "mla":
+            latent, rope = entry.split((c.kv_lora, c.qk_rope), -1)
+            k = torch.cat((linear(latent, self.wk_b), rope[:, :, None].expand(-1, -1, c.heads, -1)), -1)
+            return k.transpose(1, 2), linear(latent, self.wv_b).transpose(1, 2)
+        k, v = entry.unflatten(-1, (c.kv_heads, -1)).split((self.q, c.v_dim), -1)
+        repeat = lambda t: t.transpose(1, 2).repeat_interleave(c.heads // c.kv_heads, 1)
+        return repeat(k), repeat(v)
+
+    def absorbed(self, q, entry, mask):
+        """Attention of q (B, H, T, N + R) on the cache's latents themselves: every head reads the same C + R numbers, so the
+        heads line up along the query axis of one wide head. The values are the entries; their rotary part is dropped."""
+        c, (B, H, T, _) = self.config, q.shape
+        nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
+        nope = torch.einsum("bhtn,hnc->bhtc", nope, self.wk_b.to(q.dtype))
+        q = torch.cat((nope, rope), -1).reshape(B, 1, H * T, -1)
+        mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
+        o = F.scaled_dot_product_attention(q, entry[:, None], entry[:, None], mask, scale=self.scale * self.q ** -0.5)
+        return torch.einsum("bhtc,hvc->bhtv", o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.to(q.dtype))
+
+    def forward(self, x, cos, sin, mask=None, cache=None):
+        q, entry = self.query(x, cos, sin), self.entry(x, cos, sin)
+        if cache is not None:
+            entry = cache(entry)                                                     # (B, T_cached, width)
+        if cache is not None and self.config.attention == "mla":
+            o = self.absorbed(q, entry, mask)
+        else:
+            k, v = self.keys_values(self.gather(entry) if cache is None else entry)
+            short = q.shape[-1] - v.shape[-1]                                        # flash attention wants equal widths
+            o = F.scaled_dot_product_attention(q, k, F.pad(v, (0, short)) if short > 0 else v, mask,
+                                               is_causal=mask is None, scale=self.scale * self.q ** -0.5)
+            o = o[..., :v.shape[-1]]
+        return linear(o.transpose(1, 2).flatten(2), self.wo)
+
+
+class Block(nn.Module):
+    def __init__(self, config, dense):
+        super().__init__()
+        self.attn_norm, self.ffn_norm = Norm(config.dim, config.norm_eps), Norm(config.dim, config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn = FFN(config.dim, config.dense_ffn) if dense else MoE(config)
+
+    def forward(self, x, cos, sin, mask=None, cache=None, replay=None, record=None):
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask, cache)
+        h = self.ffn_norm(x)
+        return x + (self.ffn(h, replay, record) if isinstance(self.ffn, MoE) else self.ffn(h))
+
+
+class Cache:
+    """Entries of S rows: (layers, S, T_max, width). A row is one sequence; `length` of each is the caller's business."""
+    def __init__(self, model, rows, length):
+        width = model.layers[0].attn.entry_width
+        self.data = torch.zeros(len(model.layers), rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
+
+    def writer(self, layer, rows, positions, upto):
+        """-> a function that stores entries (B, T, width) at positions (B, T) of `rows` and returns all (B, upto, width)."""
+        def store(entry):
+            data = self.data[layer]
+            if isinstance(rows, slice):                         # a prefix of the rows: no copy on reading
+                view = data[rows]
+                view[torch.arange(len(view), device=entry.device)[:, None], positions] = entry
+                return view[:, :upto]
+            data[rows[:, None], positions] = entry
+            return data[rows, :upto]
+        return store
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.dtype = config, torch.float32
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Block(config, dense=i < config.dense_layers) for i in range(config.layers))
+        self.norm = Norm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        nn.init.zeros_(self.head.weight)
+        if config.tie:
+            self.head.weight = self.embed.weight
+        self.extend(config.yarn_factor)
+
+    def extend(self, factor):
+        """Stretch the window to config.context * factor tokens (the long-context stage)."""
+        self.config = ModelConfig(**{**vars(self.config), "yarn_factor": factor})
+        c = self.config
+        self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor)
+        for block in self.layers:
+            block.attn.config, block.attn.scale = c, temperature
+
+    def compute(self, dtype):
+        """Matrix products in `dtype`; weights, residual stream, norms, router and softmax stay in fp32."""
+        for module in self.modules():
+            if isinstance(module, (Norm, Model)):
+                module.dtype = dtype
+        return self
+
+    def angles(self, positions):
+        angle = positions.float()[..., None, None] * self.frequency.to(positions.device)     # (B or 1, T, 1, R/2)
+        return angle.cos(), angle.sin()
+
+    def forward(self, tokens, positions=None, replay=None, record=None):
+        """tokens (B, T) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence, when this rank
+        holds only a part. replay (B, T, L, K): experts to take at the L MoE layers, -1 = free; record: a list that receives
+        the choices, one (B, T, K) per MoE layer."""
+        mask = None
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        else:
+            keys = self.layers[0].attn.gather(positions.view(1, -1, 1))[0, :, 0]
+            mask = (keys <= positions[:, None])[None, None]                                  # (1, 1, T_local, T)
+        cos, sin = self.angles(positions[None])
+        x, moe = self.embed(tokens).float(), 0
+        for block in self.layers:
+            chosen = None
+            if isinstance(block.ffn, MoE):
+                chosen, moe = None if replay is None else replay[:, :, moe], moe + 1
+            x = block(x, cos, sin, mask, None, chosen, record)
+        return x
+
+    def decode(self, tokens, cache, rows, start, record=None):
+        """tokens (B, T) continue the cached sequences `rows` (an index tensor, or a slice) at start (B,) -> hidden (B, T, D).
+        Padding at the end of a row is harmless: its entries are masked now and overwritten later. The cache's last place is
+        never read by a real token: give it one more than the window."""
+        room = cache.data.shape[2]
+        assert int(start.max()) < room, f"position {int(start.max())} in a cache of {room} tokens"
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)     # (B, T)
+        positions = positions.clamp(max=room - 1)                                            # only padding reaches so far
+        upto = int(positions.max()) + 1
+        mask = (torch.arange(upto, device=tokens.device) <= positions[..., None])[:, None]   # (B, 1, T, upto)
+        cos, sin = self.angles(positions)
+        x = self.embed(tokens).float()
+        for i, block in enumerate(self.layers):
+            x = block(x, cos, sin, mask, cache.writer(i, rows, positions, upto), None, record)
+        return x
+
+    def logits(self, hidden):
+        """hidden (..., D) -> logits (..., vocab), fp32"""
+        return F.linear(self.norm(hidden), self.head.weight.to(self.norm.dtype)).float()
+
+
+def balance(model, rate=1e-3, reduce=lambda counts: counts):
+    """Aux-loss-free balancing (arXiv 2408.15664): one step of every router's bias from the tokens counted since the last
+    call. `reduce` sums counts over data ranks, so that all ranks move alike. Returns the worst load / mean load."""
+    worst = 1.0
+    for block in model.layers:
+        if isinstance(block.ffn, MoE):
+            router = block.ffn.router
+            load = reduce(router.load.clone())
+            worst = max(worst, float(load.max() / load.mean().clamp(min=1)))
+            router.bias += rate * torch.sign(load.mean() - load)
+            router.load.zero_()
+    return worst
+
+
+def parameters_per_token(config):
+    """(total, active) parameters: what is stored, and what one token meets."""
+    model = Model(config)
+    total = sum(p.numel() for p in model.parameters())
+    idle = 3 * config.dim * config.expert_ffn * (config.experts - config.active) * (config.layers - config.dense_layers)
+    return total, total - idle

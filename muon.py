@@ -1,0 +1,652 @@
+"""Muon: an optimizer that makes every direction of a weight matrix move by the same amount, on one rank or a thousand.
+
+The momentum of a matrix is dominated by a few singular directions. Muon replaces it by the nearest semi-orthogonal matrix,
+so that rare directions learn as fast as common ones. A few matrix products do that (Newton-Schulz), no SVD:
+
+    m <- mu m + (1-mu) g        u = (1-mu) g + mu m  (Nesterov)        X = u / |u|_F
+    X <- (a I + b A + c A^2) X  with A = X X^T, five times             an odd polynomial acts on the singular values only
+    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C)) or sqrt(max(1, R/C))
+
+Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural granularity, per attention
+head and per expert; same-shaped tensors are batched, all-to-all brings the shards together into whole matrices, Newton-Schulz
+runs once, all-to-all takes them back; asynchronous, while one task waits on communication others advance; the result equals
+full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone, so no rank ever asks another for a
+size, nothing is padded, and units that are already whole stay at home. Ours, for want of a public value: learning rate,
+momentum, coefficients, scale. Left out: fused kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second
+level of all-to-all for thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
+
+    N  units in a stack (heads, experts)     R, C  rows and columns of a unit     m <= n  the same, sorted     W  ranks
+    unit   a matrix that is orthogonalised as a whole: the last two dimensions of a stack, a 2-D parameter, or a column block
+    block  the part of a parameter that one rank holds            piece  the part of a unit that lies in one block
+
+python muon.py            singular values before and after, four ranks against one, the timeline out/muon.png
+python muon.py --bench    step time against the GEMM floor and torch.optim.Muon; collectives, bytes, CPU seconds for W = 1..8
+"""
+
+import argparse
+import heapq
+import sys
+import time
+from collections import defaultdict, deque, namedtuple
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan (quintic), modded-nanogpt (five_step),
+# arXiv 2505.16932 with the 2 % safety margin of modded-nanogpt (polar_express).
+COEFFICIENTS = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    "five_step": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                  (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
+    "polar_express": ((8.156554524902461, -22.48329292557795, 15.878769915207462),
+                      (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                      (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                      (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                      (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+}
+MARGIN = {"polar_express": 1.02}  # its first polynomial leaves [0, 1] soon after 1, and bf16 rounding reaches beyond
+CACHE_BYTES = {torch.bfloat16: 8 << 20}  # matrices multiplied together on a CPU: small calls pay overhead, big ones leave the cache
+GRAM_ASPECT = 1.5  # 34 m^3 + 4 m^2 n multiply-adds against 10 m^3 + 20 m^2 n: they cross at n = 1.5 m
+
+
+# ---------------------------------------------------------------------------------------------------- mathematics
+
+def orthogonalize(G, steps=5, coefficients="quintic", dtype=torch.bfloat16, out=None):
+    """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) -> same shape and dtype.
+
+    dtype is what the products run in. Many small matrices are multiplied as one batch; on a CPU big ones go through in
+    cache-sized chunks. What becomes of a matrix does not depend on its company. out may be G itself.
+    """
+    assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
+    assert coefficients in COEFFICIENTS, f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
+    out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
+    X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
+    rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
+    if G.device.type == "cpu" and G.numel():
+        chunk = cpu_chunk(X[0].numel(), dtype)
+    table = [rows[min(i, len(rows) - 1)] for i in range(steps)]
+    for x, o in zip(X.split(chunk), O.split(chunk)) if G.numel() else ():
+        result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
+        newton_schulz(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
+        o.copy_(result) if result is not o else None
+    return out
+
+
+def cpu_chunk(elements, dtype):
+    """Matrices of so many elements to multiply in one call: small calls pay overhead, big ones leave the cache."""
+    return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
+
+
+def unit_norm(X, dtype, margin=1.0):
+    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype of the products."""
+    if dtype != torch.float16:  # fp16 cannot hold a gradient: it is divided first. Others are cast first, as the wire does
+        X = X.to(dtype)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.float32) * margin  # (N, 1, 1)
+    return (X / norm.clamp(min=1e-12).to(X.dtype)).to(dtype)
+
+
+def newton_schulz(X, table, out):
+    """out (N, R, C) <- p_k(...p_1(X)), p_i(X) = (a I + b A + c A^2) X, A = X X^T on the small side (N, m, m).
+
+    Gram form: the p_i commute, so iterate on A alone (A <- Q A Q) and multiply by X once, at the end. That loses the small
+    singular values, which A holds squared: fp32 (fp16 on a GPU) only, and with one restart from X after the second step.
+    """
+    tall, (m, n) = X.shape[-2] > X.shape[-1], sorted(X.shape[-2:])
+    X = X.mT if tall else X  # a view: the first product transposes by a flag, and the last one, X^T Q, transposes back
+    gram_dtype = torch.float32 if X.device.type == "cpu" else torch.float16
+    gram = n > GRAM_ASPECT * m and X.dtype in (gram_dtype, torch.float32) and len(table) > 2
+    A, Q, P = torch.empty(3, len(X), m, m, dtype=X.dtype, device=X.device)
+    Y = [torch.empty(len(X), m, n, dtype=X.dtype, device=X.device) for _ in range(2 if len(table) > 2 else 1)]
+    torch.bmm(X, X.mT, out=A)
+    whole = True  # True when the polynomial of this step is not multiplied onto earlier ones
+    for i, (a, b, c) in enumerate(table):
+        torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
+        Q.diagonal(dim1=-2, dim2=-1).add_(a)  # a X inside the product: one pass over X less than a X + Q X
+        last = i == len(table) - 1
+        product = Q if whole else Q @ P
+        if gram and not last and i != 1:
+            A, P, whole = Q @ A @ Q, product.clone(), False
+            continue
+        if last:
+            return torch.bmm(X.mT, product, out=out) if tall else torch.bmm(product, X, out=out)
+        X, whole = torch.bmm(product, X, out=Y[i % len(Y)]), True
+        torch.bmm(X, X.mT, out=A)
+    return out.copy_(X.mT if tall else X)  # no step at all
+
+
+def step_scale(rule, rows, columns):
+    """Length of one update: "rms" makes its RMS about 0.2, as AdamW's (Moonlight); "spectral" sizes it to the layer's gain."""
+    return 0.2 * max(rows, columns) ** 0.5 if rule == "rms" else max(1.0, rows / columns) ** 0.5
+
+
+@torch.no_grad()
+def qk_clip(query, key, max_logits, threshold=100.0, rope=0):
+    """QK-clip (Kimi K2), after a step: shrink the heads whose largest attention logit passed the threshold.
+
+    query (H, r, D), key (K, r', D), K dividing H, plain or sharded; max_logits (H,), equal on every rank. Each head's logits
+    shrink by gamma = min(1, threshold / max_logit). The key head takes the root of its smallest gamma, its query heads the rest;
+    the last `rope` rows of a query face a rotary key that all heads share (MLA) and take all of gamma.
+    """
+    gamma = (threshold / max_logits.float().clamp(min=1e-12)).clamp(max=1.0)  # (H,)
+    key_factor = gamma.view(len(key), -1).amin(1).sqrt()  # (K,)
+    query_factor = gamma / key_factor.repeat_interleave(len(query) // len(key))  # (H,)
+    rows = torch.arange(query.shape[1], device=gamma.device) < query.shape[1] - rope  # (r,)
+    for weight, factor in ((query, torch.where(rows, query_factor[:, None], gamma[:, None])),
+                           (key, key_factor[:, None].expand(-1, key.shape[1]))):
+        n0, n1, r0, r1, _, _ = Leaf(weight, "qk_clip").block
+        local(weight).mul_(factor[n0:n1, r0:r1, None].to(weight.dtype))
+
+
+# ---------------------------------------------------------------------------------- who holds what, who computes what
+
+def local(tensor):
+    """What this rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def stacked(tensor):
+    """A 2-D parameter is a stack of one."""
+    return tensor if tensor.ndim == 3 else tensor[None]
+
+
+def block_of(shape, mesh_shape, placements, coordinate):
+    """(n0, n1, r0, r1, c0, c1): the block at one coordinate of a mesh. Rows are dealt as torch.chunk deals them."""
+    spans = [[0, size] for size in shape]
+    for ranks, placement, here in zip(mesh_shape, placements, coordinate):
+        if isinstance(placement, Shard):
+            lo, hi = spans[placement.dim]
+            size = -(-(hi - lo) // ranks)
+            spans[placement.dim] = [min(lo + here * size, hi), min(lo + (here + 1) * size, hi)]
+    return tuple(edge for span in [[0, 1]] * (3 - len(shape)) + spans for edge in span)
+
+
+class Leaf:
+    """One Muon parameter and the block of it that each rank holds. All of it follows from shapes: no rank asks another."""
+
+    def __init__(self, param, name, group=0, column_blocks=1):
+        self.param, self.name, self.group = param, name, group  # group: its index in the optimizer
+        self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
+        self.width = self.shape[2] // column_blocks  # columns of a unit
+        self.process_group, self.me, self.replica = None, 0, [()]
+        self.blocks = [block_of(param.shape, (), (), ())]
+        if isinstance(param, DTensor):
+            self.read_mesh(param.device_mesh, param.placements)
+        self.block = self.blocks[self.me]
+        self.holders = defaultdict(list)  # stack index -> ranks that hold some of it
+        for rank, (n0, n1, r0, r1, c0, c1) in enumerate(self.blocks):
+            for n in range(n0, n1) if r0 < r1 and c0 < c1 else ():
+                self.holders[n].append(rank)
+
+    def read_mesh(self, mesh, placements):
+        for placement in placements:
+            if type(placement) not in (Shard, Replicate):
+                raise ValueError(f"{self.name}: placement {placement} is not supported, only Shard and Replicate are")
+        self.process_group = mesh_group(mesh)
+        ranks = dist.get_process_group_ranks(self.process_group)
+        where = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]  # mesh coordinate of each rank
+        self.me = ranks.index(dist.get_rank())
+        self.blocks = [block_of(self.param.shape, mesh.shape, placements, at) for at in where]
+        # ranks that agree on the replicated mesh dimensions hold one whole copy of the parameter between them
+        self.replica = [tuple(c for c, p in zip(at, placements) if isinstance(p, Replicate)) for at in where]
+        n0, n1, r0, r1, c0, c1 = self.blocks[self.me]
+        have, want = tuple(stacked(local(self.param)).shape), (n1 - n0, r1 - r0, c1 - c0)
+        if have != want and local(self.param).numel() + want[0] * want[1] * want[2]:
+            raise ValueError(f"{self.name}: this rank holds {have} of {self.shape}; {placements} says {want}")
+
+    def units(self):
+        return [Unit(self, n, c) for n in range(self.shape[0]) for c in range(0, self.shape[2], self.width)]
+
+    def matrix(self, tensor, n):
+        """Layer n of what this rank holds of a tensor shaped like the parameter: (rows here, columns here)."""
+        return stacked(local(tensor))[n - self.block[0]]
+
+
+def mesh_group(mesh):
+    """One process group over all ranks of a mesh: two meshes over the same ranks share it, and so share their tasks."""
+    if set(mesh.mesh.flatten().tolist()) == set(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+class Unit:
+    """A matrix that is orthogonalised as a whole: layer n of a stack, columns `column` to `column + width`."""
+    __slots__ = ("leaf", "n", "column", "owner", "shape", "cost")
+
+    def __init__(self, leaf, n, column):
+        self.leaf, self.n, self.column, self.owner = leaf, n, column, 0
+        self.shape = (leaf.shape[1], leaf.width)  # (R, C)
+        self.cost = leaf.shape[1] * leaf.width * min(self.shape)  # a Newton-Schulz step is m m n
+
+    def piece(self, rank):
+        """The part of the unit in a rank's block, as slices (rows, columns) of the unit."""
+        _, _, r0, r1, c0, c1 = self.leaf.blocks[rank]
+        left = max(c0 - self.column, 0)
+        return slice(r0, r1), slice(left, max(min(c1 - self.column, self.shape[1]), left))
+
+    @staticmethod
+    def size(piece):
+        return (piece[0].stop - piece[0].start) * (piece[1].stop - piece[1].start)
+
+    def holders(self):
+        return [rank for rank in self.leaf.holders[self.n] if self.size(self.piece(rank))]
+
+    def travels(self):
+        return any(rank != self.owner for rank in self.holders())
+
+    def here(self, matrix):
+        """The part of a local matrix (rows here, columns here) that belongs to this unit."""
+        c0 = self.leaf.block[4]
+        return matrix[:, max(self.column - c0, 0):max(self.column + self.shape[1] - c0, 0)]
+
+
+def assign_owners(units):
+    """Who orthogonalises what, from shapes alone: a unit that lies whole on a rank stays there, the rest goes, dearest first,
+    to the least loaded. Replicas hold the same units, and each unit is done by one of them only."""
+    load, away = [0] * len(units[0].leaf.blocks), []
+    for unit in units:
+        whole = [rank for rank in unit.holders() if unit.size(unit.piece(rank)) == unit.shape[0] * unit.shape[1]]
+        if whole:
+            unit.owner = min(whole, key=load.__getitem__)
+            load[unit.owner] += unit.cost
+        else:
+            away.append(unit)
+    queue = [(cost, rank) for rank, cost in enumerate(load)]
+    heapq.heapify(queue)
+    for unit in sorted(away, key=lambda unit: -unit.cost):
+        cost, unit.owner = queue[0]
+        heapq.heapreplace(queue, (cost + unit.cost, unit.owner))
+
+
+Route = namedtuple("Route", "rank unit piece")  # a piece (rows, columns) of a unit that crosses the wire to or from a rank
+
+
+class Task:
+    """Units that are computed, and travel, together. Its four lists of routes say what crosses the wire, in what order."""
+
+    def __init__(self, units):
+        self.leaf, self.number, me = units[0].leaf, 0, units[0].leaf.me
+        self.gather, self.arrive, self.spread, self.settle = [], [], [], []
+        self.mine = [unit for unit in units if unit.owner == me]
+        self.slabs = []  # [parameter, lo, hi): runs of stack indices that this rank holds some of; momentum goes by run
+        for unit in units:
+            self.route(unit, me)
+            held, (leaf, lo, hi) = me in unit.leaf.holders[unit.n], self.slabs[-1] if self.slabs else (None, 0, 0)
+            if held and leaf is unit.leaf and unit.n <= hi:
+                self.slabs[-1][2] = max(hi, unit.n + 1)
+            elif held:
+                self.slabs.append([unit.leaf, unit.n, unit.n + 1])
+        for routes in (self.gather, self.arrive, self.spread, self.settle):
+            routes.sort(key=lambda route: route.rank)  # stable: within a rank the order of the units, on both ends
+        self.moves = any(unit.travels() for unit in units)  # known to every rank, also to one that neither sends nor receives
+
+    def route(self, unit, me):
+        replica, owner, mine = unit.leaf.replica, unit.owner, unit.piece(me)
+        for rank in unit.holders():
+            if rank == owner or me not in (rank, owner):
+                continue
+            near = replica[rank] == replica[owner]  # the owner collects from its own replica and answers them all: that way
+            if rank == me:                          # the all-gather over replicas costs no collective of its own
+                self.gather.extend([Route(owner, unit, mine)] * near)
+                self.settle.append(Route(owner, unit, mine))
+            else:
+                self.arrive.extend([Route(rank, unit, unit.piece(rank))] * near)
+                self.spread.append(Route(rank, unit, unit.piece(rank)))
+
+
+def plan_tasks(leaves, itemsize, task_bytes, window):
+    """Cut all units into tasks: per process group those that move, about a third of the bytes each so that there is something
+    to overlap, at most task_bytes per rank; then those that stay, in cache-sized tasks that fill the waiting time."""
+    groups, moving, staying = defaultdict(list), [], []
+    for leaf in leaves:
+        groups[leaf.process_group].extend(leaf.units())
+    for units in groups.values():
+        assign_owners(units)
+        rows = defaultdict(list)  # the column blocks of one matrix stay together: they share its momentum
+        for unit in sorted(units, key=lambda unit: (-unit.cost, unit.shape)):
+            rows[unit.leaf, unit.n].append(unit)
+        moves = {key: any(unit.travels() for unit in row) for key, row in rows.items()}
+        size = itemsize * sum(leaf.shape[1] * leaf.shape[2] for (leaf, _), moved in moves.items() if moved)
+        bound = min(max(size // 3, 1 << 16), task_bytes * len(units[0].leaf.blocks))
+        moving += cut([row for key, row in rows.items() if moves[key]], itemsize, bound)
+        cache = CACHE_BYTES[torch.bfloat16] if leaf.param.device.type == "cpu" else task_bytes
+        staying += cut([row for key, row in rows.items() if not moves[key] and any(unit.owner == key[0].me for unit in row)], itemsize, cache)
+    tasks = moving[:window - 1] + staying + moving[window - 1:]
+    for number, task in enumerate(tasks):
+        task.number = number + 1
+    return tasks
+
+
+def cut(rows, itemsize, bound):
+    """Tasks that close as soon as they hold `bound` bytes, or where the shape of a stationary unit changes."""
+    tasks, units, size = [], [], 0
+    for row in rows:
+        units, size = units + row, size + itemsize * row[0].leaf.shape[1] * row[0].leaf.shape[2]
+        if size >= bound or row is rows[-1]:
+            tasks.append(Task(units))
+            units, size = [], 0
+    return tasks
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizer
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and stacks of matrices, AdamW for everything else, on one rank or sharded over many.
+
+    param_groups: dicts with `params` (tensors or (name, tensor) pairs; names serve the error messages) and any of: algorithm
+    "muon" or "adamw", lr, weight_decay (decoupled); for Muon momentum, nesterov, ns_steps, coefficients, scale ("rms" or
+    "spectral"), column_blocks (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection);
+    for AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
+
+    ns_dtype: dtype of the matrix products, and of the wire. check_gradients: NaN and inf raise before anything has changed.
+    task_bytes, window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event);
+    .traffic counts the collectives and bytes received of the last step. A DTensor without gradient counts as gradient 0.
+    """
+
+    def __init__(self, param_groups, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.0, ns_steps=5, coefficients="quintic",
+                 scale="rms", betas=(0.9, 0.95), eps=1e-8, ns_dtype=torch.bfloat16, check_gradients=True, task_bytes=32 << 20,
+                 window=3):
+        self.names, self.leaves, self.plans, self.events, self.traffic = {}, [], {}, None, {}
+        self.ns_dtype, self.check_gradients, self.task_bytes, self.window = ns_dtype, check_gradients, task_bytes, window
+        # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
+        self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
+        super().__init__(param_groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
+                                            ns_steps=ns_steps, coefficients=coefficients, scale=scale, betas=betas, eps=eps,
+                                            algorithm="muon", column_blocks=1))
+
+    def add_param_group(self, group):
+        """Check a group by name, and make its state now, in its placement: a checkpoint needs no first step to know it."""
+        number = len(self.param_groups)
+        pairs = [p if isinstance(p, tuple) else (f"parameter {i} of group {number}", p) for i, p in enumerate(group["params"])] \
+            if not isinstance(group["params"], torch.Tensor) else [(f"parameter 0 of group {number}", group["params"])]
+        pairs = list(zip(group.pop("names", [name for name, _ in pairs]), [p for _, p in pairs]))
+        options = {**self.defaults, **group}
+        for name, p in pairs:
+            if p in self.names:
+                raise ValueError(f"{name}: already in an earlier place of the optimizer, as {self.names[p]}")
+            self.names[p] = name
+            check_parameter(name, p, options)
+        super().add_param_group({**group, "params": [p for _, p in pairs]})
+        for name, p in pairs:
+            if options["algorithm"] == "adamw":
+                self.state[p] = dict(step=torch.zeros((), dtype=torch.float32), exp_avg=torch.zeros_like(p),
+                                     exp_avg_sq=torch.zeros_like(p))
+            else:
+                self.state[p] = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
+                self.leaves.append(Leaf(p, name, number, options["column_blocks"]))
+        self.plans = {}
+
+    def load_state_dict(self, state_dict):
+        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32 momentum of bf16 weights."""
+        super().load_state_dict(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for n, p in zip(numbers, (p for group in self.param_groups for p in group["params"])):
+            if p.dtype != torch.float32 and "momentum" in state_dict["state"].get(n, {}):
+                self.state[p]["momentum"] = state_dict["state"][n]["momentum"].to(p.device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        self.traffic = dict(collectives=0, bytes_received=0)
+        if self.check_gradients:
+            self.refuse_bad_gradients()
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                self.adamw(group)
+        leaves = [leaf for leaf in self.leaves if leaf.param.grad is not None or leaf.process_group]
+        key = tuple(leaf.name for leaf in leaves)
+        if leaves and key not in self.plans:
+            self.plans[key] = plan_tasks(leaves, self.wire_dtype.itemsize, self.task_bytes, self.window)
+        if leaves:
+            self.advance(self.plans[key])
+        return loss
+
+    def advance(self, tasks):
+        """Round robin over a window of generators: while the messages of one are under way, another multiplies."""
+        waiting, live = deque(self.run(task) for task in tasks), deque()
+        while waiting or live:
+            task = waiting.popleft() if waiting and len(live) < self.window else live.popleft()
+            if next(task, "done") != "done":
+                live.append(task)
+
+    def run(self, task):
+        """One task from momentum to new weights. It yields where it would wait; its frame owns the buffers on the wire."""
+        fresh = self.momentum(task)  # {(leaf, n): (rows here, columns here)}
+        stacks, slots = stack_units(task.mine, self.wire_dtype)
+        home = [unit for unit in task.mine if unit.leaf.me in unit.leaf.holders[unit.n]]
+        if task.moves:
+            receive = self.exchange(task, task.gather, [unit.here(fresh[unit.leaf, unit.n]) for _, unit, _ in task.gather],
+                                    task.arrive)
+            self.log(task, "send")
+        copy([slots[unit][unit.piece(task.leaf.me)] for unit in home], [unit.here(fresh[unit.leaf, unit.n]) for unit in home])
+        if task.moves:
+            yield
+            copy([slots[unit][piece] for _, unit, piece in task.arrive], receive())
+        self.log(task, "multiply")
+        for (number, *_), X in stacks.items():
+            group = self.param_groups[number]
+            orthogonalize(X, group["ns_steps"], group["coefficients"], self.ns_dtype, out=X)
+        self.log(task, "multiplied")
+        if task.moves:
+            receive = self.exchange(task, task.spread, [slots[unit][piece] for _, unit, piece in task.spread], task.settle)
+            self.log(task, "return")
+        self.decay(task)
+        self.apply(home, [slots[unit][unit.piece(task.leaf.me)] for unit in home])
+        if task.moves:
+            yield
+            self.apply([unit for _, unit, _ in task.settle], receive())
+        self.log(task, "done")
+
+    def momentum(self, task):
+        """Momentum and Nesterov in fp32 on what lies here. A convex sum, not g + mu m: the scale is free, the rounding better."""
+        fresh = {}
+        for leaf, lo, hi in task.slabs:
+            group, first = self.param_groups[leaf.group], leaf.block[0]
+            m = stacked(local(self.state[leaf.param]["momentum"]))[lo - first:hi - first]  # (n, rows here, columns here)
+            g = leaf.param.grad
+            g = torch.zeros_like(m) if g is None else stacked(local(g))[lo - first:hi - first].float()
+            m.lerp_(g, 1 - group["momentum"])
+            u = torch.lerp(g, m, group["momentum"]) if group["nesterov"] else m
+            fresh.update(((leaf, n), u[n - lo]) for n in range(lo, hi))
+        return fresh
+
+    def decay(self, task):
+        for leaf, lo, hi in task.slabs:
+            group, first = self.param_groups[leaf.group], leaf.block[0]
+            if group["weight_decay"]:
+                stacked(local(leaf.param))[lo - first:hi - first].mul_(1 - group["lr"] * group["weight_decay"])
+
+    def apply(self, units, pieces):
+        """Add each orthogonal piece to the weights here: one fused call per step length."""
+        by_length = defaultdict(lambda: ([], []))
+        for unit, piece in zip(units, pieces):
+            group = self.param_groups[unit.leaf.group]
+            weights, updates = by_length[group["lr"] * step_scale(group["scale"], *unit.shape)]
+            weights.append(unit.here(unit.leaf.matrix(unit.leaf.param, unit.n)))
+            updates.append(piece)
+        for length, (weights, updates) in by_length.items():
+            torch._foreach_add_(weights, updates, alpha=-length)
+
+    def exchange(self, task, out, tensors, back):
+        """Start one all-to-all with exact splits: tensors leave along the routes `out`; the call that is returned waits, and
+        gives what came along the routes `back`. Sizes follow from the routes, on every rank alike."""
+        world, device = len(task.leaf.blocks), task.leaf.param.device
+        sizes = [[unit.size(piece) for _, unit, piece in routes] for routes in (out, back)]
+        splits = [[0] * world, [0] * world]
+        for routes, size, split in zip((out, back), sizes, splits):
+            for route, elements in zip(routes, size):
+                split[route.rank] += elements
+        sent, received = (torch.empty(sum(size), dtype=self.wire_dtype, device=device) for size in sizes)
+        copy([part.view(tensor.shape) for part, tensor in zip(sent.split(sizes[0]), tensors)], tensors)
+        work = dist.all_to_all_single(received, sent, splits[1], splits[0], group=task.leaf.process_group, async_op=True)
+        self.traffic["collectives"] += 1
+        self.traffic["bytes_received"] += received.nbytes
+
+        def receive(sent=sent):  # keeps the sent buffer alive until the wait is over
+            work.wait()
+            shapes = [(rows.stop - rows.start, -1) for _, _, (rows, _) in back]
+            return [part.view(shape) for part, shape in zip(received.split(sizes[1]), shapes)]
+        return receive
+
+    def log(self, task, event):
+        if self.events is not None:
+            self.events.append((time.perf_counter(), task.number, event))
+
+    def adamw(self, group):
+        """AdamW (Loshchilov and Hutter) on what lies here: elementwise, so a shard needs nobody."""
+        (b1, b2), lr = group["betas"], group["lr"]
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state, w, g = self.state[p], local(p), local(p.grad)
+            m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            state["step"] += 1
+            t = state["step"].item()
+            w.mul_(1 - lr * group["weight_decay"])
+            m.lerp_(g, 1 - b1)
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+            w.addcdiv_(m, (v.sqrt() / (1 - b2 ** t) ** 0.5).add_(group["eps"]), value=-lr / (1 - b1 ** t))
+
+    def refuse_bad_gradients(self):
+        """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step leaves ranks waiting."""
+        by_group = defaultdict(list)
+        for p, name in self.names.items():
+            if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+                raise ValueError(f"{name}: gradient placed {p.grad.placements}, parameter {p.placements}")
+            if p.grad is not None or isinstance(p, DTensor):
+                by_group[mesh_group(p.device_mesh) if isinstance(p, DTensor) else None].append(p)
+        for process_group, params in by_group.items():
+            grads = [local(p if p.grad is None else p.grad) for p in params]
+            bad = torch.stack([~n.isfinite() for n in torch._foreach_norm(grads)]).to(torch.uint8)
+            if process_group is not None:
+                dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=process_group)
+                self.traffic["collectives"] += 1
+            if bad.any():
+                names = [self.names[p] for p, flag in zip(params, bad.tolist()) if flag]
+                raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
+
+
+def copy(targets, sources):
+    if targets:
+        torch._foreach_copy_(targets, sources)  # one kernel for many small pieces, and the cast to the wire's dtype
+
+
+def stack_units(units, dtype):
+    """Room for whole units, equal shapes together: {(group, R, C): (K, R, C)} and {unit: its (R, C) in there}."""
+    same, stacks, slots = defaultdict(list), {}, {}
+    for unit in units:
+        same[unit.leaf.group, *unit.shape].append(unit)
+    for key, units in same.items():
+        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=units[0].leaf.param.device)
+        slots.update(zip(units, stacks[key]))
+    return stacks, slots
+
+
+def check_parameter(name, param, options):
+    """What a group may hold, said with the parameter's name."""
+    if options["algorithm"] not in ("muon", "adamw"):
+        raise ValueError(f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r} ({name})")
+    if options["scale"] not in ("rms", "spectral") or options["coefficients"] not in COEFFICIENTS:
+        raise ValueError(f"{name}: scale {options['scale']!r} or coefficients {options['coefficients']!r} unknown")
+    if isinstance(param, DTensor) and not all(type(p) in (Shard, Replicate) for p in param.placements):
+        raise ValueError(f"{name}: placement {tuple(param.placements)} is not supported, only Shard and Replicate are")
+    if options["algorithm"] == "muon":
+        if param.ndim not in (2, 3):
+            raise ValueError(f"{name}: Muon wants matrices (R, C) or stacks (N, R, C), this has shape {tuple(param.shape)}; "
+                             "put it in an 'adamw' group")
+        blocks = options["column_blocks"]
+        if blocks < 1 or blocks > 1 and (param.ndim != 2 or param.shape[1] % blocks):
+            raise ValueError(f"{name}: {blocks} column blocks do not divide shape {tuple(param.shape)}")
+
+
+def check_parameters(optimizer, named_parameters):
+    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten is never trained, silently."""
+    wanted = {p: name for name, p in named_parameters if p.requires_grad}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    missing = [name for p, name in wanted.items() if p not in set(held)]
+    foreign = [getattr(optimizer, "names", {}).get(p, tuple(p.shape)) for p in held if p not in wanted]
+    if missing or foreign:
+        raise ValueError(f"the optimizer misses {missing} and holds {foreign}, which the model does not train")
+
+
+# ------------------------------------------------------------------------------------------------------ demo and bench
+
+def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
+    """The matrices of a small MoE decoder, heads and experts stacked."""
+    one = {"wq": (heads, dim // heads, dim), "wk": (heads, dim // heads, dim), "wv": (heads, dim // heads, dim), "wo": (dim, dim),
+           "gate": (experts, hidden, dim), "up": (experts, hidden, dim), "down": (experts, dim, hidden),
+           "shared.gate": (hidden, dim), "shared.up": (hidden, dim), "shared.down": (dim, hidden)}
+    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
+
+
+def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float32, device="cpu"):
+    """Random parameters with random gradients, the same for every world size."""
+    generator, params = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes.items():
+        weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+        params[name] = torch.nn.Parameter(place(name, weight))
+        params[name].grad = place(name, grad)
+    return params
+
+
+def seconds(call, device="cpu"):
+    """CPU seconds of one thread: the clock on the wall also counts whoever else uses the machine. On a GPU, the wall."""
+    if device == "cpu":
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gemm_floor(shapes, dtype, device, steps=5):
+    """A call that does nothing but the products of the plain iteration, in the batches that suit the machine."""
+    batches = defaultdict(int)
+    for shape in shapes.values():
+        batches[tuple(sorted(shape[-2:]))] += shape[0] if len(shape) == 3 else 1
+    work = []
+    for (m, n), count in batches.items():
+        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
+        for size in [chunk] * (count // chunk) + [count % chunk] * (count % chunk > 0):
+            work.append((size, m, n))
+    pool = {key: [torch.randn(key[0], *s, device=device).to(dtype) for s in ((key[1], key[2]), (key[1], key[1]), (key[1], key[2]))]
+            for key in set(work)}
+
+    def run():
+        for key in work:
+            X, A, Y = pool[key]
+            B = torch.empty_like(A)
+            for _ in range(steps):
+                torch.bmm(X, X.mT, out=B), torch.bmm(A, A, out=B), torch.bmm(A, X, out=Y)
+    return run
+
+
+def bench_one(device):
+    """One step on one device: the products alone, torch.optim.Muon with one 2-D parameter per unit, and Muon."""
+    shapes = layer_shapes(6)
+    print(f"one step, {sum(torch.Size(s).numel() for s in shapes.values()) / 1e6:.1f}M parameters, {device}, seconds, best of 5")
+    print("products  weights    GEMM floor  torch.optim.Muon  Muon     / floor  / torch")
+    for dtype, weights in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        params = make_parameters(shapes, dtype=weights, device=device)
+        ours = Muon([dict(params=list(params.items()))], ns_dtype=dtype, scale="spectral", lr=1e-3, weight_decay=0.1)
+        matrices = []
+        for p in make_parameters(shapes, dtype=weights, device=device).values():
+            for matrix, grad in zip(stacked(p.data), stacked(p.grad)):
+                matrices.append(torch.nn.Parameter(matrix.clone()))
+                matrices[-1].grad = grad.clone()
+        theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
+        keep = torch.Tensor.bfloat16
+        if dtype == torch.float32:
+            torch.Tensor.bfloat16 = lambda tensor: tensor  # torch.optim.Muon knows bf16 only; like is compared with like
+        calls = gemm_floor(shapes, dtype, device), theirs.step, ours.step
+        times = [[seconds(call, device) for call in calls] for _ in range(6)][1:]
+        torch.Tensor.bfloat16 = keep
+        floor, torch_muon, muon = map(min, zip(*times))
+        name = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+        print(f"{name[dtype]}      {name[weights]}       {floor:8.3f}    {torch_muon:10.3f}      {muon:8.3f}   "
+              f"{muon / floor:7.2f}  {muon / torch_muon:6.2f}", flush=True)

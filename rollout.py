@@ -1,0 +1,555 @@
+"""rollout.py: an agent acts in a codebase, token by token, and is trained on exactly the tokens it sampled.
+
+A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final message; hidden tests give
+the reward. This file holds the tokenizer, the transcript, the tools, the sampler and the policy-gradient objective.
+
+Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per task, each task used once;
+advantage = reward minus the group's mean, NOT divided by its standard deviation (a group where every rollout is right would
+have its accidents blown up to unit advantage); no length standardisation, no overlong masking; KL by the k1 estimator;
+router replay. Seed names of the tools: read_file, edit_file, run_command, search_codebase.
+
+    A_i = r_i - mean_group(r)
+    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)        t over sampled tokens, stop tokens included; L constant
+    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is part of the reward
+
+Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and no clip: one update per
+batch, so the sampling policy is the policy. Left out: branching environments and semantic search.
+
+History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was sampled is never decoded and
+re-encoded on the way to the loss. Control tokens separate calls and arguments; no text encodes to one, so no tool output
+can forge a call.
+
+Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant), K experts per token.
+
+    python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
+    python rollout.py --bench         decoding against re-running the full forward, and against static batching
+"""
+import argparse
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+from synth_tasks import SUMMARIZE, Rehearsal, Sandbox, Task, Workspace, call_tool, expert, judge, make_task
+
+# ---------------------------------------------------------------- tokenizer
+
+CONTROLS = ("<|user|>", "<|assistant|>", "<|tool|>", "<|query|>", "<|summary|>", "<|hint|>", "<|call|>", "<|arg|>", "<|end|>",
+            "<|text|>")                                          # <|text|> separates documents in pretraining
+# Single digits, so that numbers can be copied; words with the space or underscore before them; `def ` with the space after it,
+# so that a name is the same tokens where it is defined and where it is used; a newline with its indentation; runs of signs.
+SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
+
+
+def train_bpe(texts, vocab):
+    """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges + controls = vocab.
+    -> {bytes: rank}. Pairs are counted once per distinct word and updated only where a merge touched them."""
+    import regex                                                 # comes with tiktoken
+    words = Counter(piece for text in texts for piece in regex.findall(SPLIT, text))
+    pieces = [[bytes([b]) for b in word.encode()] for word in words]
+    counts, where = Counter(), defaultdict(set)
+    for i, (piece, n) in enumerate(zip(pieces, words.values())):
+        for pair in zip(piece, piece[1:]):
+            counts[pair] += n
+            where[pair].add(i)
+    number, ranks = list(words.values()), {bytes([b]): b for b in range(256)}
+    while len(ranks) < vocab - len(CONTROLS) and counts:
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks.setdefault(best[0] + best[1], len(ranks))
+        for i in where.pop(best):
+            old = pieces[i]
+            new, j = [], 0
+            while j < len(old):
+                hit = old[j:j + 2] == list(best)
+                new.append(old[j] + old[j + 1] if hit else old[j])
+                j += 2 if hit else 1
+            for pair in zip(old, old[1:]):
+                counts[pair] -= number[i]
+            for pair in zip(new, new[1:]):
+                counts[pair] += number[i]
+                where[pair].add(i)
+            pieces[i] = new
+        del counts[best]
+    return ranks
+
+
+class Tokenizer:
+    """tiktoken.Encoding with this project's control tokens. Text never encodes to a control token."""
+    def __init__(self, ranks):
+        self.ranks = ranks
+        special = {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
+        self.encoding = tiktoken.Encoding("nanocomposer", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+        self.id, self.name = special, {i: name for name, i in special.items()}
+        self.vocab = len(ranks) + len(special)
+
+    @classmethod
+    def train(cls, texts, vocab):
+        return cls(train_bpe(texts, vocab))
+
+    def encode(self, text):
+        return self.encoding.encode_ordinary(text)
+
+    def decode(self, tokens):
+        return self.encoding.decode(list(tokens))
+
+    def state_dict(self):
+        return {"ranks": self.ranks}
+
+
+# ---------------------------------------------------------------- transcript
+
+@dataclass
+class Call:
+    name: str
+    args: list
+    output: str = ""
+    error: str = ""                     # "", "unknown_tool", "bad_arguments" or "failed"
+
+
+@dataclass
+class Turn:
+    """tokens[0] is the role's control token, given by the harness; of an assistant turn all others were sampled."""
+    role: str                           # user, assistant, tool, query, summary, hint
+    tokens: list
+    text: str = ""
+    calls: list = field(default_factory=list)
+    thinking: int = 0                   # assistant: tokens before the first call
+    logprobs: np.ndarray = None         # assistant: one per sampled token
+    version: int = 0                    # of the policy that sampled it
+
+
+@dataclass
+class Episode:
+    """One segment = one training sequence."""
+    turns: list
+    experts: np.ndarray = None          # (T, L, K) int16 chosen at sampling, -1 = not recorded
+
+    def __len__(self):
+        return sum(len(turn.tokens) for turn in self.turns)
+
+
+@dataclass
+class Chain:
+    """One rollout: episodes joined by summaries, and one reward that belongs to every sampled token of all of them."""
+    task: Task
+    episodes: list
+    reward: float = 0.0
+    solved: bool = False
+    finished: bool = False              # ended by its own final message, not by a limit
+    stats: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
+
+    @property
+    def turns(self):
+        return [turn for episode in self.episodes for turn in episode.turns]
+
+
+def flatten(episode):
+    """-> tokens, mask (1 = the policy chose it), logprobs, turn index: aligned arrays of length T"""
+    tokens, mask, logprobs, index = [], [], [], []
+    for i, turn in enumerate(episode.turns):
+        sampled = turn.role == "assistant"
+        n = len(turn.tokens) - 1
+        tokens += turn.tokens
+        mask += [0] + [int(sampled)] * n
+        logprobs += [0.0] + (turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n)
+        index += [i] * (n + 1)
+    return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
+
+
+def make_turn(tokenizer, role, text, most=10**9):
+    """A turn that was not sampled; text beyond `most` tokens is cut, with a note."""
+    tokens = tokenizer.encode(text)
+    if len(tokens) > most:
+        note = tokenizer.encode(f"\n[{len(tokens) - most} tokens cut]")
+        tokens = tokens[:max(0, most - len(note))] + note
+    return Turn(role, [tokenizer.id[f"<|{role}|>"], *tokens, tokenizer.id["<|end|>"]], text)
+
+
+def write_action(tokenizer, text, calls):
+    """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument... per call. Only for text of
+    our own: where an expert writes SUMMARIZE, the control token is meant."""
+    thought, *carried = text.split(SUMMARIZE)
+    body = tokenizer.encode(thought) + [t for part in carried for t in (tokenizer.id[SUMMARIZE], *tokenizer.encode(part))]
+    for name, args in calls:
+        body += [tokenizer.id["<|call|>"], *tokenizer.encode(name)]
+        for arg in args:
+            body += [tokenizer.id["<|arg|>"], *tokenizer.encode(arg)]
+    return body + [tokenizer.id["<|end|>"]]
+
+
+def read_action(tokenizer, body):
+    """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it reads as its own name."""
+    parts, call, arg = [[]], tokenizer.id["<|call|>"], tokenizer.id["<|arg|>"]
+    marks = []
+    for token in body[:-1] if body and body[-1] == tokenizer.id["<|end|>"] else body:
+        if token in (call, arg):
+            marks.append(token)
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    text, calls = tokenizer.decode(parts[0]), []
+    for mark, part in zip(marks, parts[1:]):
+        if mark == call:
+            calls.append(Call(tokenizer.decode(part).strip(), []))
+        elif calls:
+            calls[-1].args.append(tokenizer.decode(part))
+    return text, calls
+
+
+# ---------------------------------------------------------------- tools
+
+def run_tool(workspace, call):
+    """Fills in call.output and call.error."""
+    call.output, call.error = call_tool(workspace, call.name, call.args)
+
+
+# ---------------------------------------------------------------- one agent, as a coroutine
+
+@dataclass(frozen=True)
+class Limits:
+    window: int = 512                   # tokens that the context may hold
+    turns: int = 40                     # assistant turns per chain
+    turn_tokens: int = 96               # sampled tokens per turn
+
+
+@dataclass
+class Request:
+    """What an agent asks of a sampler: append `tokens` to its context (a fresh one if restart), then sample a turn."""
+    tokens: list
+    restart: bool
+    room: int                           # sampled tokens at most
+    summary: bool = False               # the turn asked for is a summary
+
+
+@dataclass
+class Work:
+    """Tools to run outside the model; slow ones (a process is started) run in a thread while other rows decode."""
+    calls: list
+    run: callable
+    slow: bool
+
+
+def agent(task, tokenizer, workspace, limits, compact=None):
+    """A coroutine. It yields a Request and is sent (body, logprobs, version), yields a Work and is sent nothing, and so on;
+    it returns its Chain. `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn; the summary is
+    then sampled in the same context, and a new episode starts from task + summary."""
+    head = tokenizer.id["<|assistant|>"]
+    chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
+    fresh, restart, wants_summary = [*chain.turns[0].tokens, head], True, False
+    for _ in range(limits.turns):
+        episode = chain.episodes[-1]
+        room = min(limits.turn_tokens, limits.window - len(episode) - 1)
+        if room < 2:
+            break
+        body, logprobs, version = yield Request(fresh, restart, room, wants_summary)
+        restart = False
+        text, calls = read_action(tokenizer, body)
+        thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
+        turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, version)
+        episode.turns.append(turn)
+        if body[-1] != tokenizer.id["<|end|>"]:
+            break                                                # ran out of room inside a turn
+        if wants_summary:
+            turn.calls, restart, wants_summary = [], True, False
+            chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
+            fresh = [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head]
+            continue
+        if not calls:
+            chain.finished = True
+            break
+        yield Work(calls, lambda: [run_tool(workspace, call) for call in calls],
+                   slow=any(call.name == "run_command" for call in calls))
+        outputs = [make_turn(tokenizer, "tool", call.output, limits.window // 3 // len(calls)) for call in calls]
+        episode.turns += outputs
+        fresh = [t for turn in outputs for t in turn.tokens] + [head]
+        query = compact(tokenizer, chain) if compact else None
+        if query:
+            episode.turns.append(query)
+            fresh, wants_summary = fresh[:-1] + query.tokens + [head], True
+    chain.files = workspace.files()
+    return chain
+
+
+# ---------------------------------------------------------------- sampling
+
+def choose(logits, uniform, temperature=1.0, top_p=1.0):
+    """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from."""
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logp = F.log_softmax(logits / temperature, -1)
+    if top_p < 1:
+        ordered, where = logp.sort(-1, descending=True)
+        cut = ordered.exp().cumsum(-1) - ordered.exp() >= top_p          # keep the token that crosses the line
+        logp = F.log_softmax(logp.masked_fill(cut.gather(-1, where.argsort(-1)), -torch.inf), -1)
+    mass = logp.exp().cumsum(-1)
+    tokens = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+    return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+class Row:
+    """One sequence in the sampler. context[:cached] is in the cache; the rest waits to be fed."""
+    def __init__(self, order, agent, seed, shape):
+        self.order, self.agent, self.rng = order, agent, np.random.default_rng(seed)
+        self.context, self.cached, self.body, self.logprobs = [], 0, [], []
+        self.room, self.work, self.chain, self.sampling, self.records = 0, None, None, False, []
+        self.shape = shape
+
+    def take(self, request):
+        if request.restart:
+            self.context, self.cached = [], 0
+            self.records.append(np.full(self.shape, -1, dtype=np.int16))
+        self.context += request.tokens
+        self.room, self.body, self.logprobs, self.sampling = request.room, [], [], True
+
+
+class Sampler:
+    """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as one ends, and tools run
+    in threads while others decode. Turn boundaries are handled every `stride` steps, whether a tool was ready sooner or
+    not: prefills are batched, and a run can be repeated exactly. Each row draws from its own generator."""
+    def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=4):
+        self.model, self.tokenizer, self.window, self.stride = model.eval(), tokenizer, window, stride
+        self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
+        self.device = model.embed.weight.device
+        self.pool = ThreadPoolExecutor(threads)
+        self.cache, self.steps, self.fed, self.idle = None, 0, 0, 0
+
+    @torch.inference_mode()
+    def run(self, agents, seeds, on_end=lambda chain: None):
+        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain ends (to judge it)."""
+        if self.cache is None:
+            from moe import Cache
+            self.cache = Cache(self.model, self.rows, self.window + 2)
+        queue, rows, done = list(enumerate(zip(agents, seeds)))[::-1], [], {}
+        while queue or rows:
+            rows = self.turn(rows, queue, done, on_end)
+            self.prefill([row for row in rows if row.sampling and len(row.context) - row.cached > 1], rows)
+            for _ in range(self.stride if rows else 0):
+                self.step(rows)
+        for _, judged in done.values():
+            judged.result()
+        return [done[i][0] for i in range(len(done))]
+
+    def turn(self, rows, queue, done, on_end):
+        """Collect finished tools, move every agent that is due, retire the ended ones, admit new ones."""
+        for row in [row for row in rows if not row.sampling]:
+            if row.work is not None:
+                row.work.result()
+                row.work = None
+                self.advance(row, None)
+            else:
+                self.advance(row, (row.body, np.array(row.logprobs, dtype=np.float32), self.version))
+        for i in reversed(range(len(rows))):
+            if rows[i].chain is not None:
+                done[rows[i].order] = rows[i].chain, self.pool.submit(on_end, rows[i].chain)
+                last = rows.pop()
+                if i < len(rows):                                # the cache's live rows stay a prefix
+                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
+                    rows[i] = last
+        while queue and len(rows) < self.rows:
+            order, (agent, seed) = queue.pop()
+            block = [b.ffn.router.k for b in self.model.layers if hasattr(b.ffn, "router")]
+            row = Row(order, agent, seed, (self.window + 1, len(block), max(block, default=0)))
+            self.advance(row, None)
+            if row.chain is None:
+                rows.append(row)
+            else:                                                # the task alone does not fit the window
+                done[order] = row.chain, self.pool.submit(on_end, row.chain)
+        return rows
+
+    def advance(self, row, message):
+        try:
+            request = row.agent.send(message)
+        except StopIteration as end:
+            row.chain, row.sampling = end.value, False
+            for episode, record in zip(row.chain.episodes, row.records):
+                episode.experts = record[:len(episode)]
+            return
+        if isinstance(request, Request):
+            row.take(request)
+        elif request.slow:
+            row.work = self.pool.submit(request.run)             # collected at the next boundary
+        else:
+            request.run()
+            self.advance(row, None)
+
+    def prefill(self, waiting, rows):
+        """Feed all but the last pending token of each row. Rows that start with the same prompt share one prefill."""
+        same, where = {}, {id(row): i for i, row in enumerate(rows)}
+        for row in waiting:
+            key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
+            same.setdefault(key, []).append(row)
+        heads = sorted((group[0] for group in same.values()), key=lambda row: len(row.context) - row.cached)
+        while heads:
+            width = len(heads[-1].context) - heads[-1].cached - 1
+            batch, heads = heads[-max(1, 4096 // width):], heads[:-max(1, 4096 // width)]
+            chunks = [row.context[row.cached:-1] for row in batch]
+            tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)
+            index = torch.tensor([where[id(row)] for row in batch], device=self.device)
+            record = []
+            self.feed(tokens, index, torch.tensor([row.cached for row in batch], device=self.device), record)
+            self.keep(batch, record, [len(chunk) for chunk in chunks])
+        for head, *others in same.values():
+            for row in others:
+                self.cache.data[:, where[id(row)]] = self.cache.data[:, where[id(head)]]
+                row.cached, row.records[-1][:] = head.cached, head.records[-1]
+
+    def feed(self, tokens, rows, start, record):
+        self.fed += tokens.numel()
+        return self.model.decode(tokens, self.cache, rows, start, record)
+
+    def keep(self, batch, record, lengths):
+        """Note which experts every fed token took, and move the rows' cache ends."""
+        record = torch.stack(record, 2).cpu().numpy() if record else None            # (B, T, L, K)
+        for i, (row, n) in enumerate(zip(batch, lengths)):
+            if record is not None:
+                row.records[-1][row.cached:row.cached + n] = record[i, :n]
+            row.cached += n
+
+    def step(self, rows):
+        """One token for every row that is sampling; the others re-feed their last token, which changes nothing."""
+        live = [i for i, row in enumerate(rows) if row.sampling]
+        if not live:
+            return
+        position = [row.cached - (not row.sampling) for row in rows]
+        tokens = torch.tensor([[row.context[p]] for row, p in zip(rows, position)], device=self.device)
+        record = []
+        hidden = self.feed(tokens, slice(0, len(rows)), torch.tensor(position, device=self.device), record)
+        self.steps, self.idle = self.steps + 1, self.idle + len(rows) - len(live)
+        self.keep([rows[i] for i in live], [r[live] for r in record], [1] * len(live))
+        uniform = torch.tensor([rows[i].rng.random() for i in live], device=self.device)
+        token, logp = choose(self.model.logits(hidden[live, 0]), uniform, self.temperature, self.top_p)
+        for i, t, p in zip(live, token.tolist(), logp.tolist()):
+            row = rows[i]
+            row.context.append(t)
+            row.body.append(t)
+            row.logprobs.append(p)
+            row.sampling = t != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
+
+
+# ---------------------------------------------------------------- rollouts and demonstrations
+
+def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None):
+    """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward."""
+    spaces, agents = [], []
+    for task in tasks:
+        for _ in range(group):
+            spaces.append(Workspace(task, sandbox))
+            agents.append(agent(task, sampler.tokenizer, spaces[-1], limits, compact))
+
+    def grade(chain):
+        chain.solved = judge(chain.task, chain.files, sandbox).solved
+        chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
+    try:
+        chains = sampler.run(agents, [(seed, i) for i in range(len(agents))], grade)
+    finally:
+        for space in spaces:
+            space.close()
+    return [chains[i:i + group] for i in range(0, len(chains), group)]
+
+
+def effort_counts(chain):
+    """The six quantities the length penalty weighs, and the counts the tables show, over the whole chain."""
+    mine = [turn for turn in chain.turns if turn.role == "assistant"]
+    tokens = lambda turns: sum(len(turn.tokens) - 1 for turn in turns)
+    calls = [call for turn in mine for call in turn.calls]
+    acting, silent = [t for t in mine if t.calls], [t for t in mine if not t.calls]
+    final = silent[-1:] if chain.finished else []
+    thinking = sum(turn.thinking for turn in acting)
+    return dict(thinking_tokens=thinking + tokens(silent) - tokens(final), call_tokens=tokens(acting) - thinking,
+                output_tokens=tokens(t for t in chain.turns if t.role == "tool"), final_tokens=tokens(final),
+                calls=len(calls), turns=len(mine), sampled=tokens(mine), summaries=len(chain.episodes) - 1,
+                context=max(len(e) for e in chain.episodes), total=sum(len(e) for e in chain.episodes),
+                bad_tools=sum(call.error == "unknown_tool" for call in calls),
+                bad_arguments=sum(call.error == "bad_arguments" for call in calls), finished=chain.finished)
+
+
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=None, hints=0.3):
+    """The scripted expert plays through the same agent and tools -> Chain. A wrong tool call is, with probability `hints`,
+    left out, and a hint `remind(task)` stands above the right one: so the model learns that hints are to be heeded."""
+    play, moves = agent(task, tokenizer, Rehearsal(task), limits, compact), expert(task, rng, sloppy)
+    action, turn, hinted, chain = next(moves), 0, [], None
+    next(play)
+    while chain is None:
+        if action.bad_tool and remind and rng.random() < hints:
+            action = moves.send([f"Tool not found: {name}" for name, _ in action.calls])
+            hinted.append(turn)
+        body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
+        try:
+            asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
+            if isinstance(asked, Work):
+                asked.run()
+                outputs = [call.output for call in asked.calls]
+                action = moves.send([SUMMARIZE] * play.send(None).summary + outputs)
+            else:                                                # the summary is written
+                action = moves.send(outputs)
+        except StopIteration as end:
+            chain = end.value
+    insert_hints(chain, hinted, make_turn(tokenizer, "hint", remind(task)) if hinted else None)
+    chain.stats = effort_counts(chain)
+    return chain
+
+
+def insert_hints(chain, hinted, hint):
+    """Put `hint` right above the assistant turns whose numbers are in `hinted`."""
+    number = -1
+    for episode in chain.episodes:
+        turns = []
+        for turn in episode.turns:
+            number += turn.role == "assistant"
+            turns += [hint, turn] if turn.role == "assistant" and number in hinted else [turn]
+        episode.turns = turns
+
+
+# ---------------------------------------------------------------- objective
+
+def advantages(rewards, std=False):
+    """Rewards of one group (G,) -> advantages (G,). `std=True` is GRPO's division, here only to show what it does."""
+    rewards = np.asarray(rewards, dtype=np.float64)
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std() + 1e-6) if std else centred
+
+
+def kl_estimates(logp, reference):
+    """k1, k2, k3 per token for x ~ pi with r = ref / pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
+    log_r = reference - logp
+    return -log_r, log_r ** 2 / 2, log_r.exp() - 1 - log_r
+
+
+def pack(episodes, advantage, multiple=1):
+    """Episodes and one number each -> tensors (B, T), aligned so that position t predicts targets[t] = tokens[t + 1]:
+    tokens, targets, mask (1 = the target was sampled), logprobs, advantage; experts (B, T, L, K) or None. T is a multiple."""
+    T = -(-max(len(e) for e in episodes) // multiple) * multiple
+    flat = [flatten(e) for e in episodes]
+    fill = lambda rows, dtype: torch.from_numpy(np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype))
+    tokens, mask, logprobs = (fill([f[i] for f in flat], kind) for i, kind in enumerate((np.int64, np.float32, np.float32)))
+    batch = {"tokens": tokens}
+    for name, t in (("targets", tokens), ("mask", mask), ("logprobs", logprobs)):
+        batch[name] = F.pad(t[:, 1:], (0, 1))
+    batch["advantage"] = batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
+    batch["experts"] = None
+    if all(e.experts is not None for e in episodes):
+        pads = [np.pad(e.experts, ((0, T - len(e.experts)), (0, 0), (0, 0)), constant_values=-1) for e in episodes]
+        batch["experts"] = torch.from_numpy(np.stack(pads))
+    return batch
+
+
+def target_logprobs(logits, targets, temperature=1.0):
+    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T)"""
+    return -F.cross_entropy(logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none").view(targets.shape)
+
+
+def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
+    """-J of the batch, summed: the caller's `normaliser` is (rollouts) x L over all ranks and micro-batches. logp (B, T) with
+    gradient; the k1 penalty enters the advantage, token by token, without gradient."""
+    advantage = batch["advantage"]
+    if beta:
+        advantage = advantage - beta * (logp.detach() - reference) * batch["mask"]
+    return -(advantage * logp * batch["mask"]).sum() / normaliser

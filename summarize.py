@@ -1,0 +1,78 @@
+"""summarize.py: an agent that outgrows its context writes itself a summary and goes on.
+
+Stated by Cursor (blog on self-summarization, 17 March 2026; Technical Report, arXiv 2603.24477, section 4.1): generate until a
+fixed token trigger; append a short query asking for a summary; the model has scratch space to think, then writes the condensed
+context; go on from task + summary + carried state (plan, what remains, how many summaries so far). One rollout is then
+several generations chained by summaries, and the final reward goes to every sampled token of the chain, summaries included.
+The query is appended to the same context, so its cache is reused. Triggers of 80k and 40k tokens were studied; summaries take
+about 1,000 tokens where a long hand-written prompt gave over 5,000, with half the error.
+
+    episode 1:  task  turn turn turn  query  [scratch <|summary|> condensed]      <- trigger passed, the summary is sampled
+    episode 2:  task  condensed  turn turn ...                                    <- the same reward for both
+
+Derived: each episode is one training sequence; the group's mean is over chains, never over episodes; the price of effort is
+taken over the whole chain. The context is bounded by construction: an episode longer than the trigger is asked for a summary
+at once, and trigger + one turn + one query + one summary is at most the window. Ours: the trigger (a share of the window), the
+query's words, that a condensed context is cut at a quarter of the window.
+
+    python summarize.py      a task several windows long, played by the scripted expert: its chain, and contexts with and without
+"""
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout import Episode, Limits, Tokenizer, Turn, demonstrate, make_turn
+from synth_tasks import LEVELS, SUMMARIZE, make_task
+
+QUERY = "Summarize."
+
+
+def condensed(tokenizer, body, most):
+    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it where that is missing."""
+    mark, end = tokenizer.id[SUMMARIZE], tokenizer.id["<|end|>"]
+    tokens = [t for t in body if t != end]
+    if mark in tokens:
+        tokens = tokens[len(tokens) - tokens[::-1].index(mark):]
+    return tokens[:most]
+
+
+@dataclass(frozen=True)
+class Compact:
+    """rollout.agent's hook. trigger, window in tokens; drop=True is the ablation: forget the condensed context."""
+    window: int
+    trigger: int
+    drop: bool = False
+
+    def __call__(self, tokenizer, chain):
+        """After each turn's outputs: the query turn if the context has passed the trigger, else None."""
+        if len(chain.episodes[-1]) >= self.trigger:
+            return make_turn(tokenizer, "query", QUERY)
+
+    def restart(self, tokenizer, chain, turn):
+        """The turns that a new episode starts from: the task, and the condensed context with the number of summaries so far."""
+        carried = [] if self.drop else condensed(tokenizer, turn.tokens[1:], self.window // 4)
+        head = tokenizer.encode(f"{len(chain.episodes)}\n")
+        tokens = [tokenizer.id["<|summary|>"], *head, *carried, tokenizer.id["<|end|>"]]
+        return [chain.episodes[0].turns[0], Turn("summary", tokens, tokenizer.decode(head + carried))]
+
+
+def main():
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    task = make_task(5, 3)
+    window = 1200
+    chains = {name: demonstrate(task, tokenizer, random.Random(2), Limits(10**6), compact=compact)
+              for name, compact in (("without", None), ("with", Compact(window, int(.6 * window))))}
+    for number, episode in enumerate(chains["with"].episodes):
+        print(f"\n======== episode {number + 1}: {len(episode)} tokens (window {window})")
+        for turn in episode.turns:
+            if turn.role in ("summary", "query") or turn is episode.turns[-1] and number < len(chains["with"].episodes) - 1:
+                print(f"{turn.role:>10}: {tokenizer.decode(turn.tokens[1:-1])}")
+    longest = {name: max(len(e) for e in chain.episodes) for name, chain in chains.items()}
+    print(f"\nThe same expert on the same task: {longest['without']} tokens of context without summaries, never more than "
+          f"{longest['with']} with {len(chains['with'].episodes) - 1} of them; all {sum(t.role == 'assistant' for t in chains['with'].turns)} "
+          f"turns, summaries included, get one reward.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,695 @@
+"""train.py: the whole recipe. One loop; a stage only says where the batch and the loss come from.
+
+    pretrain   next-token prediction on real Python (the standard library of this machine, or --data=DIR), short window
+    long       the same with the window stretched by YaRN
+    sft        transcripts of a competent but sloppy expert in generated codebases
+    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as reward, textual feedback
+               distilled into the flagged turn, a nonlinear price on effort, self-summaries, a curriculum
+    eval       held-out tasks before and after RL: table, summary.json, figures
+
+Composer 2.5's order of things (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): continued pretraining at a short
+window, a long-context extension, a short SFT, reinforcement learning. All sizes, rates and step counts here are ours.
+
+    python train.py                                          everything, at the scale this machine carries
+    python train.py --stage=rl --feedback=0 --out=out/plain --start=out/run     one stage, one technique off
+    python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
+    torchrun --nproc_per_node=8 train.py --ep=8 --cp=2       many GPUs, the same script
+
+Left out: data mixing, deduplication, multi-token prediction, and every private number.
+"""
+import difflib
+import json
+import os
+import random
+import signal
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import feedback_distill
+import hsdp
+import length_penalty
+import rollout
+import summarize
+import synth_tasks
+from moe import Model, ModelConfig, balance
+from muon import Muon, check_parameters
+
+
+@dataclass(frozen=True)
+class Config:
+    # what and where
+    stage: str = "all"            # all, pretrain, long, sft, rl or eval
+    scale: str = "auto"           # laptop, gpu or tiny; auto = gpu where CUDA is, else laptop
+    out: str = "out/run"          # checkpoints, logs and figures; the same command again goes on where it stopped
+    start: str = ""               # folder of the run whose previous stage this stage starts from (default: out)
+    resume: bool = False          # go on with the run in out (the same command does so too)
+    data: str = ""                # folder of Python files to pretrain on (default: this Python's standard library)
+    tasks: str = ""               # file of tasks made by synth_tasks.py --repo (default: generated codebases)
+    seed: int = 1337
+    device: str = "auto"          # cpu, cuda or auto
+    dtype: str = "auto"           # of matrix products: float32, bfloat16 or auto
+    compile: bool = False
+    save_every: int = 0           # steps between checkpoints (0: a tenth of the stage)
+    # model: see moe.ModelConfig
+    vocab: int = 1024
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    experts: int = 8
+    active: int = 2
+    expert_ffn: int = 128
+    dense_ffn: int = 384
+    kv_lora: int = 64
+    qk_nope: int = 16
+    qk_rope: int = 16
+    v_dim: int = 32
+    balance_rate: float = 2e-3    # of the routers' biases per step
+    # optimizer
+    optimizer: str = "muon"       # muon (matrices) with adamw (the rest), or adamw for all
+    lr: float = 0.02              # of Muon's matrices, relative to an update of RMS 0.2
+    adam_lr: float = 3e-3         # of embeddings, head, gains, router; of everything when optimizer=adamw
+    weight_decay: float = 0.01
+    clip: float = 1.0             # gradient norm
+    warmup: float = 0.05          # fraction of the stage's steps
+    decay: float = 0.4            # last fraction, falling linearly to a tenth
+    # batches
+    steps: int = 100
+    context: int = 256            # tokens of a sequence
+    batch_tokens: int = 8192      # per step, over all ranks
+    micro_tokens: int = 8192      # per forward
+    yarn: float = 2.0             # window stretch of the long stage
+    # sft
+    demos: int = 8000             # distinct expert transcripts
+    sloppy: float = 1.0           # how often the expert errs
+    hints: float = 0.3            # of its wrong tool calls: replaced by a hint and the right call
+    # rl
+    tasks_per_step: int = 12
+    group: int = 8                # rollouts per task
+    temperature: float = 1.0
+    kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
+    length: float = 64.0          # L, the constant that replaces each rollout's own length
+    replay: bool = True           # router replay
+    feedback: float = 0.5         # weight of the targeted distillation, 0 = off
+    divergence: str = "reverse"   # forward, reverse or jsd
+    teacher: str = "ema"          # current, ema or frozen
+    teacher_rate: float = 0.1     # ema: this share of the new weights per step
+    length_penalty: float = 0.03  # weight of C(effort), 0 = off
+    penalty_k: float = 1.0
+    penalty_q: float = 0.5
+    summarize: bool = True        # self-summaries when the context passes the trigger
+    trigger: float = 0.7          # of the window
+    window: int = 512             # context of an agent in rl and evaluation
+    turns: int = 40
+    curriculum: bool = True
+    # parallel (torchrun)
+    cp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    # evaluation
+    eval_tasks: int = 24          # per level
+    eval_samples: int = 2         # per task
+
+
+LEVELS = 6                        # of generated tasks in sft and evaluation; the curriculum goes beyond
+ORDER = ["pretrain", "long", "sft", "rl"]
+SCALES = {
+    "tiny": dict(vocab=512, dim=64, layers=2, heads=2, experts=4, expert_ffn=64, dense_ffn=128, kv_lora=32, demos=64,
+                 tasks_per_step=2, group=2, eval_tasks=1, eval_samples=1, batch_tokens=2048, micro_tokens=2048),
+    "laptop": dict(),
+    "gpu": dict(vocab=8192, dim=640, layers=10, heads=10, experts=16, expert_ffn=512, dense_ffn=2048, kv_lora=256, qk_nope=64,
+                qk_rope=32, v_dim=64, context=1024, batch_tokens=131072, micro_tokens=32768, compile=True, window=4096,
+                tasks_per_step=32, group=16, lr=0.01, adam_lr=1e-3, demos=20000),
+}
+STAGES = {
+    "pretrain": dict(steps=220),
+    "long": dict(steps=40, lr=0.01, adam_lr=1.5e-3),
+    "sft": dict(steps=520),
+    "rl": dict(steps=50, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "eval": dict(),
+}
+STAGE_SCALES = {("tiny", s): dict(steps=4) for s in ORDER} | {("gpu", "pretrain"): dict(steps=2000), ("gpu", "long"): dict(steps=200)}
+NOT_COMPARED = {"out", "start", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
+                "eval_tasks", "eval_samples"}
+
+
+# ---------------------------------------------------------------- command line
+
+def stop(message):
+    """Bad input: one line, exit code 2, nothing touched."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse(argv):
+    """--name=value or --name value for every field of Config -> dict of what was given"""
+    kinds, given, words = {f.name: f.type.__name__ for f in fields(Config)}, {}, list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in fields(Config)))
+            raise SystemExit(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in kinds:
+            near = difflib.get_close_matches(name.lstrip("-"), kinds, 1, 0)
+            stop(f"unknown flag {word!r}" + (f"; did you mean --{near[0]}?" if near else ""))
+        kind = kinds[name]
+        if not equals:
+            value = "1" if kind == "bool" and (not words or words[0].startswith("--")) else words.pop(0) if words else ""
+        given[name] = convert(name, kind, value)
+    return given
+
+
+def convert(name, kind, value):
+    if kind == "bool":
+        if value.lower() not in ("0", "1", "true", "false"):
+            stop(f"--{name} takes 0 or 1, not {value!r}")
+        return value.lower() in ("1", "true")
+    try:
+        number = {"int": int, "float": float, "str": str}[kind](value)
+    except ValueError:
+        stop(f"--{name} takes {'a whole number' if kind == 'int' else 'a number'}, not {value!r}")
+    if kind != "str" and not (0 <= number < float("inf")):
+        stop(f"--{name} must be a finite number >= 0, not {value}")
+    return number
+
+
+def configure(given, stage):
+    """Defaults, then the scale, then the stage, then the command line."""
+    scale = given.get("scale", "auto")
+    if scale == "auto":
+        scale = "gpu" if torch.cuda.is_available() and given.get("device") != "cpu" else "laptop"
+    if scale not in SCALES:
+        stop(f"unknown scale {scale!r}: {', '.join(SCALES)}")
+    merged = {**SCALES[scale], **STAGES[stage], **STAGE_SCALES.get((scale, stage), {}), **given, "scale": scale}
+    config = replace(Config(), **merged)
+    for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
+                              teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16")).items():
+        if getattr(config, name) not in allowed:
+            stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
+    for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
+        if getattr(config, name) < 1:
+            stop(f"--{name} must be at least 1")
+    if config.active > config.experts:
+        stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
+    return config
+
+
+def model_config(config, vocab):
+    shared = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
+    return ModelConfig(vocab=vocab, **{name: getattr(config, name) for name in shared})
+
+
+# ---------------------------------------------------------------- data
+
+SKIP = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "pydoc_data", "encodings", "turtledemo", "idlelib"}
+
+
+def python_sources(folder):
+    """-> (training texts, held-out texts): real Python, tests and generated tables left out; every 20th file is held out."""
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    if not root.is_dir():
+        stop(f"--data={folder}: no such folder")
+    paths = sorted(p for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts[:-1]) and p.stat().st_size < 200_000)
+    texts = [p.read_text(encoding="utf-8", errors="ignore") for p in paths]
+    texts = [t for t in texts if t.strip()]
+    if len(texts) < 2:
+        stop(f"--data={folder}: fewer than two Python files there")
+    held = texts[::20]
+    return [t for i, t in enumerate(texts) if i % 20], held
+
+
+def train_tokenizer(config):
+    """BPE on a sample of the pretraining text and of transcripts, so that both are short."""
+    rng = random.Random(config.seed)
+    texts, _ = python_sources(config.data)
+    rng.shuffle(texts)
+    sample, size = [], 0
+    for text in texts:
+        sample.append(text[:20_000])
+        size += len(sample[-1])
+        if size > 1_500_000:
+            break
+    return rollout.Tokenizer.train(sample + synth_tasks.example_texts(600, config.seed), config.vocab)
+
+
+class Text:
+    """pretrain and long: windows of one long stream. The batch of a step is a function of (seed, stage, step) alone."""
+    def __init__(self, run):
+        self.run, config = run, run.config
+        self.window = int(config.context * (config.yarn if config.stage == "long" else 1))
+        tokenizer = run.tokenizer
+        stream = lambda texts: torch.tensor([t for text in texts for t in (*tokenizer.encode(text), tokenizer.id["<|text|>"])])
+        train, held = python_sources(config.data)
+        self.train, self.held = stream(train), stream(held)
+        if min(len(self.train), len(self.held)) < 2 * self.window + 2:
+            stop(f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}")
+        self.rows = max(1, config.batch_tokens // self.window)
+
+    def losses(self, step, log):
+        """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of all ranks."""
+        rng = np.random.default_rng((self.run.config.seed, ORDER.index(self.run.config.stage), step))
+        starts = rng.integers(0, len(self.train) - self.window - 1, self.rows)
+        yield from self.cross_entropy(self.train, starts, log)
+
+    def cross_entropy(self, stream, starts, log):
+        run, total = self.run, len(starts) * self.window
+        mine = run.share(starts)
+        size = max(1, run.config.micro_tokens // self.window)
+        for i in range(0, max(len(mine), 1), size):
+            rows = torch.stack([stream[s:s + self.window + 1] for s in mine[i:i + size]]).to(run.device)
+            batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+            loss = F.cross_entropy(run.logits(batch).flatten(0, 1), batch["targets"].flatten(), reduction="sum") / total
+            log["loss"] = log.get("loss", 0) + loss.detach()
+            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            yield loss
+
+    @torch.no_grad()
+    def validate(self):
+        """Mean loss on held-out files, fixed windows."""
+        log = {}
+        starts = np.linspace(0, len(self.held) - self.window - 2, max(8, 32768 // self.window)).astype(int)
+        for _ in self.cross_entropy(self.held, starts, log):
+            pass
+        return {"held_out_loss": self.run.sum(log["loss"])}
+
+    after_step = lambda self: None
+    state_dict = lambda self: {}
+    load_state_dict = lambda self, state: None
+
+
+class Demonstrations:
+    """sft: the expert's transcripts. Loss on exactly the tokens that a policy would have sampled."""
+    def __init__(self, run):
+        self.run, config = run, run.config
+        self.episodes = make_demonstrations(config, run.tokenizer, run.compact, config.demos, run.bar)
+        self.lengths = np.array([len(e) for e in self.episodes])
+        mean = self.lengths.mean()
+        self.rows = max(1, int(config.batch_tokens / mean))
+
+    def losses(self, step, log):
+        config, n = self.run.config, len(self.episodes)
+        epoch, offset = divmod(step * self.rows, n)
+        order = np.concatenate([np.random.default_rng((config.seed, 2, epoch + i)).permutation(n) for i in range(2)])
+        chosen = order[offset:offset + self.rows]
+        chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]
+        total = sum(int(rollout.flatten(self.episodes[i])[1].sum()) for i in chosen)
+        for batch in self.run.micro_batches([(self.episodes[i], 1.0) for i in chosen]):
+            logits = self.run.logits(batch)
+            loss = -(rollout.target_logprobs(logits, batch["targets"]) * batch["advantage"]).sum() / total
+            log["loss"] = log.get("loss", 0) + loss.detach()
+            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            yield loss
+
+    validate = lambda self: {}
+    after_step = lambda self: None
+    state_dict = lambda self: {}
+    load_state_dict = lambda self, state: None
+
+
+def make_demonstrations(config, tokenizer, compact, number, bar):
+    """Levels in equal shares, each task from its own seed; a summarised chain gives several training sequences."""
+    limits = rollout.Limits(config.window, config.turns)
+    episodes = []
+    for i in bar(range(number), "demonstrations"):
+        rng = random.Random(f"{config.seed}/demo/{i}")
+        task = synth_tasks.make_task(i % LEVELS, (config.seed << 24) + i)
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, feedback_distill.available_tools,
+                                    config.hints)
+        episodes += [e for e in chain.episodes if len(e) <= config.window]
+    return episodes
+
+
+class Reinforcement:
+    """rl: sample groups, reward, push. One update per batch, so the sampling policy is the policy: no ratio, no clip."""
+    def __init__(self, run):
+        self.run, config = run, run.config
+        self.limits, self.sandbox = rollout.Limits(config.window, config.turns), synth_tasks.Sandbox()
+        self.sampler = rollout.Sampler(run.generation_model(), run.tokenizer, window=config.window, temperature=config.temperature,
+                                       rows=min(128, -(-config.tasks_per_step // run.data) * config.group))
+        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
+        self.tasks = synth_tasks.load_tasks(config.tasks) if config.tasks else None
+        self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
+        self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
+        self.weights = length_penalty.Weights()
+        self.budget = float(length_penalty.effort(dict(thinking_tokens=0, call_tokens=20 * config.turns, output_tokens=0,
+                                                       final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
+
+    def draw(self, step):
+        """This step's tasks (equal on all ranks): each is used once."""
+        rng = random.Random(f"{self.run.config.seed}/rl/{step}")
+        if self.tasks:
+            n = self.run.config.tasks_per_step
+            return [self.tasks[(step * n + i) % len(self.tasks)] for i in range(n)]
+        return [synth_tasks.make_task(*self.curriculum.next(rng)) for _ in range(self.run.config.tasks_per_step)]
+
+    def shape(self, chain):
+        """The reward: hidden tests, minus the price of effort. A chain cut short by a limit pays the whole budget."""
+        c = self.run.config
+        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
+        chain.reward = float(length_penalty.shaped_reward(float(chain.solved), chain.stats["effort"], c.length_penalty, c.penalty_k,
+                                                          c.penalty_q, not chain.finished, self.budget))
+
+    def losses(self, step, log):
+        run, config = self.run, self.run.config
+        start = time.time()
+        self.sampler.model.load_state_dict(run.full_state())
+        self.sampler.version = step
+        tasks = self.draw(step)
+        groups = rollout.rollouts(self.sampler, run.share(tasks), config.group, config.seed * 1_000_003 + step, self.limits,
+                                  self.sandbox, run.compact)
+        for group in groups:
+            for chain in group:
+                self.shape(chain)
+        for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
+            if not self.tasks:
+                self.curriculum.update(level, solved, config.group)
+        log["rollout_s"] = time.time() - start
+        self.describe(groups, log)
+        yield from self.learn(groups, log)
+
+    def learn(self, groups, log):
+        """Policy gradient over all episodes, and on flagged turns the divergence from the hinted teacher."""
+        run, config = self.run, self.run.config
+        items, hints = [], {}
+        for group in groups:
+            for chain, advantage in zip(group, rollout.advantages([c.reward for c in group])):
+                flagged = feedback_distill.detect(chain, ("unavailable_tool",)) if config.feedback else []
+                for e, episode in enumerate(chain.episodes):
+                    items.append((episode, advantage))
+                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text)) for h in flagged if h.episode == e]
+        normaliser = config.tasks_per_step * config.group * config.length
+        targets = run.sum(sum(len(e.turns[t].tokens) - 1 for e, _ in items for t, _ in hints[id(e)]))
+        mismatch = kl = 0.0
+        for batch in run.micro_batches(items, share=False):
+            hinted = [(i, turn, hint) for i, e in enumerate(batch["episodes"]) for turn, hint in hints[id(e)]] if batch["real"] else []
+            taught = feedback_distill.pack(batch["episodes"], hinted).to(run.device) if config.feedback else None
+            expected = self.teacher(taught) if config.feedback else None
+            reference = self.reference_logprobs(batch) if config.kl else None
+            logits = run.logits(batch)
+            logp = rollout.target_logprobs(logits, batch["targets"], config.temperature)
+            loss = rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
+            mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
+            if config.feedback:
+                student = logits[taught.student_row, taught.student_position]
+                distance = feedback_distill.feedback_loss(student, expected, max(1, int(targets)), kind=config.divergence, token_cap=2.0)
+                loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
+            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            yield loss
+        sampled = sum(c.stats["sampled"] for g in groups for c in g)
+        log.update(mismatch=mismatch / max(1, sampled), feedback_kl=kl, flagged=int(targets))
+
+    def after_step(self):
+        if self.teacher:
+            self.teacher.update()
+
+    def reference_logprobs(self, batch):
+        with torch.no_grad(), self.reference.worn():
+            return rollout.target_logprobs(self.run.logits(batch), batch["targets"], self.run.config.temperature)
+
+    def describe(self, groups, log):
+        chains = [c for g in groups for c in g]
+        mean = lambda f: float(np.mean([f(c) for c in chains]))
+        log.update(reward=mean(lambda c: c.reward), solved=mean(lambda c: c.solved), bad_tool=mean(lambda c: c.stats["bad_tools"] > 0),
+                   effort=mean(lambda c: c.stats["effort"]), sampled=mean(lambda c: c.stats["sampled"]), turns=mean(lambda c: c.stats["turns"]),
+                   finished=mean(lambda c: c.finished), summaries=mean(lambda c: c.stats["summaries"]), level=mean(lambda c: c.task.level),
+                   best=float(np.mean([max(c.solved for c in g) for g in groups])),
+                   equal=float(np.mean([len({c.reward for c in g}) == 1 for g in groups])))
+        log["wrong_calls_per_turn"] = sum(c.stats["bad_tools"] for c in chains) / max(1, sum(c.stats["turns"] for c in chains))
+
+    validate = lambda self: {}
+
+    def state_dict(self):
+        return {"curriculum": self.curriculum.state_dict()} | ({"teacher": self.teacher.state_dict()} if self.teacher else {})
+
+    def load_state_dict(self, state):
+        self.curriculum.load_state_dict(state["curriculum"])
+        if self.teacher:
+            self.teacher.load_state_dict(state["teacher"])
+
+
+# ---------------------------------------------------------------- a run
+
+STAGE = {"pretrain": Text, "long": Text, "sft": Demonstrations, "rl": Reinforcement}
+
+
+class Run:
+    """What the stages share: where this process stands among the ranks, the model, the tokenizer, the window's rules."""
+    def __init__(self, config):
+        self.config, self.out = config, Path(config.out)
+        self.device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.rank, self.world = hsdp.connect(self.device, seconds=1800)
+        try:
+            self.meshes = hsdp.make_meshes(self.world, config.cp, config.ep, config.dp_replicate, device=self.device)
+            if config.experts % config.ep:
+                raise ValueError(f"ep={config.ep} does not divide the {config.experts} experts")
+        except ValueError as error:
+            stop(str(error))
+        self.data = self.meshes.layout.data
+        self.dtype = {"auto": torch.bfloat16 if self.device == "cuda" or fast_bf16() else torch.float32, "float32": torch.float32,
+                      "bfloat16": torch.bfloat16}[config.dtype]
+        self.compact = summarize.Compact(config.window, int(config.trigger * config.window)) if config.summarize else None
+        self.tokenizer = self.model = None
+
+    def bar(self, iterable, name):
+        return tqdm(iterable, desc=f"{name:>14}", disable=self.rank > 0, leave=False, dynamic_ncols=True)
+
+    def say(self, text):
+        if self.rank == 0:
+            tqdm.write(text)
+
+    # ranks
+    def share(self, rows):
+        return rows[self.meshes.data_rank::self.data]
+
+    def sum(self, number):
+        return float(hsdp.total(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
+
+    def gather(self, items):
+        """The items of all data ranks, on every rank."""
+        if self.data == 1:
+            return items
+        lists = [None] * self.world
+        dist.all_gather_object(lists, items)
+        return [item for part in lists[::self.config.cp] for item in part]
+
+    def shard(self, batch):
+        """This rank's part of the sequence, and where it stands in it."""
+        T = batch["tokens"].shape[1]
+        part = {k: hsdp.shard_sequence(v.to(self.device), self.meshes) if torch.is_tensor(v) else v for k, v in batch.items()}
+        return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
+
+    def micro_batches(self, items, share=True):
+        """(episode, number) pairs -> packed batches of about micro_tokens tokens, short episodes together. Every rank makes as
+        many: one that has fewer repeats its last one at weight zero."""
+        items = sorted(self.share(items) if share else items, key=lambda item: len(item[0]))
+        batches = []
+        while items:
+            n = max(1, self.config.micro_tokens // len(items[-1][0]))
+            batches.append(items[-n:])
+            del items[-n:]
+        most = max(self.gather([len(batches)] if share or self.data > 1 else [len(batches)]))
+        for i in range(most):
+            part = batches[min(i, len(batches) - 1)]
+            batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 2 * self.config.cp)
+            yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
+
+    # model
+    def logits(self, batch):
+        replay = batch.get("experts") if self.config.replay else None
+        return self.model.logits(self.model(batch["tokens"], batch.get("positions"), replay))
+
+    def full_state(self):
+        return hsdp.full_state(self.model)
+
+    def build(self, tokenizer):
+        """The same weights on every rank and in every layout: drawn on the CPU from the seed."""
+        torch.manual_seed(self.config.seed)
+        self.tokenizer = tokenizer
+        model = Model(model_config(self.config, tokenizer.vocab))
+        if self.config.stage != "pretrain":
+            model.extend(self.config.yarn)
+        model = model.to(self.device).compute(self.dtype)
+        self.model = hsdp.parallelize(model, self.meshes)
+
+    def generation_model(self):
+        """A second copy of the weights for sampling: matrices in the compute dtype, what the model keeps in fp32 in fp32."""
+        model = Model(self.model.config).to(self.device).compute(self.dtype)
+        for name, p in model.named_parameters():
+            if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
+                p.data = p.data.to(self.dtype)
+        return model.requires_grad_(False).eval()
+
+    def make_optimizer(self):
+        """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
+        config, matrices, rest = self.config, [], []
+        for name, p in self.model.named_parameters():
+            plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router")) or config.optimizer == "adamw"
+            (rest if plain else matrices).append((name, p))
+        groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
+        if matrices:
+            groups.append(dict(params=matrices, algorithm="muon", lr=config.lr, weight_decay=config.weight_decay))
+        optimizer = Muon(groups)
+        check_parameters(optimizer, self.model.named_parameters())
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+        return optimizer
+
+
+def fast_bf16():
+    """bf16 products are several times faster than fp32 where the CPU has instructions for them, and slower elsewhere."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def schedule(step, config):
+    """Share of the peak learning rate: a linear warm-up, a plateau, a linear fall to a tenth."""
+    up = (step + 1) / max(1, config.warmup * config.steps)
+    down = (config.steps - step) / max(1, config.decay * config.steps)
+    return min(1.0, up, max(0.1, down))
+
+
+def compared(config):
+    return {k: v for k, v in asdict(config).items() if k not in NOT_COMPARED}
+
+
+def open_checkpoint(path):
+    try:
+        return hsdp.peek(path)
+    except ValueError as error:
+        stop(str(error))
+
+
+def train(config, interrupted):
+    """One stage: build, load, loop, save. True if it ran to its end."""
+    stage, out = config.stage, Path(config.out) / config.stage
+    run = Run(config)
+    extra = open_checkpoint(out) if exists(out) else None
+    if extra:
+        for name, value in compared(config).items():
+            if extra["config"].get(name) != value:
+                stop(f"{out} was made with {name}={extra['config'].get(name)}, not {value}: take another --out "
+                     f"(--start={config.out} begins from its earlier stages)")
+        if extra["step"] == config.steps:
+            run.say(f"{stage}: finished already ({out})")
+            return True
+    before = ORDER[:ORDER.index(stage)][-1:]
+    origin = Path(config.start or config.out) / before[0] if before else None
+    if not extra and origin and not exists(origin):
+        stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start=FOLDER")
+    given = extra or (open_checkpoint(origin) if origin else None)
+    run.build(rollout.Tokenizer(given["tokenizer"]["ranks"]) if given else train_tokenizer(config))
+    optimizer = run.make_optimizer()
+    step = 0
+    try:
+        if extra:
+            hsdp.load(out, run.model, optimizer)
+            step = extra["step"]
+        elif origin:
+            hsdp.load(origin, run.model)
+    except ValueError as error:
+        stop(str(error))
+    source = STAGE[stage](run)
+    if extra:
+        source.load_state_dict(extra["source"])
+    return loop(run, source, optimizer, step, interrupted, out)
+
+
+def exists(path):
+    return path.exists() or Path(f"{path}.old").exists()
+
+
+def loop(run, source, optimizer, step, interrupted, out):
+    config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
+    every = config.save_every or max(1, config.steps // 10)
+    keep_lines(log_file, step) if run.rank == 0 else None
+    bar = tqdm(total=config.steps, initial=step, desc=f"{config.stage:>14}", disable=run.rank > 0, dynamic_ncols=True)
+    while step < config.steps:
+        start, log = time.time(), {}
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * schedule(step, config)
+        run.model.train()
+        for loss in source.losses(step, log):
+            loss.backward()
+        norm = hsdp.clip_grad_norm(run.model, config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        worst = balance(run.model, config.balance_rate, hsdp.total)
+        source.after_step()
+        step += 1
+        log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
+               "load": worst}
+        log["tokens_per_s"] = log["tokens"] / (time.time() - start)
+        log["seconds"] = time.time() - start
+        if step == config.steps:
+            log.update(source.validate())
+        report(run, bar, log, log_file)
+        if step % every == 0 or step == config.steps or interrupted:
+            extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
+            hsdp.save(out, run.model, optimizer, extra)
+        if interrupted:
+            bar.close()
+            return False
+    bar.close()
+    return True
+
+
+def keep_lines(path, step):
+    """A log may hold steps after the checkpoint that a killed run never saved: drop them, they come again."""
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step] if path.exists() else []
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
+           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "tokens_per_s": "{:8.0f}",
+           "seconds": "{:6.2f}"}
+
+
+def report(run, bar, log, path):
+    """One aligned line per step, the same keys as one JSON line, and the bar."""
+    if run.rank:
+        return
+    with open(path, "a") as file:
+        file.write(json.dumps({k: round(float(v), 6) for k, v in log.items()}) + "\n")
+    words = [f"{k} {form.format(float(log[k]))}" for k, form in COLUMNS.items() if k in log]
+    tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
+    bar.update()
+
+
+def main(argv):
+    given = parse(argv)
+    stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
+    if stages[0] not in STAGES:
+        stop(f"unknown stage {stages[0]!r}: all, {', '.join(STAGES)}")
+    configs = {stage: configure({**given, "stage": stage}, stage) for stage in stages}
+    config = configs[stages[0]]
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        probe = Path(config.out) / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        stop(f"--out={config.out} cannot be written: {error.strerror}")
+    interrupted = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: interrupted.append(number))
+    for stage in stages:
+        if stage == "eval":
+            evaluate(configs[stage])
+        elif not train(configs[stage], interrupted):
+            print(f"stopped; to go on: python train.py --resume --out={config.out}", file=sys.stderr)
+            raise SystemExit(128 + interrupted[0])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
