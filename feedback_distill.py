@@ -23,7 +23,9 @@ V vocabulary, k entries kept.
 
     python feedback_distill.py      a tiny model calls a tool that is not there; a hint, its KL per token (a figure), the cure
 """
+import argparse
 import re
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -111,7 +113,8 @@ def unfinished(chain, e, i):
         return None
     plan, missing = [], []
     for turn in (turn for episode in chain.episodes for turn in episode.turns):
-        plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
+        own = turn.text if turn.role in ("assistant", "summary") else ""
+        plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", own, re.M) or plan
         for call in turn.calls:
             if call.name == "run_command" and call.args == [chain.task.test_command] and not call.error:
                 missing = re.findall(r"^(\S+): missing", call.output, re.M)
@@ -284,7 +287,11 @@ class Teacher:
         self.weights = {} if kind == "current" else {name: wide(p) for name, p in self.lent()}
 
     def lent(self):
-        """Parameters and floating-point buffers (a router's bias follows its weights)."""
+        """Parameters and floating-point buffers (a router's bias follows its weights). FSDP may still hold the gathered weights
+        of the last forward: reading or writing those would be lost, so they are dropped first."""
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
         yield from self.model.named_parameters()
         yield from ((name, b) for name, b in self.model.named_buffers() if b.is_floating_point())
 
@@ -311,9 +318,6 @@ class Teacher:
     def put(self, weights):
         for name, p in self.lent() if weights else ():
             p.data.copy_(weights[name])
-        for module in self.model.modules():                 # FSDP may hold gathered weights of the last forward: drop them
-            if hasattr(module, "reshard"):
-                module.reshard()
 
     @torch.no_grad()
     def __call__(self, targets):
@@ -382,7 +386,7 @@ def toy_batch(chains):
     return [torch.from_numpy(np.stack([np.pad(row[j], (0, T - len(row[j]))) for row in rows])) for j in (0, 1)]
 
 
-def practise(model, words, rng, steps=240):
+def practise(model, words, rng, steps=135):
     """Half of the demonstrations have the habit, half stand under a hint and heed it: a tiny model has to be shown what a
     pretrained one can do already."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(.9, .98), weight_decay=0.)
@@ -404,7 +408,7 @@ def look(model, words, chains):
     return logp[:, len(chains[0].turns[0].tokens) + 1], logp[:, -5:-1]
 
 
-def teach(model, words, rng, held_out, steps=30):
+def teach(model, words, rng, held_out, steps=20):
     """Feedback alone, no reward. -> per step: probability of the phantom, of the offered tools, KL of the final message"""
     optimizer, teacher = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.), Teacher(model, "ema", .05)
     offered, curve = torch.tensor([words.encode(" ".join(c.task.tools)) for c in held_out]), []
@@ -444,22 +448,35 @@ def plot(path, names, kl, curve):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     left, right = plt.subplots(1, 2, figsize=(11, 4))[1]
-    left.bar(range(len(kl)), kl, color=["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3))
+    bars = left.bar(range(len(kl)), kl, color=["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3))
+    left.bar_label(bars, fmt="%.2f", fontsize=8)
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
     left.set(ylabel="KL(student | teacher), nats", title="Where the hint disagrees (red: the hinted turn, in the loss)")
     for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message from before")):
         right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)", title="What the student does without the hint")
-    right.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    right.legend(frameon=False, fontsize=9, loc="center right")
     plt.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def refuse(message):
+    print(f"feedback_distill.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main():
     from moe import Model, ModelConfig
+    parser, path = argparse.ArgumentParser(description="A hint cures a tiny model.", allow_abbrev=False), Path("out/feedback.png")
+    parser.error = refuse
+    parser.parse_args()
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    except OSError as problem:
+        refuse(f"cannot write {path}: {problem.strerror}")
     torch.set_num_threads(1)                                # tensors this small only lose by being shared
     torch.manual_seed(0)
-    rng, words, path = np.random.default_rng(0), Words(), Path("out/feedback.png")
+    rng, words = np.random.default_rng(0), Words()
     model = Model(ModelConfig(len(words.names), dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16,
                               dense_ffn=64, experts=4, active=2, expert_ffn=32, context=64))
     practise(model, words, rng)

@@ -184,9 +184,9 @@ def main():
         refuse(f"cannot write {path}: {problem.strerror}")
     x = np.array([0, 40.0])
     price = scale * (cost(x + 100 * weights.thinking_tokens, k, q) - cost(x, k, q))
-    print(f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost {price[0]:.3f} at the start and {price[1]:.3f} "
-          f"at effort 40;\none token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, but divided by the "
-          f"deviation it would be {blown:.2f}. Figure: {path}")
+    print(f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost {price[0]:.3f} at the start and "
+          f"{price[1]:.3f} at effort 40;\none token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
+          f"but divided by the deviation it would be {blown:.2f}. Figure: {path}")
 
 
 if __name__ == "__main__":

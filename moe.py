@@ -163,7 +163,7 @@ class Router(nn.Module):
         preference = score.detach() + self.bias
         if replay is not None:
             floor = plausible * score.detach().topk(self.k)[0][:, -1:]
-            given = torch.zeros_like(score, dtype=torch.bool).scatter_(1, replay.clamp(min=0).long(), replay >= 0)
+            given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0)).scatter_(1, replay.long() + 1, True)[:, 1:]   # -1: nowhere
             preference = preference + 1e3 * (given & (score >= floor))
         choice = preference.topk(self.k)[1]
         gates = score.gather(1, choice)

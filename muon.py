@@ -25,14 +25,21 @@ python muon.py --bench    step time against the GEMM floor and torch.optim.Muon;
 
 import argparse
 import heapq
+import math
+import os
 import sys
+import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
+from datetime import timedelta
+from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan (quintic), modded-nanogpt (five_step),
 # arXiv 2505.16932 with the 2 % safety margin of modded-nanogpt (polar_express).
@@ -79,41 +86,54 @@ def cpu_chunk(elements, dtype):
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
 
 
+@lru_cache(maxsize=8)
+def kept(shape, dtype):
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
+
+
+def scratch(shape, like):
+    """Room for intermediate matrices. On a CPU it is used again: memory fresh from the system costs 15 % of the products."""
+    return kept(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
+
+
 def unit_norm(X, dtype, margin=1.0):
     """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype of the products."""
-    if dtype != torch.float16:  # fp16 cannot hold a gradient: it is divided first. Others are cast first, as the wire does
+    if dtype != torch.float16:  # fp16 cannot hold a gradient: divide first. The others are cast first, as on the wire
         X = X.to(dtype)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.float32) * margin  # (N, 1, 1)
-    return (X / norm.clamp(min=1e-12).to(X.dtype)).to(dtype)
+    norm = (torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True) * margin).clamp(min=1e-12)  # (N, 1, 1)
+    return torch.div(X, norm, out=scratch((3, *X.shape), X)[2]).to(dtype)
 
 
 def newton_schulz(X, table, out):
-    """out (N, R, C) <- p_k(...p_1(X)), p_i(X) = (a I + b A + c A^2) X, A = X X^T on the small side (N, m, m).
+    """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m, m), on the small side: a
+    tall X is multiplied from the right, A = X^T X, and never transposed.
 
-    Gram form: the p_i commute, so iterate on A alone (A <- Q A Q) and multiply by X once, at the end. That loses the small
-    singular values, which A holds squared: fp32 (fp16 on a GPU) only, and with one restart from X after the second step.
+    Gram form: the p_i commute, so iterate on A alone (A <- Q A Q), collect P = Q...Q, and multiply by X at the end. That
+    loses small singular values, which A holds squared: fp32 (and fp16 on a GPU) only, starting again from X now and then.
     """
-    tall, (m, n) = X.shape[-2] > X.shape[-1], sorted(X.shape[-2:])
-    X = X.mT if tall else X  # a view: the first product transposes by a flag, and the last one, X^T Q, transposes back
-    gram_dtype = torch.float32 if X.device.type == "cpu" else torch.float16
-    gram = n > GRAM_ASPECT * m and X.dtype in (gram_dtype, torch.float32) and len(table) > 2
-    A, Q, P = torch.empty(3, len(X), m, m, dtype=X.dtype, device=X.device)
-    Y = [torch.empty(len(X), m, n, dtype=X.dtype, device=X.device) for _ in range(2 if len(table) > 2 else 1)]
-    torch.bmm(X, X.mT, out=A)
-    whole = True  # True when the polynomial of this step is not multiplied onto earlier ones
+    N, R, C = X.shape
+    m, n, tall = min(R, C), max(R, C), R > C
+    A, Q, P, S, T = scratch((5, N, m, m), X)
+    Y = scratch((3, N, R, C), X)
+    gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or X.dtype == torch.float16 and X.is_cuda)
+    times = (lambda Q, out: torch.bmm(X, Q, out=out)) if tall else (lambda Q, out: torch.bmm(Q, X, out=out))
+    fresh = True  # no polynomial is waiting to be multiplied onto X
     for i, (a, b, c) in enumerate(table):
+        if fresh:
+            torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
         torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
         Q.diagonal(dim1=-2, dim2=-1).add_(a)  # a X inside the product: one pass over X less than a X + Q X
+        product = Q if fresh else torch.bmm(Q, P, out=S)
         last = i == len(table) - 1
-        product = Q if whole else Q @ P
-        if gram and not last and i != 1:
-            A, P, whole = Q @ A @ Q, product.clone(), False
-            continue
-        if last:
-            return torch.bmm(X.mT, product, out=out) if tall else torch.bmm(product, X, out=out)
-        X, whole = torch.bmm(product, X, out=Y[i % len(Y)]), True
-        torch.bmm(X, X.mT, out=A)
-    return out.copy_(X.mT if tall else X)  # no step at all
+        if last or not gram or i % 4 == 1:
+            X, fresh = times(product, out if last else Y[i % 2]), True
+        else:
+            torch.bmm(torch.bmm(Q, A, out=T), Q, out=A)
+            (Q, P) = (P, Q) if fresh else (Q, P)
+            (S, P) = (S, P) if fresh else (P, S)
+            fresh = False
+    return out if table else out.copy_(X)
 
 
 def step_scale(rule, rows, columns):
@@ -650,3 +670,143 @@ def bench_one(device):
         name = {torch.bfloat16: "bf16", torch.float32: "fp32"}
         print(f"{name[dtype]}      {name[weights]}       {floor:8.3f}    {torch_muon:10.3f}      {muon:8.3f}   "
               f"{muon / floor:7.2f}  {muon / torch_muon:6.2f}", flush=True)
+
+
+def fork_ranks(world, call, *args):
+    """Fork `world` gloo ranks on this machine, run call(rank, world, *args) in each, return what they return, by rank."""
+    import torch._dynamo  # noqa: F401  optimizers import it on first use: once here instead of in every child
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if sys.platform == "linux" else None
+    with tempfile.TemporaryDirectory() as folder:
+        def rank_main(rank):
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
+                                    timeout=timedelta(seconds=60))
+            torch.save(call(rank, world, *args), f"{folder}/{rank}")
+            dist.barrier()
+            dist.destroy_process_group()
+
+        ranks = [get_context("fork").Process(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+        for process in ranks:
+            process.kill()
+        if any(process.exitcode for process in ranks):
+            raise RuntimeError(f"exit codes of the ranks: {[process.exitcode for process in ranks]}")
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
+
+
+def shard(world):
+    """A layout like FSDP's: stacks and matrices by rows. Rows inside the experts, so that no expert is whole anywhere."""
+    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("shard",))
+    return lambda name, tensor: distribute_tensor(tensor, mesh, [Shard(tensor.ndim - 2)], src_data_rank=None)
+
+
+def redundant_step(params, optimizer):
+    """What one writes first: gather every momentum whole and orthogonalise all of it on every rank."""
+    for p in params.values():
+        m = optimizer.state[p]["momentum"]
+        m.to_local().lerp_(p.grad.to_local(), 0.05)
+        whole = DTensor.from_local(torch.lerp(p.grad.to_local(), m.to_local(), 0.95), m.device_mesh, m.placements, shape=m.shape,
+                                   stride=m.stride()).full_tensor()
+        update = distribute_tensor(orthogonalize(whole), m.device_mesh, m.placements, src_data_rank=None).to_local()
+        p.to_local().mul_(1 - 1e-4).add_(update, alpha=-1e-3 * step_scale("rms", *p.shape[-2:]))
+
+
+def bench_rank(rank, world, fallback):
+    """CPU seconds (all threads, gloo's too), collectives and bytes of one rank's step, after two to warm up."""
+    params = make_parameters(layer_shapes(2), shard(world))
+    optimizer = Muon([dict(params=list(params.items()), weight_decay=0.1)], check_gradients=True)
+    cpu = []
+    with torch.no_grad():
+        for _ in range(5):
+            dist.barrier()
+            start = time.process_time()
+            redundant_step(params, optimizer) if fallback else optimizer.step()
+            cpu.append(time.process_time() - start)
+    whole = sum(p.numel() for p in params.values()) * 4
+    here = sum(p.to_local().nbytes for p in params.values())
+    traffic = dict(collectives=len(params), bytes_received=whole - here) if fallback else optimizer.traffic
+    return min(cpu[2:]), traffic
+
+
+def bench_sharded():
+    print(f"\nsharded over forked gloo ranks, {sum(math.prod(s) for s in layer_shapes(2).values()) / 1e6:.1f}M parameters, rows inside "
+          "the experts; busiest rank, best of 3\n W   CPU s   MB received  collectives   full_tensor + redundant NS: CPU s   MB   ratio")
+    for world in (1, 2, 4, 8):
+        rows = []
+        for fallback in (False, True):
+            ranks = fork_ranks(world, bench_rank, fallback)
+            rows += [max(cpu for cpu, _ in ranks), max(t["bytes_received"] for _, t in ranks) / 1e6,
+                     max(t["collectives"] for _, t in ranks)]
+        print(f"{world:2d}  {rows[0]:6.3f}  {rows[1]:10.1f}  {rows[2]:10d} {rows[3]:36.3f}  {rows[4]:6.1f}  {rows[0] / rows[3]:6.3f}",
+              flush=True)
+
+
+def demo_rank(rank, world):
+    """Three sharded steps with the event log on; returns the whole weights and the log."""
+    params = make_parameters(DEMO, shard(world))
+    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
+    for _ in range(3):
+        dist.barrier()
+        optimizer.events = []
+        optimizer.step()
+    return {name: p.full_tensor().detach() for name, p in params.items()}, optimizer.events, optimizer.traffic
+
+
+DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "up": (8, 256, 384), "down": (8, 384, 256)}
+
+
+def draw_timeline(events, path):
+    """One row per task of rank 0: when its shards were under way, when it multiplied. Overlap is a bar above another."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    start, marks = min(t for t, _, _ in events), defaultdict(dict)
+    for t, task, event in events:
+        marks[task][event] = 1e3 * (t - start)
+    figure, axes = plt.subplots(figsize=(9, 0.7 + 0.55 * len(marks)))
+    bars = (("send", "multiply", "#9ecae1", "shards to owners"), ("multiply", "multiplied", "#e6550d", "Newton-Schulz"),
+            ("return", "done", "#a1d99b", "results back"))
+    for task, mark in marks.items():
+        for begin, end, color, label in bars:
+            axes.barh(task, mark[end] - mark[begin], left=mark[begin], color=color, label=label if task == min(marks) else None)
+    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks), title="While one task's shards travel, another multiplies")
+    axes.invert_yaxis(), axes.legend(loc="lower right", fontsize=8)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def demo():
+    torch.set_num_threads(1)
+    G = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) / torch.arange(1, 65)[:, None]
+    print("singular values of a 64 x 256 matrix, rows falling off as 1/k\n                 largest   median  smallest   cosine to U V^T")
+    U, S, V = torch.linalg.svd(G, full_matrices=False)
+    for name, X in [("before", G)] + [(name, orthogonalize(G, coefficients=name)) for name in COEFFICIENTS]:
+        S = torch.linalg.svdvals(X)
+        print(f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {(X * (U @ V)).sum() / X.norm() / 8:.4f}")
+    single = make_parameters(DEMO)
+    optimizer = Muon([dict(params=list(single.items()))], ns_dtype=torch.float32, lr=0.02)
+    for _ in range(3):
+        optimizer.step()
+    ranks = fork_ranks(4, demo_rank)
+    error = max((whole[name] - p).abs().max().item() for whole, _, _ in ranks for name, p in single.items())
+    events, traffic = ranks[0][1:]
+    draw_timeline(events, Path("out/muon.png"))
+    when = {(task, event): t for t, task, event in events}
+    lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
+    print(f"Four ranks, {traffic['collectives']} collectives and {traffic['bytes_received'] / 1e6:.1f} MB received each, end three steps "
+          f"with weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before task 1 multiplied "
+          f"(out/muon.png).")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Muon, alone", allow_abbrev=False)
+    parser.add_argument("--bench", action="store_true", help="measure instead of show")
+    if parser.parse_args().bench:
+        torch.set_num_threads(1)
+        bench_sharded()  # first: a process that has touched a GPU cannot fork
+        bench_one("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        demo()

@@ -62,6 +62,8 @@ def train_bpe(texts, vocab):
     number, ranks = list(words.values()), {bytes([b]): b for b in range(256)}
     while len(ranks) < vocab - len(CONTROLS) and counts:
         best = max(counts, key=lambda pair: (counts[pair], pair))
+        if counts[best] <= 0:
+            break                                                # the text has no neighbours left to merge
         ranks.setdefault(best[0] + best[1], len(ranks))
         for i in where.pop(best):
             old = pieces[i]
@@ -274,6 +276,9 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if query:
             episode.turns.append(query)
             fresh, wants_summary = fresh[:-1] + query.tokens + [head], True
+    last = chain.episodes[-1]
+    while len(last) > limits.window and len(last.turns) > 1:     # outputs that overflowed the context: no one has read them
+        last.turns.pop()
     chain.files = workspace.files()
     return chain
 
@@ -289,7 +294,7 @@ def choose(logits, uniform, temperature=1.0, top_p=1.0):
         ordered, where = logp.sort(-1, descending=True)
         cut = ordered.exp().cumsum(-1) - ordered.exp() >= top_p          # keep the token that crosses the line
         logp = F.log_softmax(logp.masked_fill(cut.gather(-1, where.argsort(-1)), -torch.inf), -1)
-    mass = logp.exp().cumsum(-1)
+    mass, uniform = logp.exp().cumsum(-1), uniform.clamp(max=1 - 2 ** -24)   # a draw just below 1 rounds to 1 in fp32
     tokens = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
@@ -535,8 +540,10 @@ def pack(episodes, advantage, multiple=1):
         batch[name] = F.pad(t[:, 1:], (0, 1))
     batch["advantage"] = batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
     batch["experts"] = None
-    if all(e.experts is not None for e in episodes):
-        pads = [np.pad(e.experts, ((0, T - len(e.experts)), (0, 0), (0, 0)), constant_values=-1) for e in episodes]
+    known = [e.experts for e in episodes if e.experts is not None]
+    if known:                                                    # an episode without a record routes freely, alone
+        records = [known[0][:0] if e.experts is None else e.experts for e in episodes]
+        pads = [np.pad(r, ((0, T - len(r)), (0, 0), (0, 0)), constant_values=-1) for r in records]
         batch["experts"] = torch.from_numpy(np.stack(pads))
     return batch
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import eval
 import feedback_distill
 import hsdp
 import length_penalty
@@ -455,8 +456,7 @@ class Run:
         except ValueError as error:
             stop(str(error))
         self.data = self.meshes.layout.data
-        self.dtype = {"auto": torch.bfloat16 if self.device == "cuda" or fast_bf16() else torch.float32, "float32": torch.float32,
-                      "bfloat16": torch.bfloat16}[config.dtype]
+        self.dtype = compute_dtype(config, self.device)
         self.compact = summarize.Compact(config.window, int(config.trigger * config.window)) if config.summarize else None
         self.tokenizer = self.model = None
 
@@ -545,9 +545,12 @@ class Run:
         return optimizer
 
 
-def fast_bf16():
-    """bf16 products are several times faster than fp32 where the CPU has instructions for them, and slower elsewhere."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def compute_dtype(config, device):
+    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, slower elsewhere."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def schedule(step, config):
@@ -662,6 +665,63 @@ def report(run, bar, log, path):
     words = [f"{k} {form.format(float(log[k]))}" for k, form in COLUMNS.items() if k in log]
     tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
+
+
+# ---------------------------------------------------------------- evaluation and figures
+
+def evaluate(config):
+    """Held-out tasks before and after RL -> table, summary.json, figures. One process does it; the others wait."""
+    rank, out = int(os.environ.get("RANK", 0)), Path(config.out)
+    names = {"before RL": out / "sft", "after RL": out / "rl"}
+    if not exists(names["before RL"]):
+        names["before RL"] = Path(config.start or config.out) / "sft"
+    names = {name: path for name, path in names.items() if exists(path)}
+    if not names:
+        stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
+    if rank:
+        return
+    if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
+        print(json.loads((out / "summary.json").read_text())["table"])
+        return
+    tasks = synth_tasks.load_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
+    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    policies = {}
+    for name, path in tqdm(names.items(), desc="evaluation", leave=False):
+        model, tokenizer, saved = eval.load(path, device)
+        policies[name] = eval.attempt(model.compute(compute_dtype(config, device)), tokenizer, saved, tasks, config.eval_samples)
+    text = eval.table(policies)
+    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
+    draw_losses(out)
+    print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
+
+
+def lines_of(out, stage):
+    path = out / f"{stage}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def last_lines(out):
+    return {stage: lines[-1] for stage in ORDER if (lines := lines_of(out, stage))}
+
+
+def draw_losses(out):
+    """loss.png: the three supervised stages end to end; reward.png: reward, solved and wrong calls by RL step"""
+    figure, ax = eval.axes("Loss of the supervised stages", "step", "nats per token")
+    start = 0
+    for stage in ORDER[:3]:
+        lines = lines_of(out, stage)
+        ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
+        start += len(lines)
+    ax.legend()
+    figure.savefig(out / "loss.png", dpi=120)
+    lines = lines_of(out, "rl")
+    if lines:
+        figure, ax = eval.axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
+        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+            values = np.array([line[key] for line in lines])
+            ax.plot([line["step"] for line in lines], [values[max(0, i - 4):i + 1].mean() for i in range(len(values))], label=label)
+        ax.legend()
+        figure.savefig(out / "reward.png", dpi=120)
 
 
 def main(argv):

@@ -1,0 +1,243 @@
+"""eval.py: how good is a policy, and what does a solved task cost?
+
+One number hides what matters for an agent: that hard tasks are solved too, that effort follows difficulty, what a task costs.
+So: held-out tasks at every level, several passes each, and score against tokens.
+
+Stated by Cursor (blog on CursorBench; Technical Report, arXiv 2603.24477, sections 5 and 7.1): accuracy over several passes,
+completion tokens, median cost per task; score plotted against tokens and against cost. Composer 2.5's prices are the
+defaults of the flags: $0.50 per million tokens in, $2.50 out. Ours: the tasks (unseen seeds, compositions and names), the
+confidence interval (bootstrap over tasks), and that a token is paid as input once, as if every turn hit the cache.
+
+    pass@k = 1 - C(n - c, k) / C(n, k)          n passes of a task, c of them solved: unbiased (arXiv 2107.03374)
+    best-of-k                                   the same number, since hidden tests tell a solved pass from others
+
+Left out: latency (our hardware is not theirs) and real user sessions.
+
+    python eval.py                   the scripted expert at three degrees of care, through the same table
+    python eval.py out/a out/b       runs compared: table, out/eval.json, figures
+"""
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import hsdp
+import rollout
+import summarize
+import synth_tasks
+from length_penalty import Weights, effort
+from moe import Model, ModelConfig
+
+LEVELS = range(6)
+
+
+# ---------------------------------------------------------------- numbers
+
+def pass_at_k(n, c, k):
+    """Chance that at least one of k passes, drawn from n of which c are solved, is solved. k <= n."""
+    assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
+    return 1.0 if n - c < k else 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def interval(values, rng, draws=1000):
+    """95 % bootstrap interval of the mean over tasks (passes of one task are not independent)."""
+    values = np.asarray(values, dtype=np.float64)
+    means = values[rng.integers(0, len(values), (draws, len(values)))].mean(1)
+    return [float(q) for q in np.quantile(means, (.025, .975))]
+
+
+def dollars(stats, price_in=0.5, price_out=2.5):
+    """Cost of a chain: every token enters once as input (cache), every sampled one is paid as output."""
+    return ((stats["total"] - stats["sampled"]) * price_in + stats["sampled"] * price_out) / 1e6
+
+
+def record(chain, price=(0.5, 2.5)):
+    """What one pass leaves behind: plain numbers."""
+    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved), "finished": bool(chain.finished),
+            "effort": float(effort(chain.stats, Weights())), "cost": dollars(chain.stats, *price), **chain.stats}
+
+
+def summary(records):
+    """Records of one policy -> overall numbers and the same by level."""
+    tasks = {}
+    for r in records:
+        tasks.setdefault(r["task"], []).append(r["solved"])
+    passes, mean = min(map(len, tasks.values())), lambda key: float(np.mean([r[key] for r in records]))
+    turns = sum(r["turns"] for r in records)
+    result = {"solved": mean("solved"), "interval": interval([np.mean(s) for s in tasks.values()], np.random.default_rng(0)),
+              "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
+              "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
+              "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
+              "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records]))}
+    for k in (2 ** i for i in range(6) if 2 ** i <= passes):
+        result[f"pass@{k}"] = float(np.mean([pass_at_k(len(s), sum(s), k) for s in tasks.values()]))
+    return result
+
+
+def by_level(records):
+    return {level: summary([r for r in records if r["level"] == level]) for level in sorted({r["level"] for r in records})}
+
+
+# ---------------------------------------------------------------- policies
+
+def held_out(number, levels=LEVELS):
+    """`number` tasks per level that no training has seen: seeds, compositions of operations and names are all held out."""
+    return [synth_tasks.make_task(level, seed, "heldout") for level in levels for seed in range(number)]
+
+
+def load(folder, device="cpu"):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer, configuration"""
+    stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
+    path = stages[0] if stages else Path(folder)
+    extra = hsdp.peek(path)
+    config, tokenizer = extra["config"], rollout.Tokenizer(extra["tokenizer"]["ranks"])
+    known = {k: v for k, v in config.items() if k in ModelConfig.__dataclass_fields__}
+    model = Model(ModelConfig(**{**known, "vocab": tokenizer.vocab}))
+    if config["stage"] != "pretrain":
+        model.extend(config["yarn"])
+    hsdp.load(path, model)
+    return model.to(device).requires_grad_(False), tokenizer, config
+
+
+def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=1.0, price=(0.5, 2.5)):
+    """`passes` rollouts of each task -> records"""
+    compact = summarize.Compact(config["window"], int(config["trigger"] * config["window"])) if config["summarize"] else None
+    sampler = rollout.Sampler(model, tokenizer, rows=96, window=config["window"], temperature=temperature)
+    limits, sandbox = rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox()
+    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, sandbox, compact)
+    return [record(chain, price) for group in groups for chain in group]
+
+
+# ---------------------------------------------------------------- what one sees
+
+ROWS = {"solved": ("solved", "{:.3f}"), "pass@1": ("pass@1", "{:.3f}"), "tokens": ("tokens per task", "{:.0f}"), "effort": ("effort", "{:.1f}"),
+        "turns": ("turns", "{:.1f}"), "cost": ("median cost, $ per 1000 tasks", "{:.3f}"), "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
+        "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}"), "summaries": ("summaries per task", "{:.2f}"),
+        "finished": ("ended by itself", "{:.3f}")}
+
+
+def table(policies):
+    """{name: records} -> the text of the table"""
+    whole = {name: summary(records) for name, records in policies.items()}
+    levels = {name: by_level(records) for name, records in policies.items()}
+    any_one = next(iter(whole.values()))
+    line = lambda label, cells: f"{label:32s}" + "".join(f"{cell:>14s}" for cell in cells)
+    text = [line(f"{any_one['tasks']} held-out tasks x {any_one['passes']}", policies)]
+    text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
+    text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
+    for level in next(iter(levels.values())):
+        text.append(line(f"  level {level}: solved (tokens)", [f"{l[level]['solved']:.2f} ({l[level]['tokens']:.0f})" for l in levels.values()]))
+    for k in [key for key in any_one if key.startswith("pass@")]:
+        text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), [f"{w[k]:.3f}" for w in whole.values()]))
+    for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
+        scale = 1000 if key == "cost" else 1
+        text.append(line(ROWS[key][0], [ROWS[key][1].format(w[key] * scale) for w in whole.values()]))
+    return "\n".join(text)
+
+
+def axes(title, x, y):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+    ax.set(title=title, xlabel=x, ylabel=y)
+    ax.grid(alpha=.3)
+    return figure, ax
+
+
+def draw(policies, folder):
+    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over the levels"""
+    folder = Path(folder)
+    levels = {name: by_level(records) for name, records in policies.items()}
+    figure, ax = axes("Effort follows difficulty?", "level of the task", "sampled tokens per task")
+    for name, rows in levels.items():
+        ax.plot(list(rows), [r["tokens"] for r in rows.values()], "o-", label=name)
+        for level, r in rows.items():
+            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
+    ax.legend()
+    figure.savefig(folder / "effort.png", dpi=120)
+    figure, ax = axes("Score against tokens (one point per level)", "sampled tokens per task", "solved")
+    for name, rows in levels.items():
+        points = ax.plot([r["tokens"] for r in rows.values()], [r["solved"] for r in rows.values()], "o", label=name, alpha=.5)
+        whole = summary(policies[name])
+        ax.plot(whole["tokens"], whole["solved"], "*", markersize=16, color=points[0].get_color())
+        ax.annotate(f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens", (whole["tokens"], whole["solved"]),
+                    textcoords="offset points", xytext=(8, 8), fontsize=8)
+        for level, r in rows.items():
+            ax.annotate(str(level), (r["tokens"], r["solved"]), textcoords="offset points", xytext=(4, -8), fontsize=7)
+    ax.set_ylim(0, 1.05)
+    ax.legend(loc="lower right")
+    figure.savefig(folder / "score.png", dpi=120)
+
+
+def write(policies, folder, name, extra=None):
+    """Table, JSON and figures of {name: records}."""
+    folder = Path(folder)
+    data = {"policies": {n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()}, **(extra or {})}
+    (folder / name).write_text(json.dumps(data, indent=1))
+    draw(policies, folder)
+    return table(policies)
+
+
+def expert_records(sloppy, tasks):
+    """The scripted expert as a policy, graded by the real judge."""
+    tokenizer, sandbox, records = rollout.Tokenizer({bytes([b]): b for b in range(256)}), synth_tasks.Sandbox(), []
+    for task in tasks:
+        chain = rollout.demonstrate(task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy)
+        chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
+        records.append(record(chain))
+    return records
+
+
+def demo():
+    Path("out").mkdir(exist_ok=True)
+    tasks = held_out(8)
+    policies = {name: expert_records(sloppy, tasks) for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))}
+    print(write(policies, "out", "eval.json"))
+    careful, hasty = summary(policies["careful"]), summary(policies["hasty"])
+    print(f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, against "
+          f"{hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/effort.png, out/score.png.")
+
+
+def flags(argv):
+    parser = argparse.ArgumentParser(description="Score runs on held-out tasks.", allow_abbrev=False)
+    parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
+    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; none: a demonstration")
+    parser.add_argument("--number", type=int, default=24, help="tasks per level")
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tasks", default="", help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases")
+    parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
+    parser.add_argument("--price_out", type=float, default=2.5)
+    parser.add_argument("--out", default="out")
+    args = parser.parse_args(argv)
+    if min(args.number, args.passes) < 1:
+        parser.error("--number and --passes must be at least 1")
+    return args, parser
+
+
+def main(argv):
+    args, parser = flags(argv)
+    if not args.runs:
+        return demo()
+    policies = {}
+    try:
+        tasks = synth_tasks.load_tasks(args.tasks) if args.tasks else held_out(args.number)
+        models = {run: load(run) for run in args.runs}
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
+        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
+    print(write(policies, args.out, "eval.json"))
+    print(f"\n{args.out}/eval.json, effort.png, score.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,425 @@
+"""hsdp.py against one process: 8 gloo ranks are forked once, run through every layout, and report differences and bytes."""
+import itertools
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import run_ranks
+
+import hsdp
+from hsdp import Layout, make_meshes, parallelize
+from moe import Model, ModelConfig, balance
+from muon import Muon, check_parameters
+
+TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))            # (cp, ep, dp_replicate): all 16 fit 8 ranks
+MORE = [Layout(8, 2, 2, 2, 2), Layout(8, 1, 1, 8, 8), Layout(8, 8, 4, 1, 2)]      # copies of experts, no cut at all, long rings
+CONFIG = ModelConfig(vocab=48, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8, dense_ffn=48, expert_ffn=16)
+
+
+def build(config=CONFIG, seed=0):
+    torch.manual_seed(seed)
+    model = Model(config)
+    for p in model.parameters():
+        if not p.any():
+            torch.nn.init.normal_(p, std=0.05)
+    return model
+
+
+def make_optimizer(model):
+    named = list(model.named_parameters())
+    matrices = [(n, p) for n, p in named if hsdp.is_muon(n, p.shape)]
+    rest = [(n, p) for n, p in named if not hsdp.is_muon(n, p.shape)]
+    optimizer = Muon([dict(params=matrices, lr=0.02, weight_decay=0.01), dict(params=rest, algorithm="adamw", lr=3e-3)],
+                     ns_dtype=torch.float32)
+    check_parameters(optimizer, named)
+    return optimizer
+
+
+def forward_backward(model, meshes, step, length=32):
+    """Masked next-token loss of 8 rows: ranks hold different numbers of counted tokens, some rows none."""
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(0, CONFIG.vocab, (8, length + 1), generator=generator)
+    mask = (torch.rand(8, length, generator=generator) < 0.7) & (torch.arange(8) != 3)[:, None]
+    mine = lambda t: hsdp.shard_sequence(t.chunk(meshes.layout.data)[meshes.data_rank], meshes)
+    tokens, targets, counted = mine(rows[:, :-1]), mine(rows[:, 1:]), mine(mask)
+    logits = model.logits(model(tokens, hsdp.positions(length, meshes)))
+    nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") * counted.flatten()
+    loss = nll.sum() / hsdp.total(counted.sum())
+    loss.backward()
+    return float(hsdp.total(loss.detach()))
+
+
+def update(model, optimizer):
+    norm = hsdp.clip_grad_norm(model, 0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+    balance(model, reduce=hsdp.total)
+    return float(norm)
+
+
+def train(meshes, steps=3):
+    """Three Muon steps, and the gradients of the fourth. -> losses and norms, whole gradients, whole state"""
+    model = parallelize(build(), meshes)
+    optimizer, numbers = make_optimizer(model), []
+    for step in range(steps):
+        numbers += [forward_backward(model, meshes, step), update(model, optimizer)]
+    numbers.append(forward_backward(model, meshes, steps))
+    whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
+    return numbers, {n: whole(p.grad) for n, p in model.named_parameters()}, hsdp.full_state(model)
+
+
+def distance(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def compare(mine, one):
+    """(losses and norms, gradients relative to the largest entry of each tensor, weights, router biases)"""
+    far = lambda a, b: float((a - b).abs().max())
+    return (distance(mine[0], one[0]), max(far(mine[1][n], g) / float(g.abs().max()) for n, g in one[1].items()),
+            max(far(mine[2][n], t) for n, t in one[2].items() if ".load" not in n),
+            max(far(mine[2][n], t) for n, t in one[2].items() if n.endswith("bias")))
+
+
+# ---------------------------------------------------------------- what the 8 ranks do
+
+def eight(rank, world, one, folder):
+    found = {}
+    for layout in [Layout(8, *sizes) for sizes in TABLE] + MORE:
+        found[layout] = compare(train(make_meshes(**vars(layout))), one)
+    for check in (refusals, bf16_wire, evaluation_between_steps, counted_bytes):
+        found[check.__name__] = check(world)
+    found["starved"] = max(float((g - starved).abs().max()) for g, starved in zip(starved_gradients(make_meshes(8, 1, 4)), one[3]))
+    found["saved"] = save_and_go_on(make_meshes(8, 2, 8), folder)
+    return found
+
+
+def refusals(world):
+    """Every bad size is refused on every rank, and the ranks can still talk to each other afterwards."""
+    messages = []
+    few = ModelConfig(**{**vars(CONFIG), "experts": 6, "expert_ffn": 12})
+    for attempt in (lambda: make_meshes(world, cp=3), lambda: make_meshes(world, ep=16), lambda: make_meshes(world, dp_shard=3),
+                    lambda: make_meshes(world + 1), lambda: parallelize(build(few), make_meshes(world, ep=4)),
+                    lambda: parallelize(build(few), make_meshes(world, ep=1)),
+                    lambda: parallelize(build(seed=dist.get_rank()), make_meshes(world))):
+        with pytest.raises(ValueError) as refusal:
+            attempt()
+        messages.append(str(refusal.value))
+    assert float(hsdp.total(1.0)) == world
+    return messages
+
+
+def starved_gradients(meshes):
+    """All tokens to two experts: most ranks get no row, and still take part."""
+    model = build()
+    model.layers[1].ffn.router.bias[:2] = 9.0
+    model = parallelize(model, meshes)
+    forward_backward(model, meshes, 0)
+    return [p.grad.full_tensor() if meshes.dense else p.grad for p in model.parameters()]
+
+
+def bf16_wire(world):
+    """Weights that are cast before the wire instead of after it. -> difference of the loss, bytes of all gathers"""
+    out = []
+    for wire in (None, torch.bfloat16):
+        meshes = make_meshes(world, 1, 4)
+        model = parallelize(build(), meshes, wire=wire).compute(torch.bfloat16)
+        with hsdp.Wire() as counter:
+            out.append((forward_backward(model, meshes, 0), counter.bytes["all-gather"]))
+    return abs(out[0][0] - out[1][0]), out[1][1] / out[0][1]
+
+
+def evaluation_between_steps(world):
+    """A forward without backward leaves the root gathered; the step after it must not train on what was gathered then."""
+    meshes, losses = make_meshes(world, 2, 2), []
+    for evaluate in (False, True):
+        model = parallelize(build(), meshes)
+        optimizer = make_optimizer(model)
+        forward_backward(model, meshes, 0)
+        if evaluate:
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 16, dtype=torch.long), hsdp.positions(32, meshes))
+            model.train()
+        update(model, optimizer)
+        losses.append(forward_backward(model, meshes, 1))
+    return abs(losses[0] - losses[1])
+
+
+def counted_bytes(world):
+    """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. More tokens than elsewhere: how many
+    rows leave a rank is chance."""
+    found, length = {}, 256
+    for layout in (Layout(8, 2, 8), Layout(8, 2, 4, 2), Layout(8, 1, 2, 1), Layout(8, 2, 2, 4, 2)):
+        meshes = make_meshes(**vars(layout))
+        model = parallelize(build(), meshes)
+        optimizer = make_optimizer(model)
+        with hsdp.Wire() as wire:
+            forward_backward(model, meshes, 0, length)
+            update(model, optimizer)
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        planned = dict.fromkeys(hsdp.Wire.KINDS.values(), 0)
+        for kind, _, size, _ in hsdp.traffic(CONFIG, shapes, layout, hsdp.Step(8 * length // world, 4, 4, 4)):
+            planned[kind] += size
+        found[layout] = {k: (float(hsdp.total(float(wire.bytes[k]))) / world, planned[k]) for k in planned}
+    return found
+
+
+def save_and_go_on(meshes, folder):
+    """Two steps, a checkpoint, a third step. -> whole states at the checkpoint and after, momenta at the checkpoint"""
+    model = parallelize(build(), meshes)
+    optimizer = make_optimizer(model)
+    for step in range(2):
+        forward_backward(model, meshes, step)
+        update(model, optimizer)
+    hsdp.save(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
+    states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
+    forward_backward(model, meshes, 2)
+    update(model, optimizer)
+    return [*states, hsdp.full_state(model)]
+
+
+def load_and_go_on(meshes, folder):
+    """The same from another layout, starting from other weights."""
+    model = parallelize(build(seed=5), meshes)
+    optimizer = make_optimizer(model)
+    extra = hsdp.load(folder, model, optimizer)
+    states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
+    forward_backward(model, meshes, extra["step"])
+    update(model, optimizer)
+    return [*states, hsdp.full_state(model)]
+
+
+def whole_optimizer(model, optimizer):
+    whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+    return {f"{n}/{k}": whole(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+
+
+def four(rank, world, folder):
+    return [load_and_go_on(make_meshes(4, *sizes), folder) for sizes in ((1, 2, 2), (2, 4, 1))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoint") / "good"
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Everything 8 ranks report (rank 0's answers; refusals of all)."""
+    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes())), folder)
+    return {**answers[0], "refusals": [a["refusals"] for a in answers]}
+
+
+# ---------------------------------------------------------------- equality with one process
+
+@pytest.mark.parametrize("sizes", TABLE, ids=lambda s: "cp{}-ep{}-copies{}".format(*s))
+def test_eight_ranks_equal_one_process_after_three_muon_steps(found, sizes):
+    losses, gradients, weights, biases = found[Layout(8, *sizes)]
+    assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
+
+
+@pytest.mark.parametrize("layout", MORE, ids=str)
+def test_copied_experts_pure_copies_and_long_rings_equal_one_process_too(found, layout):
+    losses, gradients, weights, biases = found[layout]
+    assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
+
+
+def test_a_rank_whose_experts_get_no_token_still_takes_part(found):
+    assert found["starved"] < 1e-6
+
+
+def test_a_bf16_wire_changes_no_number_and_saves_bytes(found):
+    difference, bytes_left = found["bf16_wire"]
+    assert difference == 0 and bytes_left < 0.9
+
+
+def test_an_evaluation_between_backward_and_step_leaves_no_stale_weights(found):
+    assert found["evaluation_between_steps"] == 0
+
+
+def test_one_process_is_left_alone_and_needs_no_group():
+    model, meshes = build(), make_meshes(1)
+    before = [id(p) for p in model.parameters()]
+    assert parallelize(model, meshes) is model and [id(p) for p in model.parameters()] == before
+    tokens = torch.arange(10)[None]
+    assert hsdp.shard_sequence(tokens, meshes) is tokens and hsdp.positions(10, meshes) is None
+    assert float(hsdp.total(3)) == 3 and not dist.is_initialized()
+
+
+def test_the_gradient_norm_is_torchs_on_one_process():
+    mine, theirs = build(), build()
+    for model in (mine, theirs):
+        forward_backward(model, make_meshes(), 0)
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    torch.testing.assert_close(hsdp.clip_grad_norm(mine, 0.1), norm)
+    for a, b in zip(mine.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_zigzag_deals_every_position_once_and_every_rank_the_same_number_of_keys():
+    for cp in (1, 2, 4, 8):
+        parts = [hsdp.zigzag(64, cp, rank) for rank in range(cp)]
+        assert sorted(torch.cat(parts).tolist()) == list(range(64))
+        assert len({int((part + 1).sum()) for part in parts}) == 1       # a query at position p sees p + 1 keys
+    assert hsdp.zigzag(8, 2, 0).tolist() == [0, 1, 6, 7]
+
+
+# ---------------------------------------------------------------- what does not fit, and ranks that die
+
+def test_sizes_that_do_not_fit_are_refused_on_every_rank_with_one_clear_line(found):
+    cp, ep, shard, world, experts, rows, seeds = found["refusals"][0]
+    assert "dp_replicate=1 x cp=3 does not divide the 8 ranks" == cp
+    assert "expert_replicate=1 x ep=16 does not divide the 8 ranks" == ep
+    assert "dp_shard=3" in shard and "world=9, but the process group has 8 ranks" == world
+    assert "ep=4 does not divide the 6 experts" == experts
+    assert "efsdp=8 does not divide the 12 rows of layers.1.ffn.experts.w_gate" == rows and "different weights" in seeds
+    assert all("\n" not in line for line in found["refusals"][0])
+    assert all(refusals == found["refusals"][0] for refusals in found["refusals"])
+
+
+def test_a_sequence_that_cp_cannot_cut_is_refused():
+    with pytest.raises(ValueError, match="sequence of 30 tokens cannot be cut in 2 x cp=2"):
+        hsdp.zigzag(30, 2, 0)
+
+
+def dies(rank, world):
+    meshes = make_meshes(world, 2, 4)
+    model = parallelize(build(), meshes)
+    start = time.monotonic()
+    try:
+        with hsdp.one_fate():
+            for step in range(1000):
+                if rank == 2 and step == 1:
+                    os._exit(9)
+                forward_backward(model, meshes, step)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+def test_when_a_rank_dies_the_others_say_so_within_30_seconds():
+    answers = run_ranks(4, dies, timeout=60, may_die=(2,))
+    for rank in (0, 1, 3):
+        message, seconds = answers[rank]
+        assert message.startswith(f"rank {rank} of 4: another rank died") and "\n" not in message and seconds < 30
+
+
+# ---------------------------------------------------------------- checkpoints
+
+def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
+    here = load_and_go_on(make_meshes(), folder)
+    for other in (*run_ranks(4, four, folder)[0], here):
+        for mine, saved in zip(other[:2], found["saved"][:2]):           # weights and optimizer as saved: bit for bit
+            assert mine.keys() == saved.keys() and all(torch.equal(mine[n], t) for n, t in saved.items())
+        for name, t in found["saved"][2].items():                        # one step later
+            if ".load" not in name:
+                torch.testing.assert_close(other[2][name], t, rtol=0, atol=2e-6)
+    assert hsdp.peek(folder)["config"] == vars(CONFIG)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of one process at step 1."""
+    model = build()
+    optimizer = make_optimizer(model)
+    hsdp.save(tmp_path / "run", model, optimizer, {"step": 1})
+    return tmp_path / "run", model, optimizer
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "everything"])
+def test_a_damaged_checkpoint_is_refused_with_one_clear_line(saved, damage):
+    folder, model, optimizer = saved
+    part = next(folder.glob("*.distcp"))
+    if damage == "truncate":
+        part.write_bytes(part.read_bytes()[:-7])
+    elif damage == "remove":
+        part.unlink()
+    elif damage == "manifest":
+        (folder / "manifest.json").unlink()
+    else:
+        folder = folder.with_name("nothing")
+    with pytest.raises(ValueError) as refusal:
+        hsdp.load(folder, model, optimizer)
+    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeypatch):
+    """Ended while writing, before either rename or after: what load() finds is whole, and the next save works again."""
+    folder, model, optimizer = saved
+    for name in ("save", "rename 1", "rename 2"):
+        with monkeypatch.context() as patch:
+            calls = []
+
+            def ended(path, *rest, **named):
+                calls.extend([path] if name == "save" or path.name.startswith("run") else [])      # torch renames files as well
+                if name == f"rename {len(calls)}" or name == "save":
+                    raise KeyboardInterrupt
+                return rename(path, *rest)
+            rename = type(folder).rename
+            patch.setattr(*((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended)
+            with pytest.raises(KeyboardInterrupt):
+                hsdp.save(folder, model, optimizer, {"step": 2})
+        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.peek(folder) == {"step": 1}
+    hsdp.save(folder, model, optimizer, {"step": 3})
+    assert hsdp.load(folder, model, optimizer) == {"step": 3}
+    assert [p.name for p in folder.parent.iterdir()] == ["run"]
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
+    other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
+    with pytest.raises(ValueError, match="not one of this model"):
+        hsdp.load(saved[0], other)
+    with pytest.raises(ValueError, match="optimizer.*is missing here"):
+        hsdp.load(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))      # it makes its state in the first step
+
+
+def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tmp_path):
+    model = Model(ModelConfig(vocab=1024, layers=2))
+    optimizer, seconds = make_optimizer(model), []
+    for _ in range(3):
+        start = time.monotonic()
+        hsdp.save(tmp_path / "run", model, optimizer)
+        seconds.append(time.monotonic() - start)
+    assert sum(p.numel() for p in model.parameters()) > 0.8e6 and min(seconds) < 0.3
+
+
+# ---------------------------------------------------------------- planner
+
+def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks(found):
+    for layout, kinds in found["counted_bytes"].items():
+        for kind, (counted, planned) in kinds.items():
+            assert abs(counted - planned) <= 0.02 * counted + 200, (layout, kind, counted, planned)
+
+
+def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count():
+    config, shapes = hsdp.parameter_shapes("kimi-k2.5")
+    numbers = sum(torch.Size(s).numel() for s in shapes.values())
+    assert 1.02e12 < numbers < 1.05e12
+    only = {n: s for n, s in shapes.items() if hsdp.is_expert(n)}
+    one = hsdp.optimizer_step(only, Layout(512, 2, 8), hsdp.Step(), hsdp.Hardware(tflops=1e3, share=1))
+    by_hand = 60 * 384 * 3 * 5 * (4 * 2048 ** 2 * 7168 + 2 * 2048 ** 3)
+    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(47.5e15, rel=0.01)
+    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)       # there and back in bf16
+
+
+def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
+    hsdp.main(["--plan", "--model=moonlight", "--gpus=64", "--net=25"])
+    text = capsys.readouterr().out
+    assert "--net=25" in text and "--share=" in text and "shared mesh need 16 GPUs; on two meshes 8." in text
+    assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
+
+
+@pytest.mark.parametrize("flags, message", [("--model=kimi", "unknown model"), ("--gpus=12", "does not divide"), ("--gpu=8", "--gpu=8"),
+                                            ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"), ("--gpus=x", "invalid int"),
+                                            ("--cp=0", "cp=0"), ("--hbm=0", "positive")])
+def test_bad_flags_are_one_clear_line(flags, message):
+    with pytest.raises(ValueError, match=message):
+        hsdp.main(["--plan", *flags.split()])
+
+
+def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
+    hsdp.demo(tmp_path / "grids.png")
+    text = capsys.readouterr().out
+    assert (tmp_path / "grids.png").stat().st_size > 1e4 and "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]

@@ -1,0 +1,395 @@
+"""The model against slow loops, PyTorch's own autograd, and itself computed another way."""
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import moe
+from moe import Cache, Experts, Model, ModelConfig, MoE, Router, balance, grouped_swiglu, looped_swiglu, rope_frequencies, rotate
+
+SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
+                    experts=6, active=2, expert_ffn=16, context=32)
+KINDS = {"mla": {}, "mla, low-rank queries": dict(q_lora=12), "mla, stretched": dict(yarn_factor=4.0), "mla, untied values": dict(v_dim=24),
+         "gqa": dict(attention="gqa"), "gqa, low-rank queries, stretched": dict(attention="gqa", q_lora=12, yarn_factor=2.0)}
+
+
+def build(seed=0, **changes):
+    """A model whose zero-initialised matrices are random too: at initialisation every layer is the identity."""
+    torch.manual_seed(seed)
+    model = Model(dataclasses.replace(SMALL, **changes))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.abs().sum() == 0:
+                p.normal_(std=p.shape[-1] ** -0.5)
+        for p in model.parameters():
+            if p.ndim == 1:
+                p.add_(0.3 * torch.randn_like(p))       # gains of 1 would hide a forgotten norm
+    return model.eval()
+
+
+def text(rows, length, seed=0, vocab=61):
+    return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- decoding from the cache
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.inference_mode()
+def test_ragged_prefill_then_one_by_one_equals_the_full_forward(kind):
+    model, tokens = build(**KINDS[kind]), text(3, 20)
+    full = model(tokens)
+    cache, done = Cache(model, 5, 24), torch.tensor([0, 0, 0])
+    rows = torch.tensor([4, 0, 2])                                   # scattered rows of a larger cache: the index path
+    cache.data.normal_()                                             # whatever an earlier sequence left behind
+    for chunk in ([3, 7, 1], [5, 1, 6]):                             # ragged: row i gets chunk[i] tokens, the rest is padding
+        fed = torch.full((3, max(chunk)), 9)
+        for i, n in enumerate(chunk):
+            fed[i, :n] = tokens[i, done[i]:done[i] + n]
+        hidden = model.decode(fed, cache, rows, done)
+        for i, n in enumerate(chunk):
+            torch.testing.assert_close(hidden[i, :n], full[i, done[i]:done[i] + n], atol=2e-5, rtol=1e-5)
+        done = done + torch.tensor(chunk)
+    while bool((done < 20).any()):                                   # rows at different positions, one token each
+        at = done.clamp(max=19)                                      # a row that is complete feeds its last token again
+        hidden = model.decode(tokens.gather(1, at[:, None]), cache, rows, at)
+        torch.testing.assert_close(hidden[:, 0], full[torch.arange(3), at], atol=2e-5, rtol=1e-5)
+        done = (done + 1).clamp(max=20)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.inference_mode()
+def test_a_slice_of_rows_decodes_as_the_same_rows_by_index(kind):
+    model, tokens = build(**KINDS[kind]), text(3, 12)
+    full, by_slice, by_index = model(tokens), Cache(model, 4, 13), Cache(model, 4, 13)
+    for t in range(0, 12, 2):
+        start = torch.full((3,), t)
+        one = model.decode(tokens[:, t:t + 2], by_slice, slice(0, 3), start)
+        other = model.decode(tokens[:, t:t + 2], by_index, torch.arange(3), start)
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(one, full[:, t:t + 2], atol=2e-5, rtol=1e-5)
+    assert torch.equal(by_slice.data, by_index.data) and not by_slice.data[:, 3].any()
+
+
+def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
+    model = build()
+    assert Cache(model, 2, 10).data.shape == (3, 2, 10, SMALL.kv_lora + SMALL.qk_rope)
+    assert Cache(build(attention="gqa"), 2, 10).data.shape[-1] == SMALL.kv_heads * (SMALL.qk_nope + SMALL.qk_rope + SMALL.v_dim)
+
+
+@torch.inference_mode()
+def test_padding_that_reaches_past_the_cache_harms_nobody():
+    model, tokens = build(), text(2, 10)
+    cache, full = Cache(model, 2, 11), model(tokens)
+    model.decode(tokens[:, :6], cache, slice(0, 2), torch.tensor([0, 0]))
+    fed = torch.stack((tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long)))))
+    model.decode(torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1), cache, slice(0, 2), torch.tensor([6, 6]))   # to place 14 of 11
+    hidden = model.decode(tokens[1:, 7:10], cache, torch.tensor([1]), torch.tensor([7]))
+    torch.testing.assert_close(hidden[0], full[1, 7:10], atol=2e-5, rtol=1e-5)
+    with pytest.raises(AssertionError, match="cache of 11"):
+        model.decode(tokens[:, :1], cache, slice(0, 2), torch.tensor([0, 11]))
+
+
+# ---------------------------------------------------------------- attention
+
+@torch.inference_mode()
+def test_attention_equals_a_loop_over_heads_and_pairs_of_tokens():
+    model, T = build(), 7
+    attn, x, c = model.layers[0].attn, torch.randn(1, T, 32), SMALL
+    cos, sin = model.angles(torch.arange(T)[None])
+    down = x[0] @ attn.wkv_a.T
+    latent = F.rms_norm(down[:, :c.kv_lora], (c.kv_lora,), attn.kv_norm.weight, c.norm_eps)
+    key_rope = rotate(down[None, :, None, c.kv_lora:], cos, sin)[0, :, 0]
+    heads = []
+    for h in range(c.heads):
+        q = x[0] @ attn.wq[h].T
+        q = torch.cat((q[:, :c.qk_nope], rotate(q[None, :, None, c.qk_nope:], cos, sin)[0, :, 0]), -1)
+        k, v = torch.cat((latent @ attn.wk_b[h].T, key_rope), -1), latent @ attn.wv_b[h].T
+        rows = []
+        for t in range(T):
+            score = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(c.qk_nope + c.qk_rope)
+            rows.append(score.softmax(0) @ v[:t + 1])
+        heads.append(torch.stack(rows))
+    torch.testing.assert_close(attn(x, cos, sin)[0], torch.cat(heads, -1) @ attn.wo.T, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_two_query_heads_of_gqa_share_each_key_head():
+    """Equal to plain multi-head attention whose key and value heads are copied."""
+    model = build(attention="gqa", heads=4, kv_heads=2)
+    many = build(attention="gqa", heads=4, kv_heads=4)
+    state = {n: t.repeat_interleave(2, 0) if n.endswith(("attn.wk", "attn.wv")) else t for n, t in model.state_dict().items()}
+    many.load_state_dict(state)
+    torch.testing.assert_close(model(text(2, 9)), many(text(2, 9)), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+@torch.inference_mode()
+def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_later_one(kind):
+    model, tokens = build(**KINDS[kind]), text(1, 14)
+    before = model.logits(model(tokens))
+    for t in range(14):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % 61
+        after = model.logits(model(changed))
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
+        assert ((after - before)[0, t:].abs().amax(-1) > 1e-5).all()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.inference_mode()
+def test_tokens_out_of_order_with_their_positions_equal_tokens_in_order(kind):
+    model, tokens = build(**KINDS[kind]), text(2, 16)
+    zigzag = torch.cat([torch.arange(i, i + 4) for i in (0, 12, 4, 8)])       # the chunks of two context-parallel ranks
+    for order in (zigzag, torch.randperm(16, generator=torch.Generator().manual_seed(1))):
+        hidden = model(tokens[:, order], positions=order)
+        torch.testing.assert_close(hidden[:, order.argsort()], model(tokens), atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole():
+    """Context parallelism without ranks: both parts run in lockstep, layer by layer, and `gather` hands over the other's entries."""
+    model, tokens, T = build(), text(1, 16), 16
+    parts = [torch.tensor([0, 1, 2, 3, 12, 13, 14, 15]), torch.arange(4, 12)]
+    x = [model.embed(tokens[:, p]) for p in parts]
+    for block in model.layers:
+        angles = [model.angles(p[None]) for p in parts]
+        entries = [block.attn.entry(block.attn_norm(h), *a) for h, a in zip(x, angles)]
+        keys = torch.cat(parts)
+        for i, p in enumerate(parts):
+            block.attn.gather = lambda t: torch.cat(entries, 1)
+            x[i] = block(x[i], *angles[i], mask=(keys <= p[:, None])[None, None])
+            block.attn.gather = lambda t: t
+    torch.testing.assert_close(torch.cat(x, 1)[:, torch.cat(parts).argsort()], model(tokens), atol=2e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- rotary positions
+
+def test_rope_scores_depend_only_on_the_distance():
+    frequency, _ = rope_frequencies(8, 100.0, 64, 1)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
+    turn = lambda x, t: rotate(x, (t * frequency).cos()[None, None, None], (t * frequency).sin()[None, None, None])
+    score = lambda m, n: float((turn(q, m) * turn(k, n)).sum())
+    for distance in (0, 1, 5, 30):
+        assert [score(n + distance, n) for n in (1, 7, 33)] == pytest.approx([score(distance, 0)] * 3, abs=1e-5)
+    assert abs(score(5, 0) - score(0, 0)) > 1e-3
+
+
+def test_rope_equals_multiplication_by_complex_numbers():
+    frequency, _ = rope_frequencies(8, 50.0, 64, 1)
+    x, t = torch.randn(1, 6, 3, 8), torch.arange(6.)
+    angle = t[None, :, None, None] * frequency
+    z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5)
+
+
+def test_yarn_keeps_pairs_that_turn_often_and_slows_pairs_that_do_not_turn_once():
+    dims, theta, context, factor = 64, 10000.0, 4096, 8
+    plain, one = rope_frequencies(dims, theta, context, 1)
+    slowed, temperature = rope_frequencies(dims, theta, context, factor)
+    turns = context * plain / (2 * math.pi)
+    assert one == 1 and temperature == pytest.approx((0.1 * math.log(factor) + 1) ** 2)
+    assert torch.equal(slowed[turns > 40], plain[turns > 40]) and (turns > 40).sum() > 3
+    torch.testing.assert_close(slowed[turns < .8], plain[turns < .8] / factor)
+    assert (turns < .8).sum() > 3
+    between = (turns > 1.5) & (turns < 25)
+    assert ((slowed < plain) & (slowed > plain / factor))[between].all() and (slowed.diff() < 0).all()
+
+
+def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so():
+    plain, tokens = build(), text(1, 10)
+    before = plain(tokens)
+    plain.extend(1.0)
+    assert torch.equal(plain(tokens), before) and plain.config.window == 32
+    plain.extend(4.0)
+    long = build(yarn_factor=4.0)
+    assert torch.equal(plain(tokens), long(tokens)) and plain.config.window == 128
+    assert not torch.allclose(plain(tokens), before)
+
+
+# ---------------------------------------------------------------- experts
+
+@pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7]])
+def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(counts):
+    torch.manual_seed(1)
+    weights = [torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)]
+    x, counts, upstream = torch.randn(sum(counts), 8, requires_grad=True), torch.tensor(counts), torch.randn(sum(counts), 8)
+    results = []
+    for function in (grouped_swiglu, looped_swiglu):
+        y = function(x, counts, *weights)
+        results.append([y.detach(), *torch.autograd.grad((y * upstream).sum(), [x, *weights])])
+    for mine, reference in zip(*results):
+        torch.testing.assert_close(mine, reference, atol=2e-4, rtol=1e-4)
+    for grad in results[0][2:]:
+        assert (grad.flatten(1).abs().sum(1)[counts == 0] == 0).all() and (grad.flatten(1).abs().sum(1)[counts > 0] > 0).all()
+
+
+@pytest.mark.parametrize("shared,scale", [(1, 1.0), (0, 2.5)])
+def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, scale):
+    torch.manual_seed(2)
+    layer = MoE(dataclasses.replace(SMALL, shared=shared, route_scale=scale, active=3)).eval()
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    layer.router.bias.copy_(torch.randn(6) * 0.2)
+    x, e = torch.randn(2, 5, 32), layer.requires_grad_(False).experts
+    swiglu = lambda t, gate, up, down: down @ (F.silu(gate @ t) * (up @ t))
+    expected = torch.zeros_like(x)
+    for b in range(2):
+        for t in range(5):
+            score = [float(torch.sigmoid(layer.router.weight[i] @ x[b, t])) for i in range(6)]
+            best = sorted(range(6), key=lambda i: -(score[i] + float(layer.router.bias[i])))[:3]
+            for i in best:
+                gate = scale * score[i] / sum(score[j] for j in best)
+                expected[b, t] += gate * swiglu(x[b, t], e.w_gate[i], e.w_up[i], e.w_down[i])
+            if shared:
+                expected[b, t] += swiglu(x[b, t], layer.shared.w_gate, layer.shared.w_up, layer.shared.w_down)
+    torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_bias_moves_the_choice_and_never_the_gates():
+    router, x = Router(SMALL), torch.randn(50, 32)
+    choice, gates = router(x)
+    torch.testing.assert_close(gates.sum(1), torch.ones(50))
+    router.bias[4] = 10.0
+    biased, gates = router(x)
+    score = torch.sigmoid(x @ router.weight.T)
+    assert (biased == 4).any(1).all() and not (choice == 4).any(1).all()
+    picked = score.gather(1, biased)
+    torch.testing.assert_close(gates, picked / picked.sum(1, keepdim=True), atol=1e-6, rtol=1e-6)
+
+
+def test_balance_moves_towards_the_mean_zeroes_the_counts_and_sums_over_ranks():
+    model = build()
+    blocks = [b.ffn.router for b in model.layers if isinstance(b.ffn, MoE)]
+    loads = [torch.tensor([10., 0, 5, 5, 5, 5]), torch.tensor([1., 2, 3, 4, 5, 6])]
+    for router, load in zip(blocks, loads):
+        router.load.copy_(load)
+    other = iter([torch.tensor([0., 20, 5, 5, 0, 0]), torch.zeros(6)])            # what another data rank counted
+    worst = balance(model, rate=0.01, reduce=lambda counts: counts + next(other))
+    torch.testing.assert_close(blocks[0].bias, 0.01 * torch.tensor([0., -1, 0, 0, 1, 1]))      # sums 10 20 10 10 5 5, mean 10
+    torch.testing.assert_close(blocks[1].bias, 0.01 * torch.tensor([1., 1, 1, -1, -1, -1]))    # mean 3.5
+    assert worst == pytest.approx(2.0) and all((router.load == 0).all() for router in blocks)
+
+
+def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_out_a_skewed_router():
+    model, tokens = build().train(), text(4, 16)
+    router = model.layers[1].ffn.router
+    with torch.no_grad():
+        model(tokens), model(tokens)
+        assert router.load.sum() == 2 * 4 * 16 * SMALL.active
+        record = []
+        model.eval()(tokens, record=record)
+        assert torch.equal(torch.bincount(record[0].flatten(), minlength=6) * 2, router.load.long())    # and evaluation adds nothing
+        model.train()
+        first = balance(model, rate=0.02)
+        for _ in range(60):
+            model(tokens)
+            last = balance(model, rate=0.02)
+    assert last < 0.7 * first and first > 1.5
+
+
+# ---------------------------------------------------------------- router replay
+
+def test_recorded_experts_reproduce_the_forward_bit_for_bit():
+    model, tokens, record = build(active=3), text(2, 12), []
+    hidden = model(tokens, record=record)
+    assert torch.equal(model(tokens, replay=torch.stack(record, 2)), hidden)
+    assert torch.equal(model(tokens, replay=torch.stack(record, 2).to(torch.int16)), hidden)
+    assert torch.equal(model(tokens, replay=torch.full((2, 12, 2, 3), -1)), hidden)
+
+
+def test_replayed_experts_are_taken_while_scores_stay_live():
+    """Gates are those of the current router for the recorded experts, and gradients reach the router through them."""
+    router, x = Router(SMALL), torch.randn(20, 32)
+    replay = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
+    choice, gates = router(x, replay)
+    assert torch.equal(choice.sort(1)[0], replay.sort(1)[0])
+    score = torch.sigmoid(x @ router.weight.T)
+    picked = score.gather(1, choice)
+    torch.testing.assert_close(gates, picked / picked.sum(1, keepdim=True), atol=1e-6, rtol=1e-6)
+    upstream = torch.randn(20, 2)
+    (gates * upstream).sum().backward()
+    weight = router.weight.detach().clone().requires_grad_()
+    picked = torch.sigmoid(x @ weight.T).gather(1, choice)
+    (picked / picked.sum(1, keepdim=True) * upstream).sum().backward()
+    torch.testing.assert_close(router.weight.grad, weight.grad, atol=1e-6, rtol=1e-5)
+    assert router.weight.grad.abs().sum() > 0
+
+
+def test_places_that_were_not_recorded_route_freely_beside_replayed_ones():
+    router, x = Router(SMALL), torch.randn(30, 32)
+    free = router(x)[0]
+    replay = torch.full((30, 2), -1)
+    replay[::2] = torch.tensor([0, 5])
+    replay[1::3, 0] = 0                                     # one expert recorded, the other place free
+    choice = router(x, replay)[0]
+    score = torch.sigmoid(x @ router.weight.T)
+    for i in range(30):
+        given = {int(e) for e in replay[i] if e >= 0}
+        rest = [int(e) for e in score[i].argsort(descending=True) if int(e) not in given]
+        assert set(choice[i].tolist()) == given | set(rest[:2 - len(given)]), i
+    assert not torch.equal(choice, free)
+
+
+def test_an_implausible_replayed_expert_gives_way_to_the_routers_candidate():
+    router = Router(dataclasses.replace(SMALL, dim=6))
+    router.weight.data = torch.eye(6)
+    x = torch.tensor([[3., 2., 1., 0., -1., -5.]])          # sigmoid: .953 .881 .731 .500 .269 .007; second best .881
+    replay = torch.tensor([[5, 3]])
+    chosen = lambda plausible: set(router(x, replay, plausible)[0][0].tolist())
+    assert chosen(0.0) == {5, 3} and chosen(0.3) == {0, 3} and chosen(0.6) == {0, 1}
+
+
+def test_replayed_tokens_are_not_counted_as_load():
+    model, tokens, record = build().train(), text(1, 8), []
+    model(tokens, record=record)
+    before = model.layers[1].ffn.router.load.clone()
+    model(tokens, replay=torch.stack(record, 2))
+    assert torch.equal(model.layers[1].ffn.router.load, before) and before.sum() == 16
+
+
+# ---------------------------------------------------------------- precision, sizes, doors
+
+@torch.inference_mode()
+def test_bf16_products_stay_near_fp32_and_the_router_decides_in_fp32():
+    model, tokens, exact, coarse = build(), text(4, 24), [], []
+    fp32 = model.logits(model(tokens, record=exact))
+    model.compute(torch.bfloat16)
+    hidden = model(tokens, replay=torch.stack(exact, 2), record=coarse)
+    bf16 = model.logits(hidden)
+    assert hidden.dtype == bf16.dtype == torch.float32 and Cache(model, 1, 4).data.dtype == torch.bfloat16
+    assert [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(exact, coarse)] == [True, True]
+    error = (bf16.log_softmax(-1) - fp32.log_softmax(-1)).abs()
+    assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
+    model.compute(torch.float32)
+    assert torch.equal(model.logits(model(tokens)), fp32)
+
+
+def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
+    tied, tokens = build(tie=True), text(1, 6)
+    assert tied.head.weight is tied.embed.weight
+    assert len(list(tied.parameters())) == len(list(build().parameters())) - 1
+    F.cross_entropy(tied.logits(tied(tokens))[0, :-1], tokens[0, 1:]).backward()
+    seen = torch.zeros(61, dtype=torch.bool).scatter_(0, tokens[0], True)
+    assert (tied.embed.weight.grad.abs().sum(1) > 0).all() and (~seen).any()      # rows that never came in are moved by the head
+
+
+def test_parameters_are_counted_as_stored_and_as_met_by_one_token():
+    total, active = moe.parameters_per_token(SMALL)
+    model = Model(SMALL)
+    experts = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
+    assert total == sum(p.numel() for p in model.parameters())
+    assert active == total - experts * (SMALL.experts - SMALL.active) // SMALL.experts
+
+
+def test_every_parameter_gets_a_gradient():
+    model = build(q_lora=12)
+    F.cross_entropy(model.logits(model(text(4, 24)))[:, :-1].flatten(0, 1), text(4, 24)[:, 1:].flatten()).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_impossible_sizes_are_refused_in_words():
+    for changes, words in ((dict(attention="linear"), "mla or gqa"), (dict(active=9), "experts"), (dict(qk_rope=7), "even")):
+        with pytest.raises(AssertionError, match=words):
+            dataclasses.replace(SMALL, **changes)

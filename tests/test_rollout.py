@@ -1,0 +1,600 @@
+"""Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
+import copy
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import regex
+import torch
+import torch.nn.functional as F
+
+import rollout
+from moe import Model, ModelConfig
+from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent, choose,
+                     demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, target_logprobs, train_bpe, write_action)
+from summarize import Compact
+from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task
+
+TEXTS = example_texts(12, 0)
+BYTES = Tokenizer({bytes([b]): b for b in range(256)})
+TRAINED = Tokenizer.train(TEXTS, 330)
+TASKS = [Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {}) for i, prompt in
+         enumerate(("Put back a.f", "Some functions are missing.", "x", "Put back a.g: add 3, return the sum"))]
+
+
+# ---------------------------------------------------------------- tokenizer
+
+@pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "trained"])
+def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_control_token(tokenizer):
+    rng = random.Random(0)
+    letters = [c for c in map(chr, [*range(0x300), *range(0x590, 0x600), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F640), 0x200D, 0xFEFF])]
+    texts = ["", "\n\n    def f(x):\r\n\treturn  x_y_1\n", "  \u00a0\u2028 ", "e\u0301\u200d", *CONTROLS, "".join(CONTROLS), "<|end|", "<|call|>a<|arg|>"]
+    texts += ["".join(rng.choices(letters + list(CONTROLS), k=rng.randint(1, 60))) for _ in range(300)]
+    for text in texts:
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert all(t < len(tokenizer.ranks) for t in tokens)
+    assert sorted(tokenizer.id.values()) == list(range(len(tokenizer.ranks), tokenizer.vocab))
+
+
+def naive_bpe(texts, merges):
+    """Recount everything before every merge."""
+    words = [[bytes([b]) for b in word.encode()] for text in texts for word in regex.findall(SPLIT, text)]
+    ranks = {bytes([b]): b for b in range(256)}
+    while len(ranks) < 256 + merges:
+        counts = Counter(pair for word in words for pair in zip(word, word[1:]))
+        if not counts:
+            break
+        a, b = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks.setdefault(a + b, len(ranks))
+        for word in words:
+            i = 0
+            while i < len(word) - 1:
+                if word[i] == a and word[i + 1] == b:
+                    word[i:i + 2] = [a + b]
+                i += 1
+    return ranks
+
+
+def test_training_the_tokenizer_equals_recounting_every_pair_before_every_merge():
+    texts = TEXTS[:2] + ["aaaa aaa aaaaaaa banana bananas", "été ÉTÉ 日本日本日"]
+    assert train_bpe(texts, 256 + 150 + len(CONTROLS)) == naive_bpe(texts, 150)
+
+
+def test_a_text_too_small_for_the_vocabulary_gives_fewer_tokens_and_invents_none():
+    assert train_bpe(["banana banana"], 1000) == naive_bpe(["banana banana"], 700)
+
+
+def test_tiktoken_merges_a_word_in_the_order_of_the_ranks():
+    for word in set(regex.findall(SPLIT, TEXTS[0])):
+        parts = [bytes([b]) for b in word.encode()]
+        while len(parts) > 1:
+            rank, i = min((TRAINED.ranks.get(a + b, math.inf), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
+            if rank == math.inf:
+                break
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        assert TRAINED.encode(word) == [TRAINED.ranks[p] for p in parts]
+
+
+# ---------------------------------------------------------------- transcript
+
+def test_what_is_written_as_an_action_is_read_back_the_same():
+    calls = [("edit_file", ("a.py", "", "def f(x):\n    return x * 3 + 2\n")), ("search_codebase", ("<|call|> <|end|> é日🙂",)), ("odd", ()), ("", ("", ""))]
+    for tokenizer in (BYTES, TRAINED):
+        for n in range(5):
+            body = write_action(tokenizer, "Look <|arg|> up.", calls[:n])
+            text, read = read_action(tokenizer, body)
+            assert text == "Look <|arg|> up." and [(c.name, tuple(c.args)) for c in read] == calls[:n]
+            assert body.count(tokenizer.id["<|call|>"]) == n and body[-1] == tokenizer.id["<|end|>"]
+
+
+def test_arguments_before_any_call_and_an_unfinished_turn_read_as_far_as_they_go():
+    call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
+    x = TRAINED.encode("x")
+    assert read_action(TRAINED, [arg, *x, end]) == ("", [])
+    assert read_action(TRAINED, [*x, call, *x, arg]) == ("x", [Call("x", [""])])
+    assert read_action(TRAINED, [TRAINED.id["<|user|>"], *x]) == ("<|user|>x", [])
+    assert read_action(TRAINED, []) == ("", [])
+
+
+def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included():
+    t, enc = TRAINED.id, TRAINED.encode
+    act = [t["<|assistant|>"], *enc("go"), t["<|call|>"], *enc("x"), t["<|end|>"]]
+    turns = [make_turn(TRAINED, "user", "do it"), make_turn(TRAINED, "summary", "1\nleft: a.f"), make_turn(TRAINED, "hint", "Tools: x"),
+             Turn("assistant", act, logprobs=np.arange(1, len(act), dtype=np.float32)), make_turn(TRAINED, "tool", "ok"),
+             make_turn(TRAINED, "query", "Summarize."), Turn("assistant", [t["<|assistant|>"], *enc("cut off")])]
+    tokens, mask, logprobs, index = flatten(Episode(turns))
+    expected = []
+    for turn in turns:
+        expected += [(token, turn.role == "assistant" and i > 0) for i, token in enumerate(turn.tokens)]
+    assert [(int(a), bool(b)) for a, b in zip(tokens, mask)] == expected
+    assert logprobs[index == 3].tolist() == [0, *range(1, len(act))] and not logprobs[index != 3].any()
+    assert mask[index == 3].tolist() == [0] + [1] * (len(act) - 1) and tokens[index == 3][-1] == t["<|end|>"]
+    assert len(tokens) == len(mask) == len(logprobs) == len(index) == len(Episode(turns))
+
+
+def test_a_long_output_is_cut_to_its_limit_with_a_note():
+    for most in (12, 40, 1000):
+        turn = make_turn(BYTES, "tool", "y" * 100, most)
+        assert len(turn.tokens) == min(max(most, len("\n[88 tokens cut]")), 100) + 2
+        assert ("cut]" in BYTES.decode(turn.tokens)) == (most < 100)
+
+
+# ---------------------------------------------------------------- the agent, driven by hand
+
+def drive(play, bodies):
+    """Plays an agent with given bodies -> (chain, the Requests it made, the context as a sampler would hold it at each)."""
+    requests, contexts, context, asked = [], [], [], next(play)
+    bodies = iter(bodies)
+    while True:
+        try:
+            if isinstance(asked, Work):
+                asked.run()
+                asked = play.send(None)
+                continue
+            context = asked.tokens if asked.restart else context + asked.tokens
+            requests.append(asked)
+            contexts.append(list(context))
+            body = next(bodies)[:asked.room]
+            context = context + body
+            asked = play.send((body, np.full(len(body), -1.0, dtype=np.float32), 7))
+        except StopIteration as end:
+            return end.value, requests, contexts
+
+
+def by_bytes(text):
+    return list(text.encode())
+
+
+def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
+    call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
+    odd = [*by_bytes("Look"), call, *by_bytes("read_file"), arg, *by_bytes("a.py"), end]
+    assert len(odd) > len(write_action(TRAINED, "Look", [("read_file", ("a.py",))]))        # the canonical one is shorter
+    broken = [0xE2, 0x82, end]                                                              # half a character
+    chain, _, contexts = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), [odd, broken])
+    assert chain.turns[2].text == "def f():\n    pass\n" and chain.finished
+    tokens, mask, _, _ = flatten(chain.episodes[0])
+    assert tokens[mask == 1].tolist() == odd + broken
+    batch = pack(chain.episodes, [1.0])
+    assert batch["targets"][batch["mask"] == 1].tolist() == odd + broken
+    assert [turn.version for turn in chain.turns if turn.role == "assistant"] == [7, 7]
+
+
+def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
+    act = lambda *calls: write_action(TRAINED, "", calls)
+    bodies = [act(("read_file", ("a.py",)), ("nothing", ())), act(("edit_file", ("a.py", "", "x = 1\n"))), act()]
+    chain, requests, contexts = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), bodies)
+    ids = flatten(chain.episodes[0])[0].tolist()
+    for shorter, longer in zip(contexts, contexts[1:] + [ids]):
+        assert longer[:len(shorter)] == shorter and len(longer) > len(shorter)
+    assert [r.restart for r in requests] == [True, False, False]
+    assert [(c.name, c.error) for t in chain.turns for c in t.calls] == [("read_file", ""), ("nothing", "unknown_tool"), ("edit_file", "")]
+    assert [t.text for t in chain.turns if t.role == "tool"][1] == "Tool not found: nothing" and chain.files["a.py"].endswith("x = 1\n")
+    assert chain.finished and chain.episodes[0].turns[-1].role == "assistant"
+
+
+def test_bad_calls_are_told_apart_and_answered():
+    limited = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
+    calls = [("read_file", ()), ("read_file", ("none.py",)), ("read_file", ("a.py",)), ("edit_file", ("a.py", "", "x")), ("ls", ("a",))]
+    chain, _, _ = drive(agent(limited, TRAINED, Rehearsal(limited), Limits(900)), [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])])
+    assert [c.error for c in chain.turns[1].calls] == ["bad_arguments", "failed", "", "unknown_tool", "unknown_tool"]
+    chain.stats = rollout.effort_counts(chain)
+    assert (chain.stats["bad_tools"], chain.stats["bad_arguments"], chain.stats["calls"], chain.stats["turns"]) == (2, 1, 5, 2)
+
+
+def test_effort_is_counted_token_by_token_as_worked_by_hand():
+    call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
+    bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
+    chain, _, _ = drive(agent(TASKS[2], BYTES, Rehearsal(TASKS[2]), Limits(200)), bodies)
+    stats = rollout.effort_counts(chain)
+    output = len("Tool not found: zz") + 1                     # <|end|> counts
+    assert {k: stats[k] for k in ("thinking_tokens", "call_tokens", "output_tokens", "final_tokens", "calls", "turns", "sampled", "summaries")} == {
+        "thinking_tokens": 5, "call_tokens": 4, "output_tokens": output, "final_tokens": 6, "calls": 1, "turns": 2, "sampled": 15, "summaries": 0}
+    assert stats["total"] == stats["context"] == 3 + (1 + 9) + (1 + output) + (1 + 6)
+
+
+@pytest.mark.parametrize("window", [30, 61, 90, 140])
+def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(window):
+    rng = random.Random(window)
+    for trial in range(60):
+        compact = Compact(window, int(.6 * window)) if trial % 2 else None
+        endless = ([*rng.choices(range(97, 123), k=rng.randint(0, 30)), BYTES.id["<|call|>"], *by_bytes("read_file"), BYTES.id["<|arg|>"],
+                    *by_bytes(rng.choice(("a.py", "big.py"))), BYTES.id["<|end|>"]] for _ in range(99))
+        task = Task("t", "x" * rng.randint(1, 25), {"a.py": "x", "big.py": "y" * 500}, {})
+        chain, requests, contexts = drive(agent(task, BYTES, Rehearsal(task), Limits(window, 12, 40), compact), endless)
+        assert all(2 <= r.room <= 40 and len(c) + r.room <= window for r, c in zip(requests, contexts))
+        assert all(0 < len(e) <= window for e in chain.episodes), [len(e) for e in chain.episodes]
+        assert not chain.finished and len([t for t in chain.turns if t.role == "assistant"]) <= 12
+
+
+def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
+    chain, _, _ = drive(agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(200, 5, 6)), [by_bytes("I am done with this")])
+    assert not chain.finished and len(chain.turns) == 2 and len(chain.turns[1].tokens) == 1 + 6
+    assert flatten(chain.episodes[0])[1].sum() == 6
+
+
+# ---------------------------------------------------------------- sampling one token
+
+@pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.6, 0.55)])
+def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature, top_p):
+    """Chi-square against the log-probs returned, and against a softmax and a nucleus written as a loop."""
+    n, logits = 40_000, torch.randn(9, generator=torch.Generator().manual_seed(3)) * 1.5
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(4))
+    tokens, logp = choose(logits.expand(n, 9), uniform, temperature, top_p)
+    weights = [math.exp(float(l) / temperature) for l in logits]
+    p, total = [w / sum(weights) for w in weights], 0.0
+    for i in sorted(range(9), key=lambda i: -p[i]):
+        total, p[i] = total + p[i], p[i] if total < top_p else 0.0
+    p = [v / sum(p) for v in p]
+    torch.testing.assert_close(logp.exp(), torch.tensor(p)[tokens], atol=1e-6, rtol=1e-5)
+    expected, seen = np.array(p) * n, np.bincount(tokens, minlength=9)
+    assert (seen[expected == 0] == 0).all() and (expected > 0).sum() == (9 if top_p == 1 else (expected > 0).sum()) > 2
+    chi = ((seen - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert chi < 26.1                                                         # the 0.1 % quantile at 8 degrees of freedom
+
+
+def test_the_ends_of_the_uniform_draw_never_pick_a_token_outside_the_nucleus():
+    logits = torch.tensor([[-9., 2., 1., -8., -torch.inf]]).expand(3, 5)
+    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]), top_p=.9)   # a draw below 1 that fp32 rounds to 1
+    assert set(tokens.tolist()) <= {1, 2} and torch.isfinite(logp).all()
+    assert choose(logits, torch.tensor([0.0, .5, .9]), temperature=0)[0].tolist() == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- the sampler
+
+class Fixed:
+    """Stands for a workspace whose tools answer at once, with a text that depends on the arguments."""
+    def __init__(self, task):
+        self.task = task
+
+    def files(self):
+        return {}
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Any call is answered, the slow ones from a thread; every third call counts as slow."""
+    def run_tool(workspace, call):
+        call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
+    monkeypatch.setattr(rollout, "run_tool", run_tool)
+    whole = rollout.read_action
+
+    def read(tokenizer, body):
+        text, calls = whole(tokenizer, body)
+        for call in calls:
+            call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
+        return text, calls
+    monkeypatch.setattr(rollout, "read_action", read)
+
+
+def policy(seed=0, **changes):
+    """A random model that likes to call tools and to end its turns: otherwise hardly a turn would end."""
+    torch.manual_seed(seed)
+    model = Model(ModelConfig(**{**dict(vocab=TRAINED.vocab, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48,
+                                        experts=6, active=2, expert_ffn=16, context=160), **changes}))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.abs().sum() == 0:
+                p.normal_(std=p.shape[-1] ** -0.5)
+    favour = torch.zeros(TRAINED.vocab)
+    for name, extra in (("<|call|>", 6.5), ("<|arg|>", 3.5), ("<|end|>", 5.5)):
+        favour[TRAINED.id[name]] = extra
+    plain = model.logits
+    model.logits = lambda hidden: plain(hidden) + favour
+    return model.requires_grad_(False)
+
+
+LIMITS = Limits(160, 14, 24)
+COMPACT = Compact(160, 90)
+
+
+def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS):
+    return sampler.run([agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks], seeds)
+
+
+def same(chain, other):
+    a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
+    assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [x[1].tolist() for x in a] == [x[1].tolist() for x in b]
+    for x, y in zip(a, b):
+        np.testing.assert_allclose(x[2], y[2], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(answers, kind, temperature):
+    """After tool outputs and after summaries too; and the recorded experts are the trainer's own choice in fp32."""
+    model = policy(attention=kind)
+    chains = sample(Sampler(model, TRAINED, 5, 160, temperature), [TASKS[i % 4] for i in range(14)], list(range(14)))
+    episodes = [e for c in chains for e in c.episodes]
+    roles = Counter(t.role for c in chains for t in c.turns)
+    assert roles["tool"] > 20 and roles["summary"] > 3 and roles["query"] > 3 and len(episodes) > len(chains)
+    scored = 0
+    for episode in episodes:
+        batch, record = pack([episode], [1.0], multiple=8), []
+        free = model(batch["tokens"], record=record)
+        n = len(episode)
+        logp = target_logprobs(model.logits(free), batch["targets"], temperature)
+        where = batch["mask"].bool()
+        torch.testing.assert_close(logp[where], batch["logprobs"][where], atol=1e-4, rtol=0)
+        scored += int(where.sum())
+        recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
+        fed = recorded[:, 0, 0] >= 0
+        last = episode.turns[-1].role == "assistant"           # what ended an episode was never fed: nothing follows it
+        assert fed[:n - 1].all() or not last
+        assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
+        replayed = target_logprobs(model.logits(model(batch["tokens"], replay=batch["experts"])), batch["targets"], temperature)
+        torch.testing.assert_close(replayed[where], batch["logprobs"][where], atol=1e-4, rtol=0)
+    assert scored > 800
+
+
+def test_with_a_nucleus_the_recorded_log_prob_is_of_the_cut_distribution(answers):
+    model = policy()
+    chains = sample(Sampler(model, TRAINED, 8, 160, 1.0, top_p=.7), TASKS, [1, 2, 3, 4])
+    for episode in (e for c in chains for e in c.episodes):
+        batch = pack([episode], [1.0])
+        p = model.logits(model(batch["tokens"])).softmax(-1)[0]
+        for t in batch["mask"][0].nonzero()[:, 0].tolist():
+            target, order = int(batch["targets"][0, t]), p[t].argsort(descending=True)
+            kept = order[:int((p[t][order].cumsum(0) < .7).sum()) + 1]
+            assert target in kept
+            assert float(batch["logprobs"][0, t]) == pytest.approx(math.log(p[t][target] / p[t][kept].sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
+    model = policy()
+    tasks, seeds = [TASKS[i % 4] for i in range(12)], [(5, i) for i in range(12)]
+    together = sample(Sampler(model, TRAINED, rows, 160), tasks, seeds)
+    assert [c.task for c in together] == tasks
+    for i in (0, 3, 4, 11):
+        same(sample(Sampler(model, TRAINED, 1, 160), [tasks[i]], [seeds[i]])[0], together[i])
+    assert len({tuple(flatten(c.episodes[0])[0]) for c in together}) == 12                  # other seeds, other rollouts
+
+
+def test_a_prompt_prefilled_once_for_its_group_changes_nothing_but_the_work(answers):
+    model = policy()
+    sampler = Sampler(model, TRAINED, 8, 160)
+    group = sample(sampler, [TASKS[3]] * 8, list(range(8)))
+    alone, fed = [], 0
+    for seed in range(8):
+        single = Sampler(model, TRAINED, 8, 160)
+        alone += sample(single, [TASKS[3]], [seed])
+        fed += single.fed
+    for a, b in zip(group, alone):
+        same(a, b)
+        for e, f in zip(a.episodes, b.episodes):
+            assert np.array_equal(e.experts, f.experts)
+    assert sampler.steps and all((e.experts[:len(c.episodes[0].turns[0].tokens)] >= 0).all() for c in group for e in c.episodes)
+
+
+def test_a_shared_prompt_is_fed_once_per_group(answers):
+    """Agents whose first turn is the last: everything fed is the prompts and one row per decoding step."""
+    model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
+    short = Limits(160, 1, 2)
+    sampler = Sampler(model, TRAINED, 8, 160)
+    sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
+    assert sampler.fed == prompt + 6 * sampler.steps
+    sampler = Sampler(model, TRAINED, 8, 160)
+    sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
+    longest = max(len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1]))
+    assert sampler.fed == 2 * longest + 6 * sampler.steps
+
+
+def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
+    model, sampler = policy(), None
+    sampler = Sampler(model, TRAINED, 2, 160)
+    first = sample(sampler, TASKS, [0, 1, 2, 3])
+    again = sample(sampler, TASKS, [0, 1, 2, 3])
+    for a, b in zip(first, again):
+        same(a, b)
+
+
+def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_alone(answers):
+    huge = Task("huge", "word " * 400, {}, {})
+    chains = sample(Sampler(policy(), TRAINED, 4, 160), [huge, TASKS[0], huge], [0, 1, 2])
+    assert [c.task.instance_id for c in chains] == ["huge", "t0", "huge"]
+    assert not chains[0].finished and flatten(chains[0].episodes[0])[1].sum() == 0 < flatten(chains[1].episodes[0])[1].sum()
+
+
+def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
+    tasks, sandbox = [make_task(0, 1), make_task(1, 2)], Sandbox()
+    sampler = Sampler(policy(context=400), TRAINED, 6, 400)
+    groups = rollout.rollouts(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
+    assert [[c.task for c in g] for g in groups] == [[tasks[0]] * 3, [tasks[1]] * 3]
+    for chain in (c for g in groups for c in g):
+        assert chain.files and chain.stats["turns"] == sum(t.role == "assistant" for t in chain.turns)
+        assert chain.reward == float(judge(chain.task, chain.files, sandbox).solved) == 0.0
+    scripted = copy.copy(sampler)                              # the same machinery, with the expert in the policy's place
+    scripted.run = lambda agents, seeds, on_end: [end(a, on_end) for a in agents]
+
+    def end(play, on_end):
+        first = next(play)
+        task = next(t for t in tasks if make_turn(TRAINED, "user", t.problem_statement).tokens == first.tokens[:-1])
+        edits = [("edit_file", (path, "", "\n\n" + text)) for path, text in task.solution.items()]
+        try:
+            work = play.send((write_action(TRAINED, "", edits), None, 0))
+            work.run()
+            play.send(None)
+            play.send((write_action(TRAINED, "Done.", []), None, 0))
+        except StopIteration as over:
+            on_end(over.value)
+            return over.value
+    solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
+    assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+# ---------------------------------------------------------------- demonstrations
+
+def hint_for(task):
+    return f"Reminder: Available tools: {' '.join(task.tools)}"
+
+
+def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wrong():
+    """The unhinted twin makes the wrong calls: take those and their answers out, and the hints out of the other."""
+    hinted_turns = 0
+    for seed in range(40):
+        task = make_task(seed % 6, seed)
+        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, hint_for, hints)
+        hinted, plain = play(1.0), play(0.0)
+        hints = [t for t in hinted.turns if t.role == "hint"]
+        hinted_turns += len(hints)
+        assert all(t.text == hint_for(task) for t in hints) and not any(t.role == "hint" for t in plain.turns)
+        assert not any(c.error == "unknown_tool" for t in hinted.turns for c in t.calls)
+        kept, wrong = [], 0
+        for turn in plain.turns:
+            if any(c.error == "unknown_tool" for c in turn.calls):
+                wrong = len(turn.calls)
+            elif wrong and turn.role == "tool":
+                wrong -= 1
+            else:
+                kept += turn.tokens
+        assert [t for turn in hinted.turns if turn.role != "hint" for t in turn.tokens] == kept
+        above = [b for a, b in zip(hinted.turns, hinted.turns[1:]) if a.role == "hint"]
+        assert all(b.role == "assistant" for b in above) and len(above) == len(hints) == sum(bool(t.calls) and any(
+            c.error == "unknown_tool" for c in t.calls) for t in plain.turns)
+    assert hinted_turns > 20
+
+
+def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
+    from synth_tasks import Workspace
+    for level in (1, 4):
+        task, sandbox = make_task(level, 3), Sandbox()
+        chain = demonstrate(task, TRAINED, random.Random(1), Limits(10**6, 999))
+        bodies = [t.tokens[1:] for t in chain.turns if t.role == "assistant"]
+        with Workspace(task, sandbox) as workspace:
+            real, _, _ = drive(agent(task, TRAINED, workspace, Limits(10**6, 999, 10**6)), bodies)
+        assert [t.tokens for t in real.turns] == [t.tokens for t in chain.turns] and real.files == chain.files
+
+
+# ---------------------------------------------------------------- objective
+
+def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
+    np.testing.assert_allclose(advantages([1, 0, 0, 1]), [.5, -.5, -.5, .5])
+    np.testing.assert_allclose(advantages([1, 1, 1, .9]), [.025, .025, .025, -.075])       # an accident stays small
+    assert (advantages([.3] * 8) == 0).all() and (advantages([1.0]) == 0).all()
+    with_std = advantages([1, 1, 1, .9], std=True)
+    assert with_std.std() == pytest.approx(1, abs=1e-3) and abs(with_std[3]) > 20 * abs(advantages([1, 1, 1, .9])[3])
+
+
+def turns(*parts):
+    """Episodes by hand: ("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one, log-probs -.1, -.2 ..."""
+    rng = np.random.default_rng(len(parts))
+    return Episode([Turn(role, rng.integers(0, 7, n).tolist(), logprobs=-.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None)
+                    for role, n in parts])
+
+
+def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and_advantage():
+    episodes = [turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)), turns(("user", 2), ("assistant", 3))]
+    episodes[0].experts = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
+    batch = pack(episodes, [2.0, -1.0], multiple=8)
+    assert batch["tokens"].shape == (2, 16)
+    for i, episode in enumerate(episodes):
+        tokens, mask, logprobs, _ = flatten(episode)
+        for t in range(16):
+            inside, target = t < len(tokens), t + 1 < len(tokens)
+            assert batch["tokens"][i, t] == (tokens[t] if inside else 0)
+            assert batch["targets"][i, t] == (tokens[t + 1] if target else 0)
+            assert batch["mask"][i, t] == (mask[t + 1] if target else 0)
+            assert batch["logprobs"][i, t] == (logprobs[t + 1] if target else 0)
+            assert batch["advantage"][i, t] == (mask[t + 1] * (2.0, -1.0)[i] if target else 0)
+    assert pack(episodes, [1, 1])["tokens"].shape == (2, 12)
+    experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
+    assert torch.equal(experts[0, :12], torch.from_numpy(episodes[0].experts)) and (experts[0, 12:] == -1).all()
+    assert (experts[1] == -1).all()                           # one episode without a record does not switch replay off
+    episodes[1].experts = np.zeros((5, 2, 2), dtype=np.int16)
+    experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
+    assert (experts[1, :5] == 0).all() and (experts[1, 5:] == -1).all()
+    assert pack([turns(("user", 2))], [0.0])["experts"] is None
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_gradient_of_the_loss_is_the_one_worked_by_hand_and_zero_where_nothing_was_sampled(beta):
+    torch.manual_seed(0)
+    batch = pack([turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)), turns(("user", 2), ("assistant", 3))], [.75, -.25])
+    logits = torch.randn(2, 12, 7, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(2, 12).double()
+    logp = target_logprobs(logits, batch["targets"])
+    policy_loss(logp, batch, normaliser=50.0, reference=reference, beta=beta).backward()
+    p, expected = logits.detach().softmax(-1), torch.zeros(2, 12, 7, dtype=torch.float64)
+    for i, A in enumerate((.75, -.25)):
+        for t in range(12):
+            y = int(batch["targets"][i, t])
+            k1 = math.log(p[i, t, y]) - float(reference[i, t])
+            for v in range(7):
+                if batch["mask"][i, t]:                       # d(-A log p_y)/dz_v = A (p_v - [v = y])
+                    expected[i, t, v] = (A - beta * k1) * (float(p[i, t, v]) - (v == y)) / 50.0
+    torch.testing.assert_close(logits.grad, expected, atol=1e-9, rtol=1e-6)
+    assert (logits.grad[batch["mask"] == 0] == 0).all() and (logits.grad.abs().sum(-1)[batch["mask"] == 1] > 0).all()
+
+
+def test_the_stop_token_is_trained():
+    end = TRAINED.id["<|end|>"]
+    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(200)), [write_action(TRAINED, "", [("x", ())]), write_action(TRAINED, "ok", [])])
+    batch = pack(chain.episodes, [1.0])
+    logits = torch.zeros(*batch["tokens"].shape, TRAINED.vocab, requires_grad=True)
+    policy_loss(target_logprobs(logits, batch["targets"]), batch, 1.0).backward()
+    stops = (batch["targets"] == end) & (batch["mask"] == 1)
+    assert stops.sum() == 2 and (logits.grad[stops][:, end] < 0).all()
+
+
+def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
+    act = lambda text, calls=(): write_action(TRAINED, text, calls)
+    read = [("read_file", ("a.py",))]
+    bodies = [act("one", read), act("plan <|summary|>left"), act("a longer second thought", read), act("<|summary|>b"), act("done")]
+    compact = Compact(400, 1)                                  # asks for a summary after every turn with calls
+    chain, requests, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400), compact), bodies)
+    assert len(chain.episodes) == 3 and len({len(e) for e in chain.episodes}) == 3 and chain.finished
+    assert [(r.restart, r.summary) for r in requests] == [(True, False), (False, True), (True, False), (False, True), (True, False)]
+    batch = pack(chain.episodes, [.5] * 3)
+    sampled = [sum((t.tokens[1:] for t in e.turns if t.role == "assistant"), []) for e in chain.episodes]
+    assert [batch["targets"][i][batch["mask"][i] == 1].tolist() for i in range(3)] == sampled
+    assert sum(sampled, []) == sum(bodies, [])                 # summaries included, each sampled token once
+    V = TRAINED.vocab
+    logits = torch.zeros(*batch["tokens"].shape, V, requires_grad=True)
+    policy_loss(target_logprobs(logits, batch["targets"]), batch, 10.0).backward()
+    on_target = logits.grad.gather(-1, batch["targets"][..., None])[..., 0]
+    torch.testing.assert_close(on_target, -.5 * (1 - 1 / V) / 10.0 * batch["mask"])
+
+
+def test_the_loss_mask_is_no_attention_mask():
+    """A changed tool output moves later logits, though no gradient falls on it; earlier logits stay."""
+    model = policy()
+    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(300)),
+                        [write_action(TRAINED, "", [("read_file", ("a.py",))]), write_action(TRAINED, "ok", [])])
+    episode, changed = chain.episodes[0], copy.deepcopy(chain.episodes[0])
+    place = len(episode.turns[0].tokens) + len(episode.turns[1].tokens) + 3
+    changed.turns[2].tokens[3] = (changed.turns[2].tokens[3] + 1) % 256
+    a, b = pack([episode], [1.0]), pack([changed], [1.0])
+    assert (a["tokens"] != b["tokens"]).nonzero().tolist() == [[0, place]] and a["mask"][0, place - 1] == 0
+    x, y = model.logits(model(a["tokens"]))[0], model.logits(model(b["tokens"]))[0]
+    torch.testing.assert_close(x[:place], y[:place], atol=1e-6, rtol=0)
+    assert ((x - y)[place:].abs().amax(-1) > 1e-5).all() and a["mask"][0, place:].sum() > 0
+
+
+@pytest.mark.parametrize("d", [0.3, 1.0, 1.5])
+def test_means_and_variances_of_the_three_kl_estimates_between_gaussians(d):
+    """q = N(0, 1), p = N(d, 1), by quadrature: KL = d^2 / 2."""
+    x, w = np.polynomial.hermite_e.hermegauss(90)
+    w, kl = w / w.sum(), d * d / 2
+    log_q, log_p = torch.tensor(-x ** 2 / 2), torch.tensor(-(x - d) ** 2 / 2)
+    (m1, v1), (m2, _), (m3, v3) = (((w * k).sum(), (w * (k - (w * k).sum()) ** 2).sum()) for k in (k.numpy() for k in kl_estimates(log_q, log_p)))
+    assert m1 == pytest.approx(kl) and m3 == pytest.approx(kl) and m2 == pytest.approx(kl + kl ** 2 / 2)
+    assert v1 == pytest.approx(2 * kl) and v3 == pytest.approx(math.exp(2 * kl) - 1 - 2 * kl)
+    assert (v3 > v1) == (kl > .628)
+
+
+def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_the_kl():
+    torch.manual_seed(0)
+    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    p = logp.detach().exp()
+    as_loss, = torch.autograd.grad((p * kl_estimates(logp, reference)[0]).sum(), logits, retain_graph=True)
+    assert as_loss.abs().max() < 1e-12
+    truth, = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    batch = {"advantage": torch.zeros(1, 6), "mask": torch.ones(1, 6)}
+    per_outcome = [torch.autograd.grad(policy_loss(logp[None], {**batch, "mask": torch.eye(6)[i][None]}, 1.0, reference[None], 1.0), logits,
+                                       retain_graph=True)[0] for i in range(6)]
+    torch.testing.assert_close(sum(q * g for q, g in zip(p, per_outcome)), truth, atol=1e-9, rtol=1e-6)
+    assert truth.abs().max() > 0.05
