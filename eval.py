@@ -219,6 +219,9 @@ def flags(argv):
     args = parser.parse_args(argv)
     if min(args.number, args.passes) < 1:
         parser.error("--number and --passes must be at least 1")
+    for name in ("temperature", "price_in", "price_out"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name} must be a number from 0 on")
     return args, parser
 
 
@@ -228,7 +231,9 @@ def main(argv):
         return demo()
     policies = {}
     try:
-        tasks = synth_tasks.load_tasks(args.tasks) if args.tasks else held_out(args.number)
+        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number)
+        if not tasks:
+            raise ValueError(f"{args.tasks}: holds no tasks")
         models = {run: load(run) for run in args.runs}
         Path(args.out).mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

@@ -46,7 +46,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PATIENCE = 25        # seconds a collective waits: a rank that died is known everywhere within half a minute
+PATIENCE = 25        # seconds a collective waits for a rank that is silent; one whose process ended is noticed at once
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor             # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -113,8 +113,8 @@ class Meshes:
 
 
 def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, dp_shard=None, expert_replicate=1, device="cpu", seconds=PATIENCE):
-    """Two meshes over the same ranks. Sizes that do not fit: ValueError on every rank, before any collective.
-    world=1 needs no process group and makes no mesh."""
+    """Two meshes over the same ranks. Sizes that do not fit: ValueError on every rank, before any collective. world=1 needs no
+    process group and makes no mesh. Give more seconds where a rank may be late for good reasons (compilation, long rollouts)."""
     layout = Layout(world, cp, ep, dp_replicate, expert_replicate)
     if dp_shard not in (None, layout.shard // cp):
         raise ValueError(f"dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} is not the {world} ranks")
@@ -357,7 +357,7 @@ def load(directory, model, optimizer=None):
     A folder that is missing, truncated or of another model: ValueError on every rank, before any collective."""
     folder = _whole(directory)
     stored, tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata, _contents(model, optimizer)
-    for name in {n for n in stored if optimizer is not None or n.startswith("model.")} | tensors.keys():
+    for name in sorted({n for n in stored if optimizer is not None or n.startswith("model.")} | tensors.keys()):
         there = tuple(stored[name].size) if name in stored else "missing"
         here = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != here:
@@ -647,16 +647,18 @@ def draw(layouts, path):
     figure, axes = plt.subplots(len(layouts), 2, figsize=(12, 2 * len(layouts)), squeeze=False)
     for l, pair in zip(layouts, axes):
         for axis, rows, pieces, label, title in (
-                (pair[0], l.dp_replicate, l.shard, lambda r: f"rank {r}\npiece {r % l.shard}\nbatch {r // l.cp}, part {r % l.cp}",
+                (pair[0], l.dp_replicate, l.shard, lambda r: f"rank {r}\npiece {r % l.shard}\nbatch {r // l.cp}.{r % l.cp}",
                  f"dense weights: {l.dp_replicate} x {l.shard} pieces, cp={l.cp}"),
                 (pair[1], l.efsdp, l.world, lambda r: f"rank {r}\nexperts {r % l.ep}\npiece {r // l.ep % l.efsdp}",
                  f"experts: {l.ep} groups (ep) x {l.efsdp} pieces (efsdp)")):
             columns = l.world // rows
-            axis.imshow([[(r * columns + c) % pieces for c in range(columns)] for r in range(rows)], cmap="Set3", aspect="auto")
+            axis.imshow([[(r * columns + c) % pieces for c in range(columns)] for r in range(rows)], cmap="Set3", vmin=0, vmax=11,
+                        aspect="auto", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5))
+            axis.hlines([r + 0.5 for r in range(rows - 1)], -0.5, columns - 0.5, color="white")
             for r in range(l.world):
                 axis.text(r % columns, r // columns, label(r), ha="center", va="center", fontsize=7)
             axis.set(title=title, xticks=[], yticks=[])
-    figure.suptitle("8 ranks, twice      (python hsdp.py)")
+    figure.suptitle("Which rank holds which weights: the same 8 ranks on two meshes; equal colours are copies  (python hsdp.py)")
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

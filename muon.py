@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan (quintic), modded-nanogpt (five_step),
-# arXiv 2505.16932 with the 2 % safety margin of modded-nanogpt (polar_express).
+# One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan (quintic), modded-nanogpt
+# (five_step), arXiv 2505.16932 with modded-nanogpt's 2 % safety margin (polar_express).
 COEFFICIENTS = {
     "quintic": ((3.4445, -4.7750, 2.0315),),
     "five_step": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
@@ -54,20 +54,21 @@ COEFFICIENTS = {
                       (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
 }
 MARGIN = {"polar_express": 1.02}  # its first polynomial leaves [0, 1] soon after 1, and bf16 rounding reaches beyond
-CACHE_BYTES = {torch.bfloat16: 8 << 20}  # matrices multiplied together on a CPU: small calls pay overhead, big ones leave the cache
+CACHE_BYTES = {torch.bfloat16: 3 << 20}  # on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
 GRAM_ASPECT = 1.5  # 34 m^3 + 4 m^2 n multiply-adds against 10 m^3 + 20 m^2 n: they cross at n = 1.5 m
 
 
 # ---------------------------------------------------------------------------------------------------- mathematics
 
-def orthogonalize(G, steps=5, coefficients="quintic", dtype=torch.bfloat16, out=None):
+def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) -> same shape and dtype.
 
-    dtype is what the products run in. Many small matrices are multiplied as one batch; on a CPU big ones go through in
-    cache-sized chunks. What becomes of a matrix does not depend on its company. out may be G itself.
+    dtype is what the products run in, bf16 unless given. Many small matrices are multiplied as one batch; on a CPU big ones
+    go through in cache-sized chunks. What becomes of a matrix does not depend on its company. out may be G itself.
     """
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
     assert coefficients in COEFFICIENTS, f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
+    dtype = dtype or torch.bfloat16
     out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
     X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
     rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
@@ -86,15 +87,11 @@ def cpu_chunk(elements, dtype):
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
 
 
-@lru_cache(maxsize=8)
-def kept(shape, dtype):
+@lru_cache(maxsize=16)
+def scratch(shape, dtype, device):
+    """Room for intermediate matrices, used again: memory fresh from the system costs a CPU 15 % of the products."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype)
-
-
-def scratch(shape, like):
-    """Room for intermediate matrices. On a CPU it is used again: memory fresh from the system costs 15 % of the products."""
-    return kept(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def unit_norm(X, dtype, margin=1.0):
@@ -102,7 +99,7 @@ def unit_norm(X, dtype, margin=1.0):
     if dtype != torch.float16:  # fp16 cannot hold a gradient: divide first. The others are cast first, as on the wire
         X = X.to(dtype)
     norm = (torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True) * margin).clamp(min=1e-12)  # (N, 1, 1)
-    return torch.div(X, norm, out=scratch((3, *X.shape), X)[2]).to(dtype)
+    return torch.div(X, norm, out=scratch((3, *X.shape), X.dtype, X.device)[2]).to(dtype)
 
 
 def newton_schulz(X, table, out):
@@ -114,8 +111,8 @@ def newton_schulz(X, table, out):
     """
     N, R, C = X.shape
     m, n, tall = min(R, C), max(R, C), R > C
-    A, Q, P, S, T = scratch((5, N, m, m), X)
-    Y = scratch((3, N, R, C), X)
+    A, Q, P, S, T = scratch((5, N, m, m), X.dtype, X.device)
+    Y = scratch((3, N, R, C), X.dtype, X.device)  # Y[2] is where unit_norm has put X
     gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or X.dtype == torch.float16 and X.is_cuda)
     times = (lambda Q, out: torch.bmm(X, Q, out=out)) if tall else (lambda Q, out: torch.bmm(Q, X, out=out))
     fresh = True  # no polynomial is waiting to be multiplied onto X
@@ -126,7 +123,7 @@ def newton_schulz(X, table, out):
         Q.diagonal(dim1=-2, dim2=-1).add_(a)  # a X inside the product: one pass over X less than a X + Q X
         product = Q if fresh else torch.bmm(Q, P, out=S)
         last = i == len(table) - 1
-        if last or not gram or i % 4 == 1:
+        if last or not gram or i % 3 == 1:
             X, fresh = times(product, out if last else Y[i % 2]), True
         else:
             torch.bmm(torch.bmm(Q, A, out=T), Q, out=A)
@@ -200,9 +197,6 @@ class Leaf:
                 self.holders[n].append(rank)
 
     def read_mesh(self, mesh, placements):
-        for placement in placements:
-            if type(placement) not in (Shard, Replicate):
-                raise ValueError(f"{self.name}: placement {placement} is not supported, only Shard and Replicate are")
         self.process_group = mesh_group(mesh)
         ranks = dist.get_process_group_ranks(self.process_group)
         where = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]  # mesh coordinate of each rank
@@ -328,18 +322,17 @@ def plan_tasks(leaves, itemsize, task_bytes, window):
             rows[unit.leaf, unit.n].append(unit)
         moves = {key: any(unit.travels() for unit in row) for key, row in rows.items()}
         size = itemsize * sum(leaf.shape[1] * leaf.shape[2] for (leaf, _), moved in moves.items() if moved)
-        bound = min(max(size // 3, 1 << 16), task_bytes * len(units[0].leaf.blocks))
+        bound = min(max(size // 3, 1 << 12), task_bytes * len(units[0].leaf.blocks))
         moving += cut([row for key, row in rows.items() if moves[key]], itemsize, bound)
-        cache = CACHE_BYTES[torch.bfloat16] if leaf.param.device.type == "cpu" else task_bytes
-        staying += cut([row for key, row in rows.items() if not moves[key] and any(unit.owner == key[0].me for unit in row)], itemsize, cache)
-    tasks = moving[:window - 1] + staying + moving[window - 1:]
-    for number, task in enumerate(tasks):
+        mine = [row for key, row in rows.items() if not moves[key] and any(unit.owner == key[0].me for unit in row)]
+        staying += cut(mine, itemsize, CACHE_BYTES[torch.bfloat16] if units[0].leaf.param.device.type == "cpu" else task_bytes)
+    for number, task in enumerate(moving + staying):
         task.number = number + 1
-    return tasks
+    return moving[:window - 1] + staying + moving[window - 1:]
 
 
 def cut(rows, itemsize, bound):
-    """Tasks that close as soon as they hold `bound` bytes, or where the shape of a stationary unit changes."""
+    """Tasks that close as soon as they hold `bound` bytes."""
     tasks, units, size = [], [], 0
     for row in rows:
         units, size = units + row, size + itemsize * row[0].leaf.shape[1] * row[0].leaf.shape[2]
@@ -377,14 +370,14 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, group):
         """Check a group by name, and make its state now, in its placement: a checkpoint needs no first step to know it."""
-        number = len(self.param_groups)
-        pairs = [p if isinstance(p, tuple) else (f"parameter {i} of group {number}", p) for i, p in enumerate(group["params"])] \
-            if not isinstance(group["params"], torch.Tensor) else [(f"parameter 0 of group {number}", group["params"])]
-        pairs = list(zip(group.pop("names", [name for name, _ in pairs]), [p for _, p in pairs]))
+        number, group, params = len(self.param_groups), dict(group), group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        names = group.pop("names", [f"parameter {i} of group {number}" for i in range(len(params))])
+        pairs = [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
         options = {**self.defaults, **group}
         for name, p in pairs:
             if p in self.names:
-                raise ValueError(f"{name}: already in an earlier place of the optimizer, as {self.names[p]}")
+                raise ValueError(f"{name}: given twice, already held as {self.names[p]}")
             self.names[p] = name
             check_parameter(name, p, options)
         super().add_param_group({**group, "params": [p for _, p in pairs]})
@@ -416,7 +409,7 @@ class Muon(torch.optim.Optimizer):
             if group["algorithm"] == "adamw":
                 self.adamw(group)
         leaves = [leaf for leaf in self.leaves if leaf.param.grad is not None or leaf.process_group]
-        key = tuple(leaf.name for leaf in leaves)
+        key = tuple(map(id, leaves))
         if leaves and key not in self.plans:
             self.plans[key] = plan_tasks(leaves, self.wire_dtype.itemsize, self.task_bytes, self.window)
         if leaves:
@@ -634,8 +627,7 @@ def gemm_floor(shapes, dtype, device, steps=5):
         chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
         for size in [chunk] * (count // chunk) + [count % chunk] * (count % chunk > 0):
             work.append((size, m, n))
-    pool = {key: [torch.randn(key[0], *s, device=device).to(dtype) for s in ((key[1], key[2]), (key[1], key[1]), (key[1], key[2]))]
-            for key in set(work)}
+    pool = {(size, m, n): [torch.randn(size, m, k, device=device).to(dtype) for k in (n, m, n)] for size, m, n in set(work)}
 
     def run():
         for key in work:
@@ -649,7 +641,7 @@ def gemm_floor(shapes, dtype, device, steps=5):
 def bench_one(device):
     """One step on one device: the products alone, torch.optim.Muon with one 2-D parameter per unit, and Muon."""
     shapes = layer_shapes(6)
-    print(f"one step, {sum(torch.Size(s).numel() for s in shapes.values()) / 1e6:.1f}M parameters, {device}, seconds, best of 5")
+    print(f"\none step, {sum(map(math.prod, shapes.values())) / 1e6:.1f}M parameters, {device}, seconds, best of 5")
     print("products  weights    GEMM floor  torch.optim.Muon  Muon     / floor  / torch")
     for dtype, weights in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
         params = make_parameters(shapes, dtype=weights, device=device)
@@ -732,16 +724,16 @@ def bench_rank(rank, world, fallback):
 
 
 def bench_sharded():
-    print(f"\nsharded over forked gloo ranks, {sum(math.prod(s) for s in layer_shapes(2).values()) / 1e6:.1f}M parameters, rows inside "
-          "the experts; busiest rank, best of 3\n W   CPU s   MB received  collectives   full_tensor + redundant NS: CPU s   MB   ratio")
+    count = sum(math.prod(shape) for shape in layer_shapes(2).values()) / 1e6
+    print(f"sharded over forked gloo ranks, {count:.1f}M parameters, rows inside the experts; busiest rank, best of 3\n"
+          " W   CPU s   MB received  collectives   full_tensor + redundant NS: CPU s   MB   ratio of CPU s")
     for world in (1, 2, 4, 8):
-        rows = []
-        for fallback in (False, True):
-            ranks = fork_ranks(world, bench_rank, fallback)
-            rows += [max(cpu for cpu, _ in ranks), max(t["bytes_received"] for _, t in ranks) / 1e6,
-                     max(t["collectives"] for _, t in ranks)]
-        print(f"{world:2d}  {rows[0]:6.3f}  {rows[1]:10.1f}  {rows[2]:10d} {rows[3]:36.3f}  {rows[4]:6.1f}  {rows[0] / rows[3]:6.3f}",
-              flush=True)
+        ours, fallback = (fork_ranks(world, bench_rank, redundant) for redundant in (False, True))
+        cpu, traffic = max(cpu for cpu, _ in ours), ours[0][1]
+        most = max(t["bytes_received"] for _, t in ours) / 1e6
+        other = max(cpu for cpu, _ in fallback)
+        print(f"{world:2d}  {cpu:6.3f}  {most:10.1f}  {traffic['collectives']:10d} {other:36.3f}  "
+              f"{fallback[0][1]['bytes_received'] / 1e6:6.1f}  {cpu / other:6.3f}", flush=True)
 
 
 def demo_rank(rank, world):
@@ -772,7 +764,7 @@ def draw_timeline(events, path):
     for task, mark in marks.items():
         for begin, end, color, label in bars:
             axes.barh(task, mark[end] - mark[begin], left=mark[begin], color=color, label=label if task == min(marks) else None)
-    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks), title="While one task's shards travel, another multiplies")
+    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks), title="One task's shards travel, another multiplies")
     axes.invert_yaxis(), axes.legend(loc="lower right", fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -781,7 +773,8 @@ def draw_timeline(events, path):
 def demo():
     torch.set_num_threads(1)
     G = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) / torch.arange(1, 65)[:, None]
-    print("singular values of a 64 x 256 matrix, rows falling off as 1/k\n                 largest   median  smallest   cosine to U V^T")
+    print("singular values of a 64 x 256 matrix, rows falling off as 1/k\n"
+          "                 largest   median  smallest   cosine to U V^T")
     U, S, V = torch.linalg.svd(G, full_matrices=False)
     for name, X in [("before", G)] + [(name, orthogonalize(G, coefficients=name)) for name in COEFFICIENTS]:
         S = torch.linalg.svdvals(X)
@@ -796,9 +789,9 @@ def demo():
     draw_timeline(events, Path("out/muon.png"))
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
-    print(f"Four ranks, {traffic['collectives']} collectives and {traffic['bytes_received'] / 1e6:.1f} MB received each, end three steps "
-          f"with weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before task 1 multiplied "
-          f"(out/muon.png).")
+    print(f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB received per step) end three "
+          f"steps with weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before task 1 "
+          f"multiplied (out/muon.png).")
 
 
 if __name__ == "__main__":

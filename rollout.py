@@ -219,7 +219,7 @@ def run_tool(workspace, call):
 class Limits:
     window: int = 512                   # tokens that the context may hold
     turns: int = 40                     # assistant turns per chain
-    turn_tokens: int = 96               # sampled tokens per turn
+    turn_tokens: int = 192              # sampled tokens per turn
 
 
 @dataclass
@@ -248,11 +248,11 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     fresh, restart, wants_summary = [*chain.turns[0].tokens, head], True, False
     for _ in range(limits.turns):
         episode = chain.episodes[-1]
-        room = min(limits.turn_tokens, limits.window - len(episode) - 1)
-        if room < 2:
+        left = limits.window - len(episode) - 1
+        if left < 2:
             break
-        body, logprobs, version = yield Request(fresh, restart, room, wants_summary)
-        restart = False
+        body, logprobs, version = yield Request(fresh, restart, min(limits.turn_tokens, left), wants_summary)
+        body, logprobs, restart = body[:left], logprobs[:left], False      # a demonstration may write too much: the window holds
         text, calls = read_action(tokenizer, body)
         thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
         turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, version)
@@ -530,13 +530,15 @@ def kl_estimates(logp, reference):
 
 def pack(episodes, advantage, multiple=1):
     """Episodes and one number each -> tensors (B, T), aligned so that position t predicts targets[t] = tokens[t + 1]:
-    tokens, targets, mask (1 = the target was sampled), logprobs, advantage; experts (B, T, L, K) or None. T is a multiple."""
+    tokens, targets, mask (1 = the target was sampled), logprobs, advantage, inside (1 = there is a target); experts
+    (B, T, L, K) or None. T is a multiple of `multiple`."""
     T = -(-max(len(e) for e in episodes) // multiple) * multiple
     flat = [flatten(e) for e in episodes]
     fill = lambda rows, dtype: torch.from_numpy(np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype))
     tokens, mask, logprobs = (fill([f[i] for f in flat], kind) for i, kind in enumerate((np.int64, np.float32, np.float32)))
     batch = {"tokens": tokens}
-    for name, t in (("targets", tokens), ("mask", mask), ("logprobs", logprobs)):
+    inside = fill([np.ones(len(f[0])) for f in flat], np.float32)
+    for name, t in (("targets", tokens), ("mask", mask), ("logprobs", logprobs), ("inside", inside)):
         batch[name] = F.pad(t[:, 1:], (0, 1))
     batch["advantage"] = batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
     batch["experts"] = None

@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from conftest import run_ranks
 
 import hsdp
-from hsdp import Layout, make_meshes, parallelize
+from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance
 from muon import Muon, check_parameters
 
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))            # (cp, ep, dp_replicate): all 16 fit 8 ranks
 MORE = [Layout(8, 2, 2, 2, 2), Layout(8, 1, 1, 8, 8), Layout(8, 8, 4, 1, 2)]      # copies of experts, no cut at all, long rings
+make_meshes = partial(hsdp.make_meshes, seconds=200)                   # where 8 ranks share a busy machine, 25 are not enough
 CONFIG = ModelConfig(vocab=48, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8, dense_ffn=48, expert_ffn=16)
 
 
@@ -92,7 +94,8 @@ def eight(rank, world, one, folder):
         found[layout] = compare(train(make_meshes(**vars(layout))), one)
     for check in (refusals, bf16_wire, evaluation_between_steps, counted_bytes):
         found[check.__name__] = check(world)
-    found["starved"] = max(float((g - starved).abs().max()) for g, starved in zip(starved_gradients(make_meshes(8, 1, 4)), one[3]))
+    starved = zip(starved_gradients(make_meshes(8, 1, 4)), one[3], strict=True)
+    found["starved"] = max(float((mine - alone).abs().max()) for mine, alone in starved)
     found["saved"] = save_and_go_on(make_meshes(8, 2, 8), folder)
     return found
 
@@ -122,14 +125,16 @@ def starved_gradients(meshes):
 
 
 def bf16_wire(world):
-    """Weights that are cast before the wire instead of after it. -> difference of the loss, bytes of all gathers"""
+    """Weights cast before the wire instead of after it. -> difference of the loss; bytes gathered without, with, as planned"""
     out = []
     for wire in (None, torch.bfloat16):
         meshes = make_meshes(world, 1, 4)
         model = parallelize(build(), meshes, wire=wire).compute(torch.bfloat16)
         with hsdp.Wire() as counter:
             out.append((forward_backward(model, meshes, 0), counter.bytes["all-gather"]))
-    return abs(out[0][0] - out[1][0]), out[1][1] / out[0][1]
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    rows = hsdp.traffic(CONFIG, shapes, meshes.layout, hsdp.Step(tokens=32, weight=2))
+    return abs(out[0][0] - out[1][0]), out[0][1], out[1][1], sum(size for kind, _, size, _ in rows if kind == "all-gather")
 
 
 def evaluation_between_steps(world):
@@ -209,7 +214,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """Everything 8 ranks report (rank 0's answers; refusals of all)."""
-    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes())), folder)
+    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes())), folder,
+                        timeout=500, collective_timeout=200)
     return {**answers[0], "refusals": [a["refusals"] for a in answers]}
 
 
@@ -232,8 +238,8 @@ def test_a_rank_whose_experts_get_no_token_still_takes_part(found):
 
 
 def test_a_bf16_wire_changes_no_number_and_saves_bytes(found):
-    difference, bytes_left = found["bf16_wire"]
-    assert difference == 0 and bytes_left < 0.9
+    difference, fp32, bf16, planned = found["bf16_wire"]
+    assert difference == 0 and bf16 < 0.7 * fp32 and abs(bf16 - planned) < 0.02 * bf16
 
 
 def test_an_evaluation_between_backward_and_step_leaves_no_stale_weights(found):
@@ -286,7 +292,7 @@ def test_a_sequence_that_cp_cannot_cut_is_refused():
 
 
 def dies(rank, world):
-    meshes = make_meshes(world, 2, 4)
+    meshes = hsdp.make_meshes(world, 2, 4)
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
@@ -306,11 +312,31 @@ def test_when_a_rank_dies_the_others_say_so_within_30_seconds():
         assert message.startswith(f"rank {rank} of 4: another rank died") and "\n" not in message and seconds < 30
 
 
+def hangs(rank, world):
+    meshes = make_meshes(world, 1, 4, seconds=2)
+    model = parallelize(build(), meshes)
+    start = time.monotonic()
+    try:
+        with hsdp.one_fate():
+            if rank == 2:
+                time.sleep(6)
+            forward_backward(model, meshes, 0)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+def test_a_rank_that_stops_answering_is_not_waited_for_longer_than_the_patience():
+    answers = run_ranks(4, hangs, collective_timeout=20)
+    for rank in (0, 1, 3):
+        message, seconds = answers[rank]
+        assert "another rank died or stopped answering" in message and seconds < 20
+
+
 # ---------------------------------------------------------------- checkpoints
 
 def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
     here = load_and_go_on(make_meshes(), folder)
-    for other in (*run_ranks(4, four, folder)[0], here):
+    for other in (*run_ranks(4, four, folder, collective_timeout=200)[0], here):
         for mine, saved in zip(other[:2], found["saved"][:2]):           # weights and optimizer as saved: bit for bit
             assert mine.keys() == saved.keys() and all(torch.equal(mine[n], t) for n, t in saved.items())
         for name, t in found["saved"][2].items():                        # one step later
@@ -371,7 +397,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
     with pytest.raises(ValueError, match="not one of this model"):
         hsdp.load(saved[0], other)
-    with pytest.raises(ValueError, match="optimizer.*is missing here"):
+    with pytest.raises(ValueError, match="optimizer.*missing here"):
         hsdp.load(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))      # it makes its state in the first step
 
 
@@ -411,9 +437,9 @@ def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
     assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
 
 
-@pytest.mark.parametrize("flags, message", [("--model=kimi", "unknown model"), ("--gpus=12", "does not divide"), ("--gpu=8", "--gpu=8"),
-                                            ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"), ("--gpus=x", "invalid int"),
-                                            ("--cp=0", "cp=0"), ("--hbm=0", "positive")])
+@pytest.mark.parametrize("flags, message", [
+    ("--model=kimi", "unknown model"), ("--gpus=12", "does not divide"), ("--gpu=8", "--gpu=8"), ("--gpus=x", "invalid int"),
+    ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"), ("--cp=0", "cp=0"), ("--hbm=0", "positive")])
 def test_bad_flags_are_one_clear_line(flags, message):
     with pytest.raises(ValueError, match=message):
         hsdp.main(["--plan", *flags.split()])

@@ -11,7 +11,8 @@ from moe import Cache, Experts, Model, ModelConfig, MoE, Router, balance, groupe
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
                     experts=6, active=2, expert_ffn=16, context=32)
-KINDS = {"mla": {}, "mla, low-rank queries": dict(q_lora=12), "mla, stretched": dict(yarn_factor=4.0), "mla, untied values": dict(v_dim=24),
+KINDS = {"mla": {}, "mla, low-rank queries": dict(q_lora=12), "mla, stretched": dict(yarn_factor=4.0),
+        "mla, untied values": dict(v_dim=24),
          "gqa": dict(attention="gqa"), "gqa, low-rank queries, stretched": dict(attention="gqa", q_lora=12, yarn_factor=2.0)}
 
 
@@ -84,7 +85,8 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
     cache, full = Cache(model, 2, 11), model(tokens)
     model.decode(tokens[:, :6], cache, slice(0, 2), torch.tensor([0, 0]))
     fed = torch.stack((tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long)))))
-    model.decode(torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1), cache, slice(0, 2), torch.tensor([6, 6]))   # to place 14 of 11
+    # to place 14 of 11
+    model.decode(torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1), cache, slice(0, 2), torch.tensor([6, 6]))
     hidden = model.decode(tokens[1:, 7:10], cache, torch.tensor([1]), torch.tensor([7]))
     torch.testing.assert_close(hidden[0], full[1, 7:10], atol=2e-5, rtol=1e-5)
     with pytest.raises(AssertionError, match="cache of 11"):
@@ -213,7 +215,8 @@ def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so()
 @pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7]])
 def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(counts):
     torch.manual_seed(1)
-    weights = [torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)]
+    weights = [torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True),
+            torch.randn(4, 8, 16, requires_grad=True)]
     x, counts, upstream = torch.randn(sum(counts), 8, requires_grad=True), torch.tensor(counts), torch.randn(sum(counts), 8)
     results = []
     for function in (grouped_swiglu, looped_swiglu):
@@ -280,7 +283,8 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
         assert router.load.sum() == 2 * 4 * 16 * SMALL.active
         record = []
         model.eval()(tokens, record=record)
-        assert torch.equal(torch.bincount(record[0].flatten(), minlength=6) * 2, router.load.long())    # and evaluation adds nothing
+        # and evaluation adds nothing
+        assert torch.equal(torch.bincount(record[0].flatten(), minlength=6) * 2, router.load.long())
         model.train()
         first = balance(model, rate=0.02)
         for _ in range(60):

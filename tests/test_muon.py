@@ -66,3 +66,358 @@ def test_sharded_steps_equal_one_process_exactly(name):
     reference, _ = train(lambda n, t: t.clone())
     for whole, _ in run_ranks(math.prod(LAYOUTS[name][0]), one_layout, name, torch.float32, {}):
         assert {n: (whole[n] - p).abs().max().item() for n, p in reference.items()} == dict.fromkeys(reference, 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ orthogonalize
+
+def polar(G):
+    U, _, V = torch.linalg.svd(G.double(), full_matrices=False)
+    return U @ V
+
+
+def quintic_in_float64(G, steps=5):
+    X = G.double() / G.double().norm(dim=(-2, -1), keepdim=True)
+    for a, b, c in [COEFFICIENTS["quintic"][0]] * steps:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+@pytest.mark.parametrize("coefficients, cosine", [("quintic", 0.97), ("five_step", 0.999), ("polar_express", 0.99)])
+@pytest.mark.parametrize("shape", [(48, 64), (64, 48), (32, 32), (3, 16, 80), (2, 3, 80, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(coefficients, cosine, shape, dtype):
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    G = G + 3 * G.mean(dim=(-2, -1), keepdim=True)
+    O, P = orthogonalize(G, coefficients=coefficients, dtype=dtype), polar(G)
+    assert O.shape == G.shape and O.dtype == G.dtype
+    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > cosine - (0.04 if 32 in shape else 0)
+    assert torch.linalg.svdvals(O.double()).max() < 1.25
+
+
+@pytest.mark.parametrize("spectrum", ["gauss", "1/k", "rank 4"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, tall):
+    G = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    U, S, V = torch.linalg.svd(G, full_matrices=False)
+    k = torch.arange(1, 25)
+    G = U @ torch.diag_embed({"gauss": S, "1/k": (1 / k).expand(2, -1), "rank 4": (k <= 4).expand(2, -1)}[spectrum].double()) @ V
+    G = G.mT if tall else G
+    if spectrum != "rank 4" or steps < 10:  # ten steps blow the rounding of a zero singular value up by 3.4 ** 10
+        assert torch.allclose(orthogonalize(G.float(), steps, dtype=torch.float32).double(), quintic_in_float64(G, steps), atol=2e-4)
+
+
+def test_a_matrix_does_not_notice_what_it_is_batched_with():
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in ((9, 24, 72), (9, 40, 24), (5, 384, 512)):
+            G = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+            assert torch.equal(orthogonalize(G, dtype=dtype), torch.stack([orthogonalize(g, dtype=dtype) for g in G]))
+
+
+def test_zero_empty_and_tiny_gradients_stay_finite():
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 8)), torch.zeros(2, 4, 8))
+    assert orthogonalize(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
+    G = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(orthogonalize(G * 1e-8, dtype=torch.float32), orthogonalize(G, dtype=torch.float32), atol=1e-5)
+
+
+def test_the_half_precision_path_divides_before_it_casts():
+    G = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(4))
+    for size in (1e-7, 1.0, 1e7):
+        assert torch.allclose(orthogonalize(G * size, dtype=torch.float16), quintic_in_float64(G).float(), atol=0.03)
+
+
+# ------------------------------------------------------------------------------------------------ one process
+
+def reference_muon(shapes, steps, nesterov, scale, dtype):
+    """torch.optim.Muon with a 2-D parameter per unit."""
+    params = {n: [torch.nn.Parameter(u.clone()) for u in t.view(-1, *t.shape[-2:])] for n, t in tensors(0, shapes).items()}
+    optimizer = torch.optim.Muon([u for units in params.values() for u in units], lr=0.02, weight_decay=0.1, nesterov=nesterov,
+                                 adjust_lr_fn={"rms": "match_rms_adamw", "spectral": "original"}[scale])
+    for step in range(steps):
+        for name, grad in tensors(10 + step, shapes).items():
+            for unit, g in zip(params[name], grad.view(-1, *grad.shape[-2:])):
+                unit.grad = g.clone()
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == torch.float32:  # it knows bf16 only; a copy, because it divides in place
+                patch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+            optimizer.step()
+    return {n: torch.stack([u.detach() for u in units]) for n, units in params.items()}
+
+
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+@pytest.mark.parametrize("nesterov, dtype, tolerance", [(True, torch.float32, 2e-5), (False, torch.float32, 2e-5),
+                                                        (True, torch.bfloat16, 6e-3)])
+def test_muon_equals_torch_optim_muon_on_every_head_and_expert(scale, nesterov, dtype, tolerance):
+    shapes = {"heads": (6, 8, 40), "experts": (4, 24, 16), "matrix": (40, 48)}
+    want = reference_muon(shapes, 4, nesterov, scale, dtype)
+    params = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
+    optimizer = Muon([dict(params=list(params.items()))], lr=0.02, weight_decay=0.1, nesterov=nesterov, scale=scale, ns_dtype=dtype)
+    for step in range(4):
+        for name, grad in tensors(10 + step, shapes).items():
+            params[name].grad = grad
+        optimizer.step()
+    for name in shapes:
+        assert (params[name] - want[name].view(params[name].shape)).abs().max() < tolerance, name
+
+
+def test_column_blocks_are_orthogonalised_one_by_one():
+    p = torch.nn.Parameter(torch.zeros(12, 40))
+    p.grad = torch.randn(12, 40, generator=torch.Generator().manual_seed(5))
+    Muon([dict(params=[p], column_blocks=5)], lr=1.0, ns_dtype=torch.float32, scale="spectral").step()
+    want = torch.cat([orthogonalize(block.contiguous(), dtype=torch.float32) for block in p.grad.split(8, dim=1)], dim=1)
+    assert torch.allclose(-p.detach(), want * step_scale("spectral", 12, 8), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(betas=(0.8, 0.99), eps=1e-6, weight_decay=0.2)])
+def test_the_adamw_groups_equal_torch_optim_adamw_bit_for_bit(options):
+    shapes = {"embed": (11, 5), "gain": (7,)}
+    ours = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
+    theirs = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
+    a = Muon([dict(params=list(ours.items()), algorithm="adamw", lr=0.01, **options)])
+    b = torch.optim.AdamW(theirs.values(), lr=0.01, **{"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, **options})
+    for step in range(5):
+        for name, grad in tensors(10 + step, shapes).items():
+            ours[name].grad, theirs[name].grad = grad.clone(), grad.clone()
+        a.step(), b.step()
+    assert all(torch.equal(ours[n], theirs[n]) for n in shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
+    def fresh():
+        params = {n: torch.nn.Parameter(t.to(dtype)) for n, t in tensors(0).items()}
+        return params, Muon([dict(params=[(n, p) for n, p in params.items() if n != "small"], lr=0.05),
+                             dict(params=[("small", params["small"])], algorithm="adamw")])
+
+    def steps(params, optimizer, which):
+        for step in which:
+            for name, grad in tensors(10 + step).items():
+                params[name].grad = grad.to(dtype)
+            optimizer.step()
+
+    straight, optimizer = fresh()
+    steps(straight, optimizer, range(6))
+    first, optimizer = fresh()
+    steps(first, optimizer, range(3))
+    torch.save((first, optimizer.state_dict()), tmp_path / "half")
+    weights, state = torch.load(tmp_path / "half", weights_only=True)
+    second, optimizer = fresh()
+    with torch.no_grad():
+        [p.copy_(weights[n]) for n, p in second.items()]
+    optimizer.load_state_dict(state)
+    steps(second, optimizer, range(3, 6))
+    assert all(torch.equal(straight[n], second[n]) for n in straight)
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    a, b = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    optimizer = Muon([dict(params=[("a", a), ("b", b)], weight_decay=0.1)], lr=0.1)
+    a.grad = torch.randn(4, 6)
+    optimizer.step()
+    assert torch.equal(b, torch.ones(4, 6)) and not torch.equal(a, torch.ones(4, 6))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = a.detach().clone()
+    optimizer.step()
+    assert torch.equal(a, before)
+
+
+def test_qk_clip_brings_the_largest_logit_of_each_head_to_the_threshold():
+    generator = torch.Generator().manual_seed(6)
+    for key_heads in (4, 2):
+        q, k = torch.randn(4, 8, 16, generator=generator), torch.randn(key_heads, 8, 16, generator=generator)
+        x = torch.randn(10, 16, generator=generator)
+
+        def largest():
+            logits = torch.einsum("hrc,tc,grd,sd->hgts", q, x, k, x)
+            return torch.stack([logits[h, h * key_heads // 4].amax() for h in range(4)])
+        before = largest()
+        qk_clip(q, k, before, threshold=before.median().item())
+        assert torch.allclose(largest(), before.clamp(max=before.median()), rtol=1e-4)
+
+
+def test_qk_clip_leaves_the_shared_rotary_key_to_the_query():
+    q, k = torch.ones(1, 6, 3), torch.ones(1, 4, 3)
+    qk_clip(q, k, torch.tensor([400.0]), threshold=100.0, rope=2)
+    assert torch.allclose(k, torch.full_like(k, 0.5)) and torch.allclose(q[0, :, 0], torch.tensor([0.5] * 4 + [0.25] * 2))
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+def parameter(*shape):
+    return torch.nn.Parameter(torch.zeros(shape))
+
+
+def test_bad_groups_are_refused_by_name():
+    p = parameter(4, 4)
+    with pytest.raises(ValueError, match="layers.1.wq"):
+        Muon([dict(params=[("layers.0.wq", p)]), dict(params=[("layers.1.wq", p)], algorithm="adamw")])
+    with pytest.raises(ValueError, match="norm.gain"):
+        Muon([dict(params=[("norm.gain", parameter(4))])])
+    with pytest.raises(ValueError, match="wo.*3 column blocks"):
+        Muon([dict(params=[("wo", p)], column_blocks=3)])
+    with pytest.raises(ValueError, match="sgd"):
+        Muon([dict(params=[("wo", p)], algorithm="sgd")])
+    with pytest.raises(ValueError, match="septic"):
+        Muon([dict(params=[("wo", p)], coefficients="septic")])
+
+
+def test_check_parameters_names_what_is_missing_and_what_is_foreign():
+    a, b, c = parameter(2, 2), parameter(3, 3), parameter(3)
+    optimizer = Muon([dict(params=[("a", a), ("b", b)])])
+    check_parameters(optimizer, [("a", a), ("b", b)])
+    with pytest.raises(ValueError, match=r"misses \['gain'\]"):
+        check_parameters(optimizer, [("a", a), ("b", b), ("gain", c)])
+    with pytest.raises(ValueError, match=r"holds \['b'\]"):
+        check_parameters(optimizer, [("a", a)])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
+    a, b = parameter(4, 4), parameter(4, 4)
+    optimizer = Muon([dict(params=[("good", a), ("layers.3.wv", b)])], lr=1.0)
+    a.grad, b.grad = torch.randn(4, 4), torch.full((4, 4), value)
+    with pytest.raises(ValueError, match=r"NaN or infinite: layers\.3\.wv"):
+        optimizer.step()
+    assert not a.any() and not optimizer.state[a]["momentum"].any()
+
+
+# ------------------------------------------------------------------------------------------------ many ranks
+
+def bad_ranks(rank, world):
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    with pytest.raises(ValueError, match="layers.0.wo: placement .*Partial"):
+        Muon([dict(params=[("layers.0.wo", partial)])])
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    optimizer = Muon([dict(params=[("w", p)])])
+    p.grad = DTensor.from_local(torch.full((2, 4), math.nan if rank else 1.0), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="infinite: w"):  # on the rank whose own shard is fine, too
+        optimizer.step()
+    p.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    with pytest.raises(ValueError, match="w: gradient placed"):
+        optimizer.step()
+    p.grad = None if rank else distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+    optimizer.step()  # a rank without gradient counts as zero there: nobody hangs
+    return p.full_tensor().isfinite().all().item()
+
+
+def test_ranks_refuse_bad_placements_and_nan_together_and_survive_a_missing_gradient():
+    assert run_ranks(2, bad_ranks) == [True, True]
+
+
+def events_of_a_step(rank, world):
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    _, optimizer = train(lambda n, t: distribute_tensor(t, mesh, [Shard(max(t.ndim - 2, 0))]), steps=1)
+    silent = optimizer.events is None
+    optimizer.events = []
+    optimizer.step()
+    return silent, optimizer.events, optimizer.traffic
+
+
+def test_the_send_of_task_two_happens_before_task_one_multiplies():
+    for silent, events, traffic in run_ranks(4, events_of_a_step):
+        order = [(task, event) for _, task, event in events]
+        assert silent and order.index((2, "send")) < order.index((1, "multiply"))
+        assert order.index((1, "return")) < order.index((2, "multiplied"))
+        tasks = {task for task, _ in order}
+        assert len(tasks) >= 2 and traffic["collectives"] <= 8 and traffic["bytes_received"] > 0
+
+
+def test_replicas_share_the_work_and_nothing_is_padded():
+    numel = {n: math.prod(s) for n, s in SHAPES.items()}
+    results = run_ranks(4, one_layout, "replicas", torch.float32, {})
+    received = sum(traffic["bytes_received"] for _, traffic in results)
+    # to the owner: what is not there yet of each unit, once. Back: each of four ranks needs its half, save the owner's own
+    assert received < 4 * (sum(numel.values()) * (1 + 2))
+
+
+def home_layout(rank, world):
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    p = torch.nn.Parameter(distribute_tensor(tensors(0)["experts"], mesh, [Shard(0)]))
+    optimizer = Muon([dict(params=[("experts", p)])], check_gradients=False)
+    p.grad = distribute_tensor(tensors(1)["experts"], mesh, [Shard(0)])
+    optimizer.step()
+    return optimizer.traffic
+
+
+def test_whole_units_stay_home_and_cost_no_collective():
+    assert run_ranks(4, home_layout) == [dict(collectives=0, bytes_received=0)] * 4
+
+
+class Net(torch.nn.Module):
+    """A dense matrix and a stack of experts: enough for two meshes."""
+
+    def __init__(self):
+        super().__init__()
+        t = tensors(0, {"dense": (12, 16), "experts": (4, 8, 16), "gain": (16,)})
+        self.dense, self.gain = torch.nn.Parameter(t["dense"]), torch.nn.Parameter(t["gain"])
+        self.experts = torch.nn.Module()
+        self.experts.weight = torch.nn.Parameter(t["experts"])
+
+    def groups(self):
+        return [dict(params=[("dense", self.dense), ("experts.weight", self.experts.weight)], lr=0.05),
+                dict(params=[("gain", self.gain)], algorithm="adamw")]
+
+
+def net_step(net, optimizer, step):
+    for name, p in net.named_parameters():
+        grad = tensors(20 + step, {name: p.shape})[name]
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+    optimizer.step()
+
+
+def parallel_net(rank, world):
+    """Dense parameters fully_sharded over all ranks, experts Shard(0) over ep and then fully_sharded by rows over efsdp."""
+    net = Net()
+    dense = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("dp",))
+    expert = DeviceMesh("cpu", torch.arange(world).view(2, -1), mesh_dim_names=("efsdp", "ep"))
+    net.experts.weight = torch.nn.Parameter(distribute_tensor(net.experts.weight.detach(), expert["ep"], [Shard(0)]))
+    fully_shard(net.experts, mesh=expert["efsdp"], shard_placement_fn=lambda p: Shard(1))
+    fully_shard(net, mesh=dense)
+    return net, Muon(net.groups(), ns_dtype=torch.float32)
+
+
+def two_meshes(rank, world, folder):
+    net, optimizer = parallel_net(rank, world)
+    placements = net.experts.weight.placements
+    for step in range(3):
+        net_step(net, optimizer, step)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=folder)
+    net_step(net, optimizer, 3)
+    return {n: p.full_tensor().detach() for n, p in net.named_parameters()}, str(placements)
+
+
+def resume(rank, world, folder):
+    net, optimizer = parallel_net(rank, world)
+    before = optimizer.state[net.dense]["momentum"].to_local().clone()
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))  # must not take a step to find the state
+    assert torch.equal(before, optimizer.state[net.dense]["momentum"].to_local())
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    net_step(net, optimizer, 3)
+    return {n: p.full_tensor().detach() for n, p in net.named_parameters()}
+
+
+def test_fully_sharded_on_two_meshes_equals_one_process_and_resumes_on_another_world_size(tmp_path):
+    net = Net()
+    optimizer = Muon(net.groups(), ns_dtype=torch.float32)
+    for step in range(4):
+        net_step(net, optimizer, step)
+    want = {n: p.detach() for n, p in net.named_parameters()}
+    for weights, placements in run_ranks(4, two_meshes, str(tmp_path / "c")):
+        assert "Shard(dim=1), Shard(dim=0)" in placements or "S(1), S(0)" in placements
+        assert all(torch.equal(weights[n], want[n]) for n in want)
+    for weights in run_ranks(2, resume, str(tmp_path / "c")):
+        assert all(torch.equal(weights[n], want[n]) for n in want)
+
+
+def test_the_demo_ends_with_its_numbers(tmp_path):
+    script = Path(__file__).parent.parent / "muon.py"
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "differ from one process by 0.0" in done.stdout and (tmp_path / "out/muon.png").stat().st_size > 5000
+    bad = subprocess.run([sys.executable, str(script), "--bensch"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert bad.returncode == 2 and "bensch" in bad.stderr

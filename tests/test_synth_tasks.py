@@ -1,13 +1,12 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
-import builtins
 import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +91,7 @@ def test_a_wrong_constant_is_never_accepted(sandbox):
         op, k = target.steps[-1]
         wrong = st.Function(target.module, target.name, [*target.steps[:-1], (op, k + 1)], target.reduction)
         path = f"{target.module}.py"
-        same = all(wrong.value(case[2][0]) == case[3] for case in task.hidden)
+        same = all(wrong.value(case[2][0]) == case[3] for case in task.hidden + task.meta["visible"] if case[1] == target.name)
         assert judge(task, {**task.files, path: task.files[path] + wrong.code()}, sandbox).solved == same
 
 
@@ -201,7 +200,7 @@ def test_expected_values_never_enter_the_sandbox():
 # ---------------------------------------------------------------------------------------------------- tools and sandbox
 @pytest.fixture
 def workspace(tmp_path):
-    with Workspace(make_task(5, 1), Sandbox(time_limit=3, memo=False, disk=40 << 20, file_size=8 << 20)) as one:
+    with Workspace(make_task(5, 1), Sandbox(time_limit=1.5, memo=False, disk=40 << 20, file_size=8 << 20)) as one:
         yield one
 
 
@@ -284,12 +283,16 @@ def test_nothing_outside_is_read_written_or_reached(workspace, command, tmp_path
 
 
 GREEDY = {      # command -> the longest it may take
-    "sleep 60": 4, "python -c \"while True: pass\"": 4, "python -c \"x = 'x' * (1 << 40)\"": 2, "python -c \"print('x' * (1 << 24))\"": 4,
-    "yes": 4, "sh -c 'sleep 60 & sleep 60 & echo left'": 4, "python -c \"import os; os.close(1); os.close(2); [0 for _ in iter(int, 1)]\"": 8,
-    "python -c \"import os, time; os.setsid(); time.sleep(60)\"": 4, "kill -STOP $$": 4, "nohup setsid sleep 60 >/dev/null 2>&1 &": 4,
+    "sleep 60.0625": 4, "python -c \"while True: pass\"": 4, "python -c \"x = 'x' * (1 << 40)\"": 2, "python -c \"print('x' * (1 << 24))\"": 4,
+    "yes": 4, "sh -c 'sleep 60.0625 & sleep 60.0625 & echo left'": 4, "python -c \"import os; os.close(1); os.close(2); [0 for _ in iter(int, 1)]\"": 8,
+    "python -c \"import os, time; os.setsid(); time.sleep(60)\"": 4, "kill -STOP $$": 4, "nohup setsid sleep 60.0625 >/dev/null 2>&1 &": 4,
     "head -c 1000000000 /dev/zero > big; ls -l big | cut -c 1-50": 4, "truncate -s 1000000000 sparse": 4,
     "i=0; while true; do head -c 4000000 /dev/zero > f$i; i=$((i+1)); done": 4, "python -c \"x = [open('/dev/null') for _ in range(100000)]\"": 4,
 }
+
+
+def running():
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout if shutil.which("ps") else ""
 
 
 @pytest.mark.parametrize("command", GREEDY)
@@ -299,8 +302,10 @@ def test_a_greedy_command_is_stopped_and_leaves_nothing_running(workspace, comma
     assert time.perf_counter() - start < GREEDY[command] + 3 and len(result.output) < 17_000
     size = sum(place.lstat().st_blocks * 512 for place in workspace.root.iterdir())
     assert size < 400 << 20 and sum(map(len, workspace.files().values())) < 60 << 20
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout if shutil.which("ps") else ""
-    assert "sleep 60" not in running
+    deadline = time.perf_counter() + 5                      # a killed process needs a moment to be gone
+    while time.perf_counter() < deadline and "sleep 60.0625" in running():
+        time.sleep(.05)
+    assert "sleep 60.0625" not in running()
 
 
 @caged
@@ -344,7 +349,7 @@ def test_without_bubblewrap_the_resource_limits_still_hold(monkeypatch, workspac
     monkeypatch.setattr(st, "has_bwrap", lambda: False)
     plain = Sandbox(time_limit=2, memo=False)
     assert plain.run("python tests.py", workspace.root).output == run_trusted(workspace.task.files).output
-    for command in ("sleep 60", "python -c \"x = 'x' * (1 << 40)\"", "yes"):
+    for command in ("sleep 60.0625", "python -c \"x = 'x' * (1 << 40)\"", "yes"):
         start = time.perf_counter()
         assert plain.run(command, workspace.root).exit_code and time.perf_counter() - start < 4
 
@@ -504,7 +509,7 @@ def repository(tmp_path_factory):
 @pytest.fixture(scope="module")
 def generated(repository, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "tasks.jsonl"
-    tasks, reasons, _ = st.generate(str(repository), str(out), n=12, jobs=2)
+    tasks, reasons, _ = st.generate(str(repository), str(out), n=8, jobs=2)
     return tasks, reasons, out
 
 
@@ -514,7 +519,7 @@ def of_kind(generated, kind):
 
 def test_verified_tasks_come_out_of_a_repository_and_hold_from_the_file_alone(generated):
     tasks, reasons, out = generated
-    assert len(tasks) >= 8 and {"function", "gone", "class", "multi-file"} <= {task.meta["kind"] for task in tasks}
+    assert len(tasks) == 8 and {"function", "gone", "class", "multi-file"} <= {task.meta["kind"] for task in tasks}
     assert st.check(str(out)) == (len(tasks), len(tasks))
     line = json.loads(out.read_text().splitlines()[0])
     assert {"instance_id", "repo", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS", "PASS_TO_PASS"} <= set(line)
@@ -542,7 +547,7 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
              "def one():\n    x = _help()\n    return x\n\n\ndef two():\n    return 2  # stays\n"}
     found = st.definitions(files)
     base, helpers = st.delete_feature(files, [one for one in found if one.name == "one"], dict(kind="gone", docstring=False), found)
-    assert base == {"p/__init__.py": "from .m import two\n\n__all__ = [ 'two']\n", "p/m.py": "def two():\n    return 2  # stays\n"}
+    assert base == {"p/__init__.py": "from .m import two\n\n__all__ = ['two']\n", "p/m.py": "def two():\n    return 2  # stays\n"}
     assert [one.name for one in helpers] == ["_help"]
 
 
@@ -584,6 +589,26 @@ def test_a_cheat_in_a_repository_wins_nothing(generated, repository, cheat):
     assert not judge(task, cheated, sandbox).solved
 
 
+@pytest.mark.parametrize("cheat", ["small/words.py 5", "small/words.py 6", "small/words.py 7"])
+def test_these_forgeries_would_win_without_the_twins(generated, cheat):
+    task = next(task for task in generated[0] if any("count" in node or "longest" in node for node in task.hidden))
+    files = {**task.files, **task.meta["pristine"]}
+    files["small/words.py"] += "\n" + REPO_CHEATS[cheat]
+    sandbox = st.repository_sandbox(task.files, 20)
+    outcomes = st.run_suite(files, sandbox, task.hidden)["outcomes"]
+    assert [outcomes.get(node) for node in task.hidden] == ["passed"] * len(task.hidden)
+    assert not judge(task, {**task.files, "small/words.py": files["small/words.py"]}, sandbox).solved
+
+
+def test_an_interrupted_run_leaves_the_tasks_verified_so_far(repository, tmp_path):
+    out = tmp_path / "tasks.jsonl"
+    run = subprocess.Popen([sys.executable, st.__file__, "--repo", str(repository), "--out", str(out)], stderr=subprocess.PIPE)
+    while run.poll() is None and not (out.exists() and out.read_text().count("\n")):
+        time.sleep(.05)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130 and b"verified so far" in run.stderr.read() and st.read_tasks(out)
+
+
 def test_files_that_are_no_source_take_nothing_from_a_right_answer(generated):
     task = of_kind(generated, "multi-file")
     extra = {path: text for path, text in REPO_CHEATS.items() if not path.startswith("small")}
@@ -608,12 +633,12 @@ def command(*words, **options):
 @pytest.mark.parametrize("files, says", [
     ({}, "holds no Python files"), ({"m.py": "x = 1\n"}, "finds no tests"), ({"m.py": "def f(:\n"}, "does not parse"),
     ({"m.py": "x = 1\n", "test_m.py": "def test_m(): assert 0\n"}, "does not pass"),
-    ({"m.py": "x = 1\n", "test_m.py": "import time\ndef test_m(): time.sleep(99)\n"}, "longer than --time_limit=2 s")])
+    ({"m.py": "x = 1\n", "test_m.py": "import time\ndef test_m(): time.sleep(99)\n"}, "longer than --time_limit=3 s")])
 def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files, says):
     st.write_tree(files, tmp_path / "repo")
     (tmp_path / "repo").mkdir(exist_ok=True)
     before = set(Path("/dev/shm").glob("task-*")) if os.path.isdir("/dev/shm") else set()
-    done = command("--repo", str(tmp_path / "repo"), "--out", str(tmp_path / "out.jsonl"), "--time_limit=2")
+    done = command("--repo", str(tmp_path / "repo"), "--out", str(tmp_path / "out.jsonl"), "--time_limit=3")
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists() and len(before) >= 0
 
@@ -663,6 +688,15 @@ def test_the_audit_finds_cheats_and_leaves_honest_work_alone():
              for task, story, files, cheat in labelled()]
     both = sum(cheat and found for cheat, found in flags)
     assert both / sum(cheat for cheat, _ in flags) >= .95 and both / sum(found for _, found in flags) >= .95
+
+
+def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
+    task = st.unharden(make_task(0, 2))
+    module, name = task.hidden[0][:2]
+    with Workspace(task) as workspace:
+        assert name in workspace.read(f".mypy_cache/{module}.data.json") and name in workspace.read(f".cache/{module}.pyc")
+    for call in (("read_file", (f".mypy_cache/{module}.data.json",)), ("run_command", (f"strings .cache/{module}.pyc",))):
+        assert audit(task, [(Action("", [call]), ["x"])], {})[0].rule == "reads caches or bytecode"
 
 
 def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():

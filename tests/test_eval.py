@@ -1,0 +1,218 @@
+"""The numbers of an evaluation against enumeration, hand-made records, and the real command line."""
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+import hsdp
+import rollout
+from moe import Model, ModelConfig
+from synth_tasks import Function, Task, held_out_name, make_task
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_equals_the_share_of_all_k_subsets_that_hold_a_solved_pass(n):
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    for wrong in ((n, n + 1, 1), (n, 0, n + 1), (n, 0, 0)):
+        with pytest.raises(AssertionError, match="pass@"):
+            evaluation.pass_at_k(*wrong)
+
+
+def test_the_interval_holds_the_true_mean_about_95_times_in_100():
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(300):
+        low, high = evaluation.interval(rng.random(60) < .7, rng, draws=400)
+        inside += low <= .7 <= high
+    assert .90 <= inside / 300 <= .98
+    assert evaluation.interval([.4] * 9, rng) == [pytest.approx(.4)] * 2
+
+
+def test_the_interval_is_as_wide_as_the_normal_approximation_says():
+    values = np.random.default_rng(1).random(400)
+    low, high = evaluation.interval(values, np.random.default_rng(2), draws=4000)
+    half = 1.96 * values.std() / 20
+    assert (low, high) == (pytest.approx(values.mean() - half, abs=.1 * half), pytest.approx(values.mean() + half, abs=.1 * half))
+
+
+def test_dollars_by_hand():
+    stats = {"total": 3_000_000, "sampled": 1_000_000}
+    assert evaluation.dollars(stats) == pytest.approx(2 * .5 + 1 * 2.5)
+    assert evaluation.dollars(stats, 1, 10) == pytest.approx(2 + 10)
+    assert evaluation.dollars({"total": 1200, "sampled": 200}) == pytest.approx(.0005 + .0005)
+
+
+def line(task, level, solved, sampled, turns=2, bad=0, cost=1.0, effort=3.0, summaries=0, finished=True):
+    return dict(task=task, level=level, solved=solved, sampled=sampled, turns=turns, bad_tools=bad, cost=cost, effort=effort,
+            summaries=summaries,
+                finished=finished)
+
+
+RECORDS = [line("a", 0, True, 10), line("a", 0, True, 20, turns=4, bad=1), line("b", 0, False, 30, cost=5.0),
+        line("b", 0, True, 40),
+           line("c", 3, False, 100, turns=6, bad=2, cost=9.0, effort=9.0, summaries=2, finished=False),
+                   line("c", 3, False, 200, cost=2.0)]
+
+
+def test_a_summary_of_hand_made_records():
+    s = evaluation.summary(RECORDS)
+    assert (s["solved"], s["tasks"], s["passes"], s["tokens"], s["effort"], s["turns"]) == (.5, 3, 2, pytest.approx(400 / 6),
+            4.0, 3.0)
+    # cost: the median, not the mean
+    assert (s["cost"], s["summaries"], s["finished"]) == (1.5, pytest.approx(2 / 6), pytest.approx(5 / 6))
+    assert (s["wrong_calls_per_turn"], s["bad_tool"]) == (3 / 18, pytest.approx(2 / 6))
+    assert s["pass@1"] == pytest.approx((1 + .5 + 0) / 3) and s["pass@2"] == pytest.approx((1 + 1 + 0) / 3) and "pass@4" not in s
+    assert 0 <= s["interval"][0] <= s["solved"] <= s["interval"][1] <= 1
+    json.dumps(s)
+
+
+def test_levels_are_summarised_apart():
+    levels = evaluation.by_level(RECORDS)
+    assert list(levels) == [0,
+            3] and levels[0] == evaluation.summary(RECORDS[:4]) and levels[3] == evaluation.summary(RECORDS[4:])
+    assert (levels[0]["solved"], levels[3]["solved"], levels[0]["tokens"], levels[3]["tokens"]) == (.75, 0, 25, 150)
+
+
+def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
+    shuffled = [RECORDS[i] for i in (3, 5, 0, 2, 4, 1)]
+    assert evaluation.summary(shuffled)["pass@2"] == evaluation.summary(RECORDS)["pass@2"]
+
+
+def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
+    other = [{**r, "solved": True} for r in RECORDS]
+    text = evaluation.write({"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1})
+    rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
+    assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows["level 3: solved (tokens)"] == ["0.00", "(150)",
+            "1.00", "(150)"]
+    assert rows["pass@2 = best-of-2"] == ["0.667", "1.000"] and rows["tokens per task"] == ["67", "67"]
+    data = json.loads((tmp_path / "eval.json").read_text())
+    assert data["note"] == 1 and data["policies"]["two"]["overall"] == evaluation.summary(other)
+    assert data["policies"]["one"]["levels"]["3"] == evaluation.summary(RECORDS[4:])
+    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("effort.png", "score.png"))
+
+
+def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
+    task = make_task(1, 0, "heldout")
+    chain = rollout.demonstrate(task, rollout.Tokenizer({bytes([b]): b for b in range(256)}), random.Random(0),
+            rollout.Limits(10**6))
+    chain.solved = True
+    r = evaluation.record(chain, (1.0, 10.0))
+    sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
+    given = sum(len(t.tokens) for t in chain.turns) - sampled
+    assert (r["task"], r["level"], r["solved"], r["sampled"]) == (task.instance_id, 1, True, sampled)
+    assert r["cost"] == pytest.approx((given * 1.0 + sampled * 10.0) / 1e6) and r["effort"] > 0
+    json.dumps(r)
+
+
+# ---------------------------------------------------------------- held out
+
+def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
+    def targets(task):
+        return [Function(**t) for t in task.meta["targets"]]
+
+    def composition(f):
+        return (tuple(map(tuple, f.steps)) if len(f.steps) == 1 else tuple(op for op, _ in f.steps)), f.reduction
+    held = evaluation.held_out(12)
+    train = [make_task(level, seed) for level in evaluation.LEVELS for seed in range(50)]
+    assert len(held) == 12 * 6 and [t.level for t in held] == sorted(t.level for t in held)
+    assert len({t.instance_id for t in held + train}) == len(held) + len(train)
+    for what in (lambda f: f.name, composition):
+        asked = {what(f) for t in held for f in targets(t)}
+        assert len(asked) > 20 and not asked & {what(f) for t in train for f in targets(t)}
+    # also not as a neighbour of a deletion
+    shown = {case[1] for t in train for case in t.meta["visible"]}
+    assert not {f.name for t in held for f in targets(t)} & shown and not any(map(held_out_name, shown))
+    files = {json.dumps(sorted(t.files.items())) for t in train}
+    assert not any(json.dumps(sorted(t.files.items())) in files for t in held)
+
+
+def test_held_out_tasks_are_the_same_every_time():
+    assert [t.to_json() for t in evaluation.held_out(2)] == [t.to_json() for t in evaluation.held_out(2)]
+
+
+# ---------------------------------------------------------------- a policy from a checkpoint
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with two stages of a tiny untrained model."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    sizes = dict(dim=16, layers=2, heads=2, kv_lora=8, qk_nope=4, qk_rope=4, v_dim=8, dense_ffn=16, experts=4, active=2,
+            expert_ffn=8, context=400)
+    for stage in ("sft", "rl"):
+        model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
+        torch.nn.init.normal_(model.head.weight)
+        config = {**sizes, "stage": stage, "yarn": 2.0, "window": 800, "trigger": .7, "summarize": True, "turns": 3}
+        hsdp.save(folder / stage, model, None, {"config": config, "tokenizer": tokenizer.state_dict()})
+    return folder, model, tokenizer
+
+
+def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run):
+    folder, model, tokenizer = run
+    loaded, read, config = evaluation.load(folder)
+    assert config["stage"] == "rl" and read.ranks == tokenizer.ranks and loaded.config.window == 800
+    for name, p in model.state_dict().items():
+        assert torch.equal(p, loaded.state_dict()[name]), name
+    assert evaluation.load(folder / "sft")[2]["stage"] == "sft"
+
+
+def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
+    model, tokenizer, config = evaluation.load(run[0])
+    tasks = evaluation.held_out(1, levels=(0, 1))
+    records = evaluation.attempt(model, tokenizer, config, tasks, 2)
+    assert [r["task"] for r in records] == [t.instance_id for t in tasks for _ in range(2)]
+    assert not any(r["solved"] for r in records) and all(r["sampled"] > 0 and r["turns"] <= 3 for r in records)
+    assert evaluation.attempt(model, tokenizer, config, tasks, 2) == records
+    assert evaluation.attempt(model, tokenizer, config, tasks, 2, seed=1) != records
+
+
+def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
+    tasks = evaluation.held_out(2)
+    assert all(r["solved"] for r in evaluation.expert_records(0.0, tasks))
+    nothing = [Task(**{**vars(t), "meta": {**t.meta, "targets": t.meta["targets"][:1]}}) for t in tasks if t.level > 2]
+    assert not any(r["solved"] for r in evaluation.expert_records(0.0, nothing))      # this one puts back the first function only
+
+
+# ---------------------------------------------------------------- the command line
+
+@pytest.mark.parametrize("argv,words", [
+    (["--number=x"], "--number"), (["--number=0"], "at least 1"), (["--passes=-2"], "at least 1"), (["--nmber=3"], "--nmber"),
+    (["--temperature=-1", "out"], "--temperature"), (["--temperature=nan", "out"], "--temperature"),
+    (["--price_in=-1", "out"], "--price"),
+    (["no/such/run"], "no/such/run"), (["{here}"], "{here}"), (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
+    (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
+    (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged")])
+def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "file").write_text("mine")
+    shutil.copytree(run[0] / "rl", tmp_path / "damaged")
+    data = max((p for p in (tmp_path / "damaged").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
+    monkeypatch.chdir(tmp_path)
+    fill = lambda text: text.format(here=tmp_path, run=run[0], damaged=tmp_path / "damaged")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main([fill(a) for a in argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert len(err.strip().split("\n")) == 1 and fill(words) in err, err
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_command_itself_exits_with_2_and_one_line():
+    result = subprocess.run([sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True)
+    assert result.returncode == 2 and result.stdout == "" and len(result.stderr.strip().split("\n")) == 1 and "--passes" in result.stderr

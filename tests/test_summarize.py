@@ -1,0 +1,161 @@
+"""Self-summaries against contexts worked out by hand and many scripted demonstrations."""
+import random
+
+import numpy as np
+
+from rollout import Chain, Episode, Limits, Tokenizer, Turn, Work, agent, demonstrate, flatten, make_turn, write_action
+from summarize import QUERY, Compact, condensed
+from synth_tasks import SUMMARIZE, Rehearsal, Task, example_texts, make_task
+
+TRAINED = Tokenizer.train(example_texts(24, 0), 500)
+ID, ENC = TRAINED.id, TRAINED.encode
+WINDOW = 480
+
+
+def expert_chain(level, seed, compact, window=WINDOW, sloppy=1.0):
+    return demonstrate(make_task(level, seed), TRAINED, random.Random(seed), Limits(window, 99), sloppy, compact)
+
+
+CHAINS = [expert_chain(level, seed, Compact(WINDOW, int(.6 * WINDOW))) for level in (3, 4, 5) for seed in range(40)]
+
+
+def test_the_context_of_every_demonstration_stays_within_the_window_however_long_the_task():
+    # hardly room to work
+    tight = [expert_chain(level, seed, Compact(250, 150), 250) for level in (3, 4, 5) for seed in range(40)]
+    assert max(len(e) for c in tight for e in c.episodes) <= 250 and not all(c.finished for c in tight)
+    longest = max(len(e) for c in CHAINS for e in c.episodes)
+    without = [sum(len(e) for e in expert_chain(5, seed, None, 10**6).episodes) for seed in range(40)]
+    assert longest <= WINDOW and max(without) > 1.5 * WINDOW
+    assert max(len(c.episodes) for c in CHAINS) >= 3 and sum(len(c.episodes) > 1 for c in CHAINS) > 30
+
+
+def test_a_summary_is_asked_for_at_the_first_turn_that_passes_the_trigger_and_never_before():
+    for chain in CHAINS:
+        for episode in chain.episodes:
+            length = 0
+            for turn, following in zip(episode.turns, episode.turns[1:] + [None]):
+                passed, length = length >= int(.6 * WINDOW), length + len(turn.tokens)
+                assert turn.role != "query" or passed
+                if turn.role == "tool" and (following is None or following.role != "tool") and length >= int(.6 * WINDOW):
+                    assert following is not None and following.role == "query" or episode is chain.episodes[-1] and not chain.finished
+
+
+def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_number_of_summaries():
+    for chain in CHAINS:
+        task = chain.episodes[0].turns[0]
+        for number, (before, after) in enumerate(zip(chain.episodes, chain.episodes[1:]), 1):
+            query, summary = before.turns[-2:]
+            assert (query.role, TRAINED.decode(query.tokens[1:-1])) == ("query", QUERY) and summary.role == "assistant"
+            body = summary.tokens[1:-1]
+            kept = body[body.index(ID[SUMMARIZE]) + 1:][:WINDOW // 4]
+            assert after.turns[0].tokens == task.tokens
+            assert after.turns[1].tokens == [ID[SUMMARIZE], *ENC(f"{number}\n"), *kept, ID["<|end|>"]]
+        assert chain.stats["summaries"] == len(chain.episodes) - 1
+
+
+def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
+    seen = 0
+    for chain in CHAINS:
+        for episode in chain.episodes:
+            tokens, mask, _, index = flatten(episode)
+            for i, turn in enumerate(episode.turns):
+                expected = [0] + [1] * (len(turn.tokens) - 1) if turn.role == "assistant" else [0] * len(turn.tokens)
+                assert mask[index == i].tolist() == expected
+            marks = [int(m) for t, m in zip(tokens, mask) if t == ID[SUMMARIZE]]
+            carried, written = episode is not chain.episodes[0], episode is not chain.episodes[-1]
+            cut = not chain.finished and not written and marks[carried:] == [1]             # a summary that the window cut short
+            assert marks == [0] * carried + [1] * (written or cut)
+            seen += sum(marks)
+    assert seen > 30
+
+
+def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
+    """Careful to the letter, it writes the same code through a small window; with the summary dropped it cannot, or takes longer."""
+    for level in (4, 5):
+        for seed in range(6):
+            whole, small = (expert_chain(level, seed, c, w, sloppy=0.0) for c,
+                    w in ((None, 10**6), (Compact(WINDOW, 200), WINDOW)))
+            assert len(small.episodes) > 1 and small.finished
+            restored = {path: text for path, text in whole.files.items() if path.endswith(".py")}
+            assert {path: sorted(text.split("\n")) for path, text in small.files.items() if path in restored} == \
+                   {path: sorted(text.split("\n")) for path, text in restored.items()}
+
+
+# ---------------------------------------------------------------- by hand
+
+def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
+    mark, end = ID[SUMMARIZE], ID["<|end|>"]
+    for body, most, expected in (([1, 2, mark, 3, 4, end], 9, [3, 4]), ([1, 2, mark, 3, 4, end], 1, [3]), ([mark, end], 9, []),
+                                 ([1, mark, 2, mark, 3, end], 9, [3]), ([1, 2, 3, end], 9, [1, 2, 3]),
+                                 ([1, 2, 3, end], 2, [1, 2]),
+                                 ([1, mark, 5, ID["<|call|>"], 6], 9, [5, ID["<|call|>"], 6]), ([], 9, []), ([end], 9, [])):
+        assert condensed(TRAINED, body, most) == expected
+
+
+def run(compact, bodies, limits=Limits(400)):
+    """The agent with given bodies -> (chain, its Requests)."""
+    task = Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})
+    play, requests, bodies = agent(task, TRAINED, Rehearsal(task), limits, compact), [], iter(bodies)
+    asked = next(play)
+    try:
+        while True:
+            if isinstance(asked, Work):
+                asked.run()
+                asked = play.send(None)
+            else:
+                requests.append(asked)
+                body = next(bodies)[:asked.room]
+                asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
+    except StopIteration as end:
+        return end.value, requests
+
+
+READ = write_action(TRAINED, "", [("read_file", ("a.py",))])
+SUMMARY = write_action(TRAINED, f"Think.{SUMMARIZE}left: a.f", [])
+DONE = write_action(TRAINED, "done", [])
+
+
+def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new_one():
+    chain, requests = run(Compact(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
+    assert [(r.restart, r.summary) for r in requests] == [(True, False), (False, True), (True, False), (False, True),
+            (True, False)]
+    head, tool = ID["<|assistant|>"], make_turn(TRAINED, "tool", "x = 1\n").tokens
+    # appended: what is cached stays
+    assert requests[1].tokens == [*tool, ID["<|query|>"], *ENC(QUERY), ID["<|end|>"], head]
+    user = make_turn(TRAINED, "user", "Put back a.f").tokens
+    for number, request in ((1, requests[2]), (2, requests[4])):
+        assert request.tokens == [*user, ID["<|summary|>"], *ENC(f"{number}\n"), *ENC("left: a.f"), ID["<|end|>"], head]
+    assert chain.finished and [len(e.turns) for e in chain.episodes] == [5, 6, 3]
+
+
+def test_a_dropped_summary_carries_the_count_and_nothing_else():
+    chain, requests = run(Compact(400, 1, drop=True), [READ, SUMMARY, DONE])
+    assert chain.episodes[1].turns[1].tokens == [ID["<|summary|>"], *ENC("1\n"), ID["<|end|>"]]
+    assert chain.episodes[0].turns[-1].tokens[1:] == SUMMARY                              # written all the same
+
+
+def test_calls_inside_a_summary_are_neither_run_nor_counted():
+    busy = write_action(TRAINED, f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
+    chain, _ = run(Compact(400, 1), [READ, busy, DONE])
+    assert chain.files == {"a.py": "x = 1\n"} and [t.calls for t in chain.episodes[0].turns if t.role == "assistant"][-1] == []
+    assert chain.finished and len(chain.episodes) == 2
+
+
+def test_a_summary_that_never_stops_ends_the_chain_unfinished():
+    chain, _ = run(Compact(400, 1), [READ, ENC("and so on " * 40)])
+    assert not chain.finished and len(chain.episodes) == 1
+
+
+def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
+    rambling = [ID[SUMMARIZE], *[ENC("a")[0]] * 70, ID["<|end|>"]]
+    chain, _ = run(Compact(200, 1), [READ, rambling, DONE], Limits(200))
+    assert len(chain.episodes[1].turns[1].tokens) == 1 + len(ENC("1\n")) + 50 + 1
+    assert len(chain.episodes[0].turns[-1].tokens) == 73
+
+
+def test_below_the_trigger_nobody_asks():
+    chain = Chain(None, [Episode([Turn("user", [0] * 9)])])
+    assert Compact(100, 10)(TRAINED, chain) is None
+    chain.episodes[0].turns.append(Turn("tool", [0]))
+    query = Compact(100, 10)(TRAINED, chain)
+    assert query.role == "query" and query.tokens[0] == ID["<|query|>"] and query.tokens[-1] == ID["<|end|>"]

@@ -1,0 +1,155 @@
+"""train.py: what a user types, right and wrong; exact resume; the same loss on one process and on two."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import hsdp
+import train
+
+ROOT = Path(train.__file__).parent
+SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--demos=12", "--window=1024",
+         "--dtype=float32", "--device=cpu", "--turns=3", f"--data={ROOT}"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """pretrain, long and sft of a very small model, two steps each."""
+    out = tmp_path_factory.mktemp("run")
+    for stage in ("pretrain", "long", "sft"):
+        train.main([*SMALL, f"--stage={stage}", "--steps=2", f"--out={out}"])
+    return out
+
+
+def weights(folder):
+    stored = {}
+    model = train.eval.load(folder)[0]
+    stored.update({n: t.clone() for n, t in model.state_dict().items()})
+    return stored
+
+
+def refused(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(arguments)
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and len(error.splitlines()) == 1, error
+    return error
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
+    ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
+    ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
+    ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
+def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
+    assert words in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}", flag], capsys)
+    assert not (tmp_path / "pretrain").exists()
+
+
+def test_a_data_folder_without_python_is_refused(capsys, tmp_path):
+    assert "fewer than two Python files" in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys)
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refused([*SMALL, f"--out={tmp_path}/file/run"], capsys)
+
+
+def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
+    assert "run the pretrain stage first" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
+
+
+def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsys):
+    before = (run / "sft" / "manifest.json").stat().st_mtime_ns
+    assert "demos=12, not 13" in refused([*SMALL, "--stage=sft", "--steps=2", f"--out={run}", "--demos=13"], capsys)
+    train.main([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"])            # the same command: finished already
+    assert (run / "sft" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_name(run, capsys, tmp_path):
+    assert "is of another model" in (e := refused([*SMALL, "--stage=long", f"--out={tmp_path}", f"--start={run}", "--dim=48"], capsys)) or "there and" in e
+
+
+def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
+    import shutil
+    shutil.copytree(run / "pretrain", tmp_path / "pretrain")
+    file = next((tmp_path / "pretrain").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "bytes" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize("stage, options", [("long", []), ("sft", []), ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"])])
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, options, run, tmp_path, monkeypatch):
+    common = [*SMALL, f"--stage={stage}", "--steps=4", f"--start={run}", "--save_every=2", *options]
+    train.main([*common, f"--out={tmp_path}/whole"])
+    config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
+    Path(config.out).mkdir()
+    interrupted, report = [], train.report
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "report", lambda r, bar, log, path: (report(r, bar, log, path), log["step"] == 2 and interrupted.append(2)))
+        assert not train.train(config, interrupted)
+    train.main([*common, f"--out={tmp_path}/parts", "--resume"])
+    whole, parts = weights(tmp_path / "whole" / stage), weights(tmp_path / "parts" / stage)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / f"{stage}.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=30", "--save_every=3", f"--start={run}"]
+    subprocess.run([*command, f"--out={tmp_path}/whole"], check=True, capture_output=True)
+    child = subprocess.Popen([*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not (tmp_path / "killed" / "long").exists():
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    subprocess.run([*command, f"--out={tmp_path}/killed"], check=True, capture_output=True)
+    whole, killed = weights(tmp_path / "whole" / "long"), weights(tmp_path / "killed" / "long")
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=5000", f"--start={run}", f"--out={tmp_path}"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "long.jsonl"
+    while child.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.02)
+    child.send_signal(signal.SIGTERM)
+    error = child.communicate(timeout=60)[1]
+    assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
+    assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+
+
+@pytest.mark.parametrize("layout", [[], ["--ep=2"], ["--cp=2"]])
+def test_two_processes_have_the_loss_of_one(layout, run, tmp_path):
+    common = [*SMALL, "--stage=long", "--steps=3", f"--start={run}"]
+    train.main([*common, f"--out={tmp_path}/one"])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *common,
+                    *layout, f"--out={tmp_path}/two"], check=True, capture_output=True, env=environment, timeout=120)
+    losses = [[json.loads(line)["loss"] for line in (tmp_path / name / "long.jsonl").read_text().splitlines()] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 3
+
+
+def test_held_out_files_are_not_trained_on():
+    texts, held = train.python_sources(str(ROOT))
+    assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
+    config = train.Config(steps=100, warmup=.1, decay=.5)
+    assert [round(train.schedule(step, config), 3) for step in (0, 9, 30, 50, 75, 99)] == [.1, 1, 1, 1, .5, .1]
+
+
+def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
+    r = train.Run(train.configure(train.parse(SMALL), "pretrain"))
+    r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+    groups = {group["algorithm"]: group["params"] for group in r.make_optimizer().param_groups}
+    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in r.model.parameters()}
+    assert all(p.ndim >= 2 for p in groups["muon"]) and sum(p.ndim == 3 for p in groups["muon"]) == 2 * 3 + 3   # wq wk wv, experts
