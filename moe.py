@@ -184,6 +184,19 @@ class Router(nn.Module):
         return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9)
 
 
+class Permute(torch.autograd.Function):
+    """x[order] for a permutation, whose gradient is a permutation too. Plain indexing would scatter-add it, which on several
+    CPU threads sums in an order of its own: a resumed run would not end with the same bits."""
+    @staticmethod
+    def forward(ctx, x, order, back):
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.saved_tensors[0]], None, None
+
+
 class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -202,8 +215,9 @@ class MoE(nn.Module):
             self.router.load += counts
         if record is not None:
             record.append(choice.view(B, T, -1))
-        y = self.dispatch(flat[order // self.router.k], counts, self.experts)        # (M*K, D)
-        y = y[order.argsort()].view(B * T, self.router.k, D)
+        back = order.argsort()
+        rows = Permute.apply(flat.repeat_interleave(self.router.k, 0), order, back)  # (M*K, D)
+        y = Permute.apply(self.dispatch(rows, counts, self.experts), back, order).view(B * T, self.router.k, D)
         y = (y * gates[..., None].to(y.dtype)).sum(1).view(B, T, D)
         return y if self.shared is None else y + self.shared(x)
 
