@@ -94,16 +94,16 @@ def rotate(x, cos, sin):
 
 
 def attend(q, k, v, mask, scale):
-    """softmax(scale q k^T) v with a causal mask, or `mask` (True = may look): q, k (B, H, T, Q), v (B, H, T, V)."""
+    """softmax(scale q k^T) v with a causal mask, or `mask` (True = may look): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V)."""
     B, H, T, Q = q.shape
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and T <= 1024:
-        # short bf16 sequences on a CPU: three plain products take half the time of the fused kernel (python moe.py --bench)
-        future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
-        scores = torch.baddbmm(future.expand(B * H, T, T), (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
+    S, V = v.shape[-2:]
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and S <= 1024:
+        # training on short bf16 sequences on a CPU: three plain products take half the time of the fused kernel
+        future = torch.full((T, S), -torch.inf, dtype=q.dtype).triu(1).expand(B * H, T, S)
+        scores = torch.baddbmm(future, (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
         return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).unflatten(0, (B, H))
-    v_dim, short = v.shape[-1], Q - v.shape[-1]                                      # flash attention wants equal widths
-    o = F.scaled_dot_product_attention(q, k, F.pad(v, (0, short)) if short > 0 else v, mask, is_causal=mask is None, scale=scale)
-    return o[..., :v_dim]
+    o = F.scaled_dot_product_attention(q, k, F.pad(v, (0, max(0, Q - V))), mask, is_causal=mask is None, scale=scale)
+    return o[..., :V]                                                                # flash attention wants equal widths
 
 
 def swiglu(x, w_gate, w_up, w_down):
@@ -279,7 +279,7 @@ class Attention(nn.Module):
         nope = torch.einsum("bhtn,hnc->bhtc", nope, self.wk_b.to(q.dtype))
         q = torch.cat((nope, rope), -1).reshape(B, 1, H * T, -1)
         mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
-        o = F.scaled_dot_product_attention(q, entry[:, None], entry[:, None], mask, scale=self.scale * self.q ** -0.5)
+        o = attend(q, entry[:, None], entry[:, None], mask, self.scale * self.q ** -0.5)
         return torch.einsum("bhtc,hvc->bhtv", o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.to(q.dtype))
 
     def forward(self, x, cos, sin, mask=None, cache=None):

@@ -279,6 +279,8 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     last = chain.episodes[-1]
     while len(last) > limits.window and len(last.turns) > 1:     # outputs that overflowed the context: no one has read them
         last.turns.pop()
+    if len(chain.episodes) > 1 and not any(turn.role == "assistant" for turn in chain.episodes[-1].turns):
+        chain.episodes.pop()                                     # the last turn allowed was a summary: nothing came of it
     chain.files = workspace.files()
     return chain
 

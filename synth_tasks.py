@@ -428,14 +428,14 @@ NOUNS = ("apple bell bird boat book bread bridge cloud coin cup desk door engine
 PROBE = [0, 1, 50]      # shows family and constant of one map step by copying: [4, 5, 54], [-4, -3, 46], [0, 4, 200], ...
 
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests"); named: prompt names the target
-LEVELS = [dict(steps=(1, 2), deletions=1, where="prompt", named=True),
+LEVELS = [dict(steps=(1, 1), deletions=1, where="prompt", named=True),
           dict(steps=(1, 2), deletions=1, where="docs", named=True),
           dict(steps=(1, 1), deletions=1, where="tests", named=True),
-          dict(steps=(2, 2), deletions=2, where="docs", named=False),
-          dict(steps=(2, 3), deletions=3, where="docs", named=False),
-          dict(steps=(2, 3), deletions=4, where="docs", named=False),
-          dict(steps=(2, 4), deletions=5, where="docs", named=False),      # 6 and 7: made when 5 is won
-          dict(steps=(3, 5), deletions=6, where="docs", named=False)]
+          dict(steps=(1, 1), deletions=2, where="docs", named=False),
+          dict(steps=(1, 2), deletions=2, where="docs", named=False),
+          dict(steps=(1, 2), deletions=3, where="docs", named=False),
+          dict(steps=(2, 2), deletions=4, where="docs", named=False),      # 6 and 7: made when 5 is won
+          dict(steps=(2, 3), deletions=5, where="docs", named=False)]
 
 CHECK = '''import sys
 
@@ -572,9 +572,7 @@ def make_task(level, seed, split="train"):
 def try_task(rng, level, split):
     """One draw of a codebase and a deletion; None where a gate refuses it."""
     dials = LEVELS[level]
-    sizes = [2, 2] if dials["named"] else [rng.choice((2, 3)) for _ in range(2 if dials["deletions"] < 3 else 3)]
-    if sum(sizes) <= dials["deletions"]:
-        return None
+    sizes = rng.sample([1, 2], 2) if dials["named"] else [2] * (2 if dials["deletions"] < 4 else 3)
     nouns = rng.sample(NOUNS, len(NOUNS))
     modules = [nouns.pop() for _ in sizes]
     slots = [module for module, size in zip(modules, sizes) for _ in range(size)]
@@ -801,12 +799,12 @@ class Expert:
 
     def turn(self, thought, *calls):
         """One turn; now and then a call to a tool that is not there comes first."""
-        if self.slip(.15):
+        if self.slip(.12):
             name = self.rng.choice([tool for tool in TOOLS if not self.can[tool]] + list(PHANTOMS))
             argument = {"read_file": ("docs.md",), "open_file": ("docs.md",), "cat": ("tests.py",), "grep": (self.about,),
                         "search_codebase": (self.about,), "run_command": (self.task.test_command,)}
             yield from self.act(Action("", [(name, argument.get(name, ()))], bad_tool=True))
-        return (yield from self.act(Action(thought if self.rng.random() < .3 else "", list(calls))))
+        return (yield from self.act(Action(thought if self.rng.random() < .15 else "", list(calls))))
 
     def act(self, action):
         """Plays one action. Sent [SUMMARIZE, *outputs], it writes a summary before it goes on; what that leaves out is lost."""

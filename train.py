@@ -86,7 +86,7 @@ class Config:
     steps: int = 100
     context: int = 256            # tokens of a sequence
     batch_tokens: int = 4096      # per step, over all ranks
-    micro_tokens: int = 4096      # per forward
+    micro_tokens: int = 2048      # per forward
     yarn: float = 2.0             # window stretch of the long stage
     # sft
     demos: int = 8000             # distinct expert transcripts
@@ -94,7 +94,7 @@ class Config:
     hints: float = 0.3            # of its wrong tool calls: replaced by a hint and the right call
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     # rl
-    tasks_per_step: int = 12
+    tasks_per_step: int = 8
     group: int = 8                # rollouts per task
     temperature: float = 1.0
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
@@ -109,8 +109,8 @@ class Config:
     penalty_q: float = 0.5
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
-    window: int = 512             # context of an agent in rl and evaluation
-    turns: int = 40
+    window: int = 384             # context of an agent in sft, rl and evaluation
+    turns: int = 20               # of an agent in all
     curriculum: bool = True
     # parallel (torchrun)
     cp: int = 1
@@ -132,9 +132,9 @@ SCALES = {
                 tasks_per_step=32, group=16, lr=0.005, adam_lr=1e-3, demos=20000),
 }
 STAGES = {
-    "pretrain": dict(steps=320),
-    "long": dict(steps=50, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=850),
+    "pretrain": dict(steps=280),
+    "long": dict(steps=40, lr=0.004, adam_lr=2e-3),
+    "sft": dict(steps=650),
     "rl": dict(steps=50, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
@@ -294,15 +294,10 @@ class Demonstrations:
     def __init__(self, run):
         self.run, config = run, run.config
         self.episodes = make_demonstrations(config, run.tokenizer, run.compact, config.demos, run.bar)
-        self.lengths = np.array([len(e) for e in self.episodes])
-        mean = self.lengths.mean()
-        self.rows = max(1, int(config.batch_tokens / mean))
+        self.batches = length_batches([len(e) for e in self.episodes], config.batch_tokens, config.steps, config.seed)
 
     def losses(self, step, log):
-        config, n = self.run.config, len(self.episodes)
-        epoch, offset = divmod(step * self.rows, n)
-        order = np.concatenate([np.random.default_rng((config.seed, 2, epoch + i)).permutation(n) for i in range(2)])
-        chosen = order[offset:offset + self.rows]
+        config, chosen = self.run.config, self.batches[step]
         total = sum(int(rollout.flatten(self.episodes[i])[1].sum()) for i in chosen)
         for batch in self.run.micro_batches([(self.episodes[i], 1.0) for i in chosen]):
             logp = rollout.target_logprobs(self.run.logits(batch), batch["targets"])
@@ -316,6 +311,21 @@ class Demonstrations:
     after_step = lambda self: None
     state_dict = lambda self: {}
     load_state_dict = lambda self, state: None
+
+
+def length_batches(lengths, tokens, steps, seed):
+    """Indices for each step: two groups of like length, `tokens` in all when padded, so that little of a batch is padding."""
+    rng, lengths, groups = np.random.default_rng((seed, 2)), np.array(lengths), []
+    while len(groups) < 2 * steps:
+        pools = np.array_split(rng.permutation(len(lengths)), max(1, lengths.sum() // (16 * tokens)))
+        for pool in pools:
+            pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
+            while pool:
+                n = max(1, tokens // 2 // lengths[pool[-1]])
+                cut.append(pool[-n:])
+                del pool[-n:]
+            groups += [cut[i] for i in rng.permutation(len(cut))]
+    return [groups[2 * i] + groups[2 * i + 1] for i in range(steps)]
 
 
 def make_demonstrations(config, tokenizer, compact, number, bar):
