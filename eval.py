@@ -59,7 +59,7 @@ def dollars(stats, price_in=0.5, price_out=2.5):
 
 def record(chain, price=(0.5, 2.5)):
     """What one pass leaves behind: plain numbers."""
-    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved), "finished": bool(chain.finished),
+    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished), "finished": bool(chain.finished),
             "effort": float(effort(chain.stats, Weights())), "cost": dollars(chain.stats, *price), **chain.stats}
 
 

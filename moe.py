@@ -24,7 +24,10 @@ E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
 """
 import argparse
 import math
+import sysconfig
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -102,8 +105,8 @@ def attend(q, k, v, mask, scale):
         future = torch.full((T, S), -torch.inf, dtype=q.dtype).triu(1).expand(B * H, T, S)
         scores = torch.baddbmm(future, (q * scale).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
         return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).unflatten(0, (B, H))
-    o = F.scaled_dot_product_attention(q, k, F.pad(v, (0, max(0, Q - V))), mask, is_causal=mask is None, scale=scale)
-    return o[..., :V]                                                                # flash attention wants equal widths
+    v = F.pad(v, (0, Q - V)) if Q > V else v                                         # flash attention wants equal widths
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)[..., :V]
 
 
 def swiglu(x, w_gate, w_up, w_down):
@@ -419,3 +422,102 @@ def parameters_per_token(config):
     total = sum(p.numel() for p in model.parameters())
     idle = 3 * config.dim * config.expert_ffn * (config.experts - config.active) * (config.layers - config.dense_layers)
     return total, total - idle
+
+
+# ---------------------------------------------------------------- demo and bench
+
+def python_bytes(limit=1_000_000):
+    """Real Python to train on: the top of this interpreter's standard library, as bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    data = b"".join(p.read_bytes() for p in sorted(root.glob("*.py")))[:limit]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+def train_small(config, data, rate, steps=150):
+    """Next-byte prediction with AdamW -> losses, and loads (steps, E) of the first MoE layer as shares"""
+    torch.manual_seed(0)
+    model, losses, loads = Model(config), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = torch.stack([data[i:i + 97] for i in torch.randint(len(data) - 97, (8,)).tolist()])
+        loss = F.cross_entropy(model.logits(model(rows[:, :-1])).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step(), optimizer.zero_grad()
+        load = next(b.ffn.router.load for b in model.layers if isinstance(b.ffn, MoE))
+        loads.append(load / load.sum())
+        balance(model, rate)
+        losses.append(loss.item())
+    return losses, torch.stack(loads)
+
+
+def draw_loads(runs, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, len(runs), figsize=(9, 3.2), sharey=True, layout="constrained")
+    for ax, (name, (losses, loads)) in zip(axes, runs.items()):
+        ax.stackplot(range(len(loads)), loads.T.numpy())
+        ax.set(title=f"{name}: loss {sum(losses[-20:]) / 20:.2f}, busiest expert {loads[-20:].mean(0).max():.0%}", xlabel="step",
+               xlim=(0, len(loads) - 1), ylim=(0, 1))
+    axes[0].set_ylabel("share of the tokens, expert by expert")
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def demo():
+    torch.set_num_threads(1)
+    config = ModelConfig(vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=48)
+    data, runs = python_bytes(), {}
+    for name, rate in (("without balancing", 0.0), ("with the bias", 2e-2)):
+        runs[name] = train_small(config, data, rate)
+        losses, loads = runs[name]
+        shares = " ".join(f"{x:.2f}" for x in loads[-20:].mean(0).sort(descending=True)[0])
+        print(f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   shares of the last 20 steps: {shares}")
+    draw_loads(runs, Path("out/moe.png"))
+    total, active = parameters_per_token(config)
+    busiest = [loads[-20:].mean(0).max() for _, loads in runs.values()]
+    print(f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves the choice takes the busiest of "
+          f"{config.experts} experts from {busiest[0]:.0%} to {busiest[1]:.0%} of the tokens (even: {1 / config.experts:.0%}); out/moe.png")
+
+
+def seconds(call, repeat=5):
+    """Median wall time of a call, after one that warms up."""
+    times = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeat // 2]
+
+
+def bench():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, T, D, Fe, E, K = torch.bfloat16, 4096, 256, 512, 16, 2
+    torch.manual_seed(0)
+    config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=Fe, shared=0)
+    moe, dense = MoE(config).to(device), FFN(D, K * Fe).to(device)
+    x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
+    y, counts = torch.randn(T * K, D, device=device, dtype=dtype), torch.full((E,), T * K // E, device=device)
+    weights = (moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down)
+    both = lambda f: seconds(lambda: f().sum().backward())
+    times = {"dense layer of equal active FLOPs": both(lambda: dense(x)), "MoE layer": both(lambda: moe(x)),
+             "experts, grouped_mm": both(lambda: grouped_swiglu(y, counts, *weights)),
+             "experts, loop": both(lambda: looped_swiglu(y, counts, *weights))}
+    print(f"{device}, {dtype}, T={T} D={D} E={E} K={K} F={Fe}, forward + backward")
+    for name, t in times.items():
+        print(f"  {name:36s} {1e3 * t:8.2f} ms   {t / times['dense layer of equal active FLOPs']:5.2f} x dense")
+    model = Model(ModelConfig()).to(device).compute(dtype)
+    tokens = torch.randint(0, 1024, (16, 256), device=device)
+    train = seconds(lambda: F.cross_entropy(model.logits(model(tokens)).flatten(0, 1), tokens.flatten()).backward())
+    with torch.inference_mode():
+        cache, start = Cache(model.eval(), 64, 512), torch.full((64,), 300, device=device)
+        one = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
+    print(f"laptop model: {tokens.numel() / train:,.0f} tokens/s forward + backward, {64 / one:,.0f} tokens/s decoding 64 rows at 300")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Expert load with and without the balancing bias.", allow_abbrev=False)
+    parser.add_argument("--bench", action="store_true", help="measure")
+    bench() if parser.parse_args().bench else demo()

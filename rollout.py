@@ -22,14 +22,13 @@ can forge a call.
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant), K experts per token.
 
     python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
-    python rollout.py --bench         decoding against re-running the full forward, and against static batching
+    python rollout.py --bench         decoding from the latent cache against re-running the full forward
 """
 import argparse
-import re
-import sys
+import random
 import time
 from collections import Counter, defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -564,3 +563,72 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
     if beta:
         advantage = advantage - beta * (logp.detach() - reference) * batch["mask"]
     return -(advantage * logp * batch["mask"]).sum() / normaliser
+
+
+# ---------------------------------------------------------------- demo and bench
+
+def show(chain, tokenizer):
+    """The chain as text: sampled tokens bright, the rest dim; flags of each call behind it."""
+    for episode in chain.episodes:
+        for turn in episode.turns:
+            sampled = turn.role == "assistant"
+            text = tokenizer.decode(turn.tokens[1:]).replace("\n", "\n" + " " * 11)
+            flags = " ".join(f"[{call.error}]" for call in turn.calls if call.error)
+            print(f"{turn.role:>9}  \033[{'1' if sampled else '2'}m{text}\033[0m {flags}")
+
+
+def small_model(tokenizer, **sizes):
+    from moe import Model, ModelConfig
+    torch.manual_seed(0)
+    model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+    return model
+
+
+def rescore(model, episode):
+    """Log-probs of the sampled tokens by the trainer's forward, replaying the recorded experts."""
+    batch = pack([episode], [1.0])
+    with torch.no_grad():
+        logp = target_logprobs(model.logits(model(batch["tokens"], None, batch["experts"])), batch["targets"])
+    return (logp - batch["logprobs"])[batch["mask"] > 0]
+
+
+def demo():
+    from synth_tasks import example_texts
+    tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
+    show(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer)
+    model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
+    sampler = Sampler(model, tokenizer, rows=8, window=256)
+    group, = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
+    worst = max(float(rescore(model, e).abs().max()) for c in group for e in c.episodes if any(t.role == "assistant" for t in e.turns))
+    flat = flatten(group[0].episodes[0])
+    print(f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
+          f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
+          f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}.")
+
+
+def bench():
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    model = small_model(tokenizer, qk_nope=32).compute(torch.bfloat16).eval()
+    from moe import Cache
+    rows, length, steps = 32, 256, 20
+    tokens = torch.randint(0, 256, (rows, length + steps))
+    with torch.inference_mode():
+        cache, rate = Cache(model, rows, length + steps + 1), {}
+        model.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
+        for name, one in (("latent cache", lambda t: model.decode(tokens[:, t:t + 1], cache, slice(0, rows), torch.full((rows,), t))),
+                          ("full forward per token", lambda t: model(tokens[:, :t + 1]))):
+            one(length)
+            start = time.perf_counter()
+            for t in range(length, length + steps):
+                choose(model.logits(one(t)[:, -1]), torch.rand(rows))
+            rate[name] = rows * steps / (time.perf_counter() - start)
+            print(f"{name:24s} {rate[name]:9,.0f} tokens/s with {rows} sequences of {length} to {length + steps} tokens")
+    print(f"ratio {rate['latent cache'] / rate['full forward per token']:.1f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A demonstration and a group of rollouts.", allow_abbrev=False)
+    parser.add_argument("--bench", action="store_true", help="measure decoding")
+    bench() if parser.parse_args().bench else demo()

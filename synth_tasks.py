@@ -503,7 +503,8 @@ def draw_function(rng, module, noun, steps, held_out, maps_only=False):
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
         ops = [op for op in OPS if not maps_only or OPS[op][0] == "map"]
-        function = Function(module, rng.choice(names), [(rng.choice(ops), rng.randint(2, 9)) for _ in range(rng.randint(*steps))],
+        most = 29 if maps_only else 9               # an induced constant has to be copied: too many to be remembered
+        function = Function(module, rng.choice(names), [(rng.choice(ops), rng.randint(2, most)) for _ in range(rng.randint(*steps))],
                             "list" if maps_only else rng.choice(list(REDUCTIONS)))
         repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
         if function.held_out() == held_out and not repeats:
@@ -851,10 +852,10 @@ class Expert:
         return "read_file", (path,)
 
     def write(self, target):
-        """The call that appends the function; one time in four a step of it is wrong."""
+        """The call that appends the function; now and then a step of it is wrong."""
         lines, name = target.lines(), f"{target.module}.{target.name}"
         self.left, self.written[target.name] = [n for n in self.left if n != name], self.segment
-        if self.slip(.25):
+        if self.slip(.15):
             i = self.rng.randrange(len(target.steps))
             op, k = target.steps[i]
             alike = [other for other in OPS if other != op and OPS[other][0] == OPS[op][0]]
@@ -907,7 +908,7 @@ def expert(task, rng, sloppy=1.0):
     ends with an Action without calls."""
     self = Expert(task, rng, sloppy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(.15) else len(targets)
+    quits = rng.randrange(len(targets)) if not named and self.slip(.08) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named

@@ -110,7 +110,7 @@ class Config:
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
     window: int = 384             # context of an agent in sft, rl and evaluation
-    turns: int = 20               # of an agent in all
+    turns: int = 16               # of an agent in all
     curriculum: bool = True
     # parallel (torchrun)
     cp: int = 1
@@ -132,10 +132,10 @@ SCALES = {
                 tasks_per_step=32, group=16, lr=0.005, adam_lr=1e-3, demos=20000),
 }
 STAGES = {
-    "pretrain": dict(steps=280),
-    "long": dict(steps=40, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=650),
-    "rl": dict(steps=50, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "pretrain": dict(steps=220),
+    "long": dict(steps=30, lr=0.004, adam_lr=2e-3),
+    "sft": dict(steps=580),
+    "rl": dict(steps=40, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", s): dict(steps=4) for s in ORDER} | {("gpu", "pretrain"): dict(steps=2000), ("gpu", "long"): dict(steps=200)}
@@ -365,8 +365,10 @@ class Reinforcement:
         return [synth_tasks.make_task(*self.curriculum.next(rng)) for _ in range(self.run.config.tasks_per_step)]
 
     def shape(self, chain):
-        """The reward: hidden tests, minus the price of effort. A chain cut short by a limit pays the whole budget."""
+        """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
+        nothing and pays the whole budget."""
         c = self.run.config
+        chain.solved = chain.solved and chain.finished
         chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
         chain.reward = float(length_penalty.shaped_reward(float(chain.solved), chain.stats["effort"], c.length_penalty, c.penalty_k,
                                                           c.penalty_q, not chain.finished, self.budget))

@@ -447,7 +447,7 @@ def hint_for(task):
 def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wrong():
     """The unhinted twin makes the wrong calls: take those and their answers out, and the hints out of the other."""
     hinted_turns = 0
-    for seed in range(40):
+    for seed in range(60):
         task = make_task(seed % 6, seed)
         play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, hint_for, hints)
         hinted, plain = play(1.0), play(0.0)
