@@ -413,7 +413,7 @@ MODELS = {    # fields of moe.ModelConfig: the published ones from their config.
     "moonlight": dict(vocab=163840, dim=2048, layers=27, heads=16, kv_lora=512, qk_nope=128, qk_rope=64, v_dim=128,
                       dense_ffn=11264, experts=64, active=6, shared=2, expert_ffn=1408),
     "gpu": dict(vocab=8192, dim=640, layers=10, heads=10, kv_lora=256, qk_nope=64, qk_rope=32, v_dim=64, dense_ffn=2048,
-                experts=16, expert_ffn=512),
+                experts=8, expert_ffn=512),
     "laptop": dict(vocab=1024),
 }
 

@@ -477,15 +477,19 @@ def effort_counts(chain):
                 bad_arguments=sum(call.error == "bad_arguments" for call in calls), finished=chain.finished)
 
 
-def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=None, hints=0.3):
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=None, hints=0.3, neutral=0.0):
     """The scripted expert plays through the same agent and tools -> Chain. A wrong tool call is, with probability `hints`,
-    left out, and a hint `remind(task)` stands above the right one: so the model learns that hints are to be heeded."""
+    left out, and a hint `remind(task)` stands above the right one: so the model learns that hints are to be heeded. With
+    probability `neutral` one stands above a turn that was right anyway, final messages included: a hint about tools must
+    say nothing else, or its distillation drifts (a model that saw hints above calls only unlearned to finish)."""
     play, moves = agent(task, tokenizer, Rehearsal(task), limits, compact), expert(task, rng, sloppy)
     action, turn, hinted, chain = next(moves), 0, [], None
     next(play)
     while chain is None:
         if action.bad_tool and remind and rng.random() < hints:
             action = moves.send([f"Tool not found: {name}" for name, _ in action.calls])
+            hinted.append(turn)
+        elif remind and neutral and rng.random() < neutral:
             hinted.append(turn)
         body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
         try:

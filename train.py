@@ -11,7 +11,7 @@ Composer 2.5's order of things (cursor.com/blog/composer-2-5; Technical Report, 
 window, a long-context extension, a short SFT, reinforcement learning. All sizes, rates and step counts here are ours.
 
     python train.py                                          everything, at the scale this machine carries
-    python train.py --stage=rl --feedback=0 --out=out/plain --start=out/run     one stage, one technique off
+    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run     one stage, one technique off
     python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
     torchrun --nproc_per_node=8 train.py --ep=8 --cp=2       many GPUs, the same script
 
@@ -51,7 +51,7 @@ class Config:
     stage: str = "all"            # all, pretrain, long, sft, rl or eval
     scale: str = "auto"           # laptop, gpu or tiny; auto = gpu where CUDA is, else laptop
     out: str = "out/run"          # checkpoints, logs and figures; the same command again goes on where it stopped
-    start: str = ""               # folder of the run whose previous stage this stage starts from (default: out)
+    start_from: str = ""          # folder of the run whose previous stage this stage starts from (default: out)
     resume: bool = False          # go on with the run in out (the same command does so too)
     data: str = ""                # folder of Python files to pretrain on (default: this Python's standard library)
     tasks: str = ""               # file of tasks made by synth_tasks.py --repo (default: generated codebases)
@@ -92,6 +92,7 @@ class Config:
     demos: int = 8000             # distinct expert transcripts
     sloppy: float = 1.0           # how often the expert errs
     hints: float = 0.3            # of its wrong tool calls: replaced by a hint and the right call
+    neutral_hints: float = 0.04   # of its right turns: a hint above them too, so that it means nothing but tools
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     # rl
     tasks_per_step: int = 8
@@ -127,8 +128,8 @@ SCALES = {
     "tiny": dict(vocab=512, dim=64, layers=2, heads=2, experts=4, expert_ffn=64, dense_ffn=128, kv_lora=32, demos=64,
                  tasks_per_step=2, group=2, eval_tasks=1, eval_samples=1, batch_tokens=2048, micro_tokens=2048),
     "laptop": dict(),
-    "gpu": dict(vocab=8192, dim=640, layers=10, heads=10, experts=16, expert_ffn=512, dense_ffn=2048, kv_lora=256, qk_nope=64,
-                qk_rope=32, v_dim=64, context=1024, batch_tokens=131072, micro_tokens=32768, compile=True, window=4096,
+    "gpu": dict(vocab=8192, dim=640, layers=10, heads=10, experts=8, expert_ffn=512, dense_ffn=2048, kv_lora=256, qk_nope=64,
+                qk_rope=32, v_dim=64, context=1024, batch_tokens=65536, micro_tokens=32768, compile=True, window=4096,
                 tasks_per_step=32, group=16, lr=0.005, adam_lr=1e-3, demos=20000),
 }
 STAGES = {
@@ -138,8 +139,9 @@ STAGES = {
     "rl": dict(steps=40, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
-STAGE_SCALES = {("tiny", s): dict(steps=4) for s in ORDER} | {("gpu", "pretrain"): dict(steps=2000), ("gpu", "long"): dict(steps=200)}
-NOT_COMPARED = {"out", "start", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
+STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
+    ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150), ("gpu", "rl"): dict(steps=100)}
+NOT_COMPARED = {"out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
                 "eval_tasks", "eval_samples"}
 
 
@@ -336,7 +338,7 @@ def make_demonstrations(config, tokenizer, compact, number, bar):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = synth_tasks.make_task(i % LEVELS, (config.seed << 24) + i)
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, feedback_distill.available_tools,
-                                    config.hints)
+                                    config.hints, config.neutral_hints)
         episodes += [e for e in chain.episodes if len(e) <= config.window]
     return episodes
 
@@ -532,6 +534,9 @@ class Run:
         if self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         model = model.to(self.device).compute(self.dtype)
+        if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
+            for block in model.layers:
+                block.compile()
         self.model = hsdp.parallelize(model, self.meshes)
 
     def generation_model(self):
@@ -593,14 +598,14 @@ def train(config, interrupted):
         for name, value in compared(config).items():
             if extra["config"].get(name) != value:
                 stop(f"{out} was made with {name}={extra['config'].get(name)}, not {value}: take another --out "
-                     f"(--start={config.out} begins from its earlier stages)")
+                     f"(--start_from={config.out} begins from its earlier stages)")
         if extra["step"] == config.steps:
             run.say(f"{stage}: finished already ({out})")
             return True
     before = ORDER[:ORDER.index(stage)][-1:]
-    origin = Path(config.start or config.out) / before[0] if before else None
+    origin = Path(config.start_from or config.out) / before[0] if before else None
     if not extra and origin and not exists(origin):
-        stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start=FOLDER")
+        stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start_from=FOLDER")
     given = extra or (open_checkpoint(origin) if origin else None)
     run.build(rollout.Tokenizer(given["tokenizer"]["ranks"]) if given else train_tokenizer(config))
     optimizer = run.make_optimizer()
@@ -687,7 +692,7 @@ def evaluate(config):
     rank, out = int(os.environ.get("RANK", 0)), Path(config.out)
     names = {"before RL": out / "sft", "after RL": out / "rl"}
     if not exists(names["before RL"]):
-        names["before RL"] = Path(config.start or config.out) / "sft"
+        names["before RL"] = Path(config.start_from or config.out) / "sft"
     names = {name: path for name, path in names.items() if exists(path)}
     if not names:
         stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")

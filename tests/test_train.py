@@ -73,7 +73,7 @@ def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsy
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(run, capsys, tmp_path):
-    assert "is of another model" in (e := refused([*SMALL, "--stage=long", f"--out={tmp_path}", f"--start={run}", "--dim=48"], capsys)) or "there and" in e
+    assert "is of another model" in (e := refused([*SMALL, "--stage=long", f"--out={tmp_path}", f"--start_from={run}", "--dim=48"], capsys)) or "there and" in e
 
 
 def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
@@ -86,7 +86,7 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
 
 @pytest.mark.parametrize("stage, options", [("long", []), ("sft", []), ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"])])
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, options, run, tmp_path, monkeypatch):
-    common = [*SMALL, f"--stage={stage}", "--steps=4", f"--start={run}", "--save_every=2", *options]
+    common = [*SMALL, f"--stage={stage}", "--steps=4", f"--start_from={run}", "--save_every=2", *options]
     train.main([*common, f"--out={tmp_path}/whole"])
     config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
@@ -102,7 +102,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, op
 
 
 def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=30", "--save_every=3", f"--start={run}"]
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=30", "--save_every=3", f"--start_from={run}"]
     subprocess.run([*command, f"--out={tmp_path}/whole"], check=True, capture_output=True)
     child = subprocess.Popen([*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while child.poll() is None and not (tmp_path / "killed" / "long").exists():
@@ -115,7 +115,7 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
 
 
 def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=5000", f"--start={run}", f"--out={tmp_path}"]
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=5000", f"--start_from={run}", f"--out={tmp_path}"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "long.jsonl"
     while child.poll() is None and not (log.exists() and log.read_text()):
@@ -128,7 +128,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
 
 @pytest.mark.parametrize("layout", [[], ["--ep=2"], ["--cp=2"]])
 def test_two_processes_have_the_loss_of_one(layout, run, tmp_path):
-    common = [*SMALL, "--stage=long", "--steps=3", f"--start={run}"]
+    common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *common,
