@@ -101,7 +101,7 @@ class Config:
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
-    feedback: float = 0.5         # weight of the targeted distillation, 0 = off
+    feedback: float = 0.1         # weight of the targeted distillation, 0 = off
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
