@@ -13,7 +13,7 @@ window, a long-context extension, a short SFT, reinforcement learning. All sizes
     python train.py                                          everything, at the scale this machine carries
     python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run     one stage, one technique off
     python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
-    torchrun --nproc_per_node=8 train.py --ep=8 --cp=2       many GPUs, the same script
+    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2     many GPUs, the same script (cp: not in rl)
 
 Left out: data mixing, deduplication, multi-token prediction, and every private number.
 """
@@ -203,6 +203,8 @@ def configure(given, stage):
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
+    if stage == "rl" and config.cp > 1:
+        stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
         stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
     return config
@@ -512,7 +514,7 @@ class Run:
             n = max(1, self.config.micro_tokens // (-(-len(items[-1][0]) // 32) * 32))
             batches.append(items[-n:])
             del items[-n:]
-        most = max(self.gather([len(batches)] if share or self.data > 1 else [len(batches)]))
+        most = max(self.gather([len(batches)]))
         for i in range(most):
             part = batches[min(i, len(batches) - 1)]
             batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 32 * self.config.cp)
