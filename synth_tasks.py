@@ -176,9 +176,12 @@ class Sandbox:
                  "--die-with-parent", "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
-        for parent in sorted({str(parent) for path in prefixes for parent in Path(path).parents} - {"/", "/tmp"}):
+        mounts = []                                 # of a folder that is closed to others (mktemp -d), what it holds
+        for path in prefixes:
+            mounts += [path] if os.stat(path).st_mode & 5 == 5 else sorted(map(str, Path(path).iterdir()))
+        for parent in sorted({str(parent) for path in mounts for parent in Path(path).parents} - {"/", "/tmp"}):
             words += ["--perms", "0755", "--dir", parent]
-        for path in [*SYSTEM, *prefixes]:
+        for path in [*SYSTEM, *mounts]:
             words += ["--ro-bind-try", path, path]
         for path in self.hide:
             words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]

@@ -626,6 +626,16 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
     assert out.output == "" and os.listdir(place)
 
 
+@caged
+def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_path, monkeypatch):
+    closed = tmp_path / "environment"               # mktemp -d makes one; inside, the agent is another user
+    st.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
+    closed.chmod(0o700)
+    monkeypatch.setattr(sys, "prefix", str(closed))
+    with st.fresh_directory() as root:
+        assert st.Sandbox().run(f"python {closed}/bin/tool.py", root).output == "ran\n"
+
+
 def command(*words, **options):
     return subprocess.run([sys.executable, st.__file__, *words], capture_output=True, text=True, timeout=60, **options)
 
