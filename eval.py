@@ -105,12 +105,16 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
-def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=1.0, price=(0.5, 2.5)):
-    """`passes` rollouts of each task -> records"""
+def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), workers=0):
+    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records"""
     compact = summarize.Compact(config["window"], int(config["trigger"] * config["window"])) if config["summarize"] else None
-    sampler = rollout.Sampler(model, tokenizer, rows=96, window=config["window"], temperature=temperature)
-    limits, sandbox = rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox()
-    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, sandbox, compact)
+    lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
+    lean.load_state_dict(model.state_dict())
+    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"],
+                              temperature=config["temperature"] if temperature is None else temperature)
+    crew = rollout.Crew(sampler, workers)
+    groups = crew.rollouts(tasks, passes, seed, rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox(), compact)
+    crew.close()
     return [record(chain, price) for group in groups for chain in group]
 
 
@@ -211,7 +215,7 @@ def flags(argv):
     parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; none: a demonstration")
     parser.add_argument("--number", type=int, default=24, help="tasks per level")
     parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=None, help="of sampling (default: that of the run's RL)")
     parser.add_argument("--tasks", default="", help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases")
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
@@ -220,7 +224,7 @@ def flags(argv):
     if min(args.number, args.passes) < 1:
         parser.error("--number and --passes must be at least 1")
     for name in ("temperature", "price_in", "price_out"):
-        if not 0 <= getattr(args, name) < math.inf:
+        if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
     return args, parser
 
@@ -239,7 +243,8 @@ def main(argv):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
-        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
+        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature,
+                                (args.price_in, args.price_out), torch.get_num_threads() - 1)
     print(write(policies, args.out, "eval.json"))
     print(f"\n{args.out}/eval.json, effort.png, score.png")
 

@@ -127,6 +127,14 @@ def unfinished(chain, e, i):
 RULES = {rule.__name__: rule for rule in (unavailable_tool, malformed_arguments, code_style, effort, unfinished, communication)}
 
 
+def name_span(tokenizer, turn):
+    """(first, end), among the turn's sampled tokens, of the name of the first tool that is not there. On whether to call at
+    all, and on the arguments of a tool that does not exist, a reminder of the tools has nothing to say."""
+    body, number = turn.tokens[1:], [call.error for call in turn.calls].index("unknown_tool")
+    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number] + 1
+    return first, next(i for i in range(first, len(body)) if body[i] in tokenizer.name)
+
+
 @dataclass
 class Hint:
     episode: int
@@ -194,13 +202,14 @@ class Targets:
 
 
 def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
-    """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in any number and order.
+    """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in any number and order; a fourth
+    entry is the (first, end) of the sampled tokens that the hint speaks about, where that is not the whole turn.
     places: (row, first position) of each episode in that batch, default (index, 0). Each hint gets a row of its own, since a
     second hint in the same row would change the context by more than itself. An empty hint says nothing and is dropped, which
     makes its loss exactly 0; keep_empty=True keeps it as a placebo (what an EMA teacher teaches without a hint). Without any
     hint one row of one token remains: all ranks run the same forward."""
     rows, columns, skipped = [], [], 0
-    for index, (episode, turn, hint) in enumerate(hinted):
+    for index, (episode, turn, hint, *span) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
         cut = splice(episodes[episode], turn, hint)
@@ -208,9 +217,9 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
             skipped += 1
             continue
         r, first = places[episode] if places else (episode, 0)
-        n = np.arange(cut.targets)
+        n = np.arange(*(span[0] if span else (cut.targets,)))
         columns.append(np.stack([0 * n + len(rows), n + cut.above + cut.hint, 0 * n + r, n + first + cut.above,
-                                 cut.student[cut.above + 1:], 0 * n + index]))
+                                 np.array(cut.student)[cut.above + 1 + n], 0 * n + index]))
         rows.append(cut.teacher)
     S = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])                # (R, S)
@@ -324,17 +333,6 @@ class Teacher:
         """Targets -> logits (N, V) without gradient, at the places where the hinted context predicts them."""
         with self.worn() as model:
             return logits_at(model, targets.tokens, targets.row, targets.position)
-
-    def state_dict(self):
-        return {"kind": self.kind, "rate": self.rate, "weights": self.weights}
-
-    def load_state_dict(self, state):
-        assert state["kind"] == self.kind, f"the saved teacher is {state['kind']!r}, this run's is {self.kind!r}"
-        differ = state["weights"].keys() ^ self.weights.keys()
-        assert not differ, f"the saved teacher belongs to another model: {sorted(differ)[0]}"
-        for name, saved in state["weights"].items():
-            assert saved.shape == self.weights[name].shape, f"the saved teacher's {name} has another shape"
-            self.weights[name].copy_(saved)
 
 
 # ---------------------------------------------------------------- demo

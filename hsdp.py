@@ -331,16 +331,16 @@ def full_state(model):
 
 # ---------------------------------------------------------------- checkpoints: from any layout to any layout
 
-def save(directory, model, optimizer=None, extra=None):
-    """Write weights, optimizer state (by parameter name) and `extra` (plain data, equal on all ranks: configuration, tokenizer,
-    step) to a folder all ranks see. It takes its name, and the place of the one before, only when every file is complete.
+def save(directory, model, optimizer=None, extra=None, more=None):
+    """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
+    (plain data, equal on all ranks: configuration, tokenizer, step) to a folder all ranks see. It takes its name, and the place of the one before, only when every file is complete.
     Call it when router loads are zero, right after balance(): they are counts of one rank, and only one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     if first_rank := not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     _everyone()
-    _dcp(dcp.save, _contents(model, optimizer), storage_writer=dcp.FileSystemWriter(part))
+    _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=dcp.FileSystemWriter(part))
     if first_rank:
         torch.save(extra or {}, part / "extra.pt")
         (part / "manifest.json").write_text(json.dumps({f.name: f.stat().st_size for f in part.iterdir()}))
@@ -352,11 +352,11 @@ def save(directory, model, optimizer=None, extra=None):
     _everyone()
 
 
-def load(directory, model, optimizer=None):
-    """Read a checkpoint into model and optimizer, whatever the two layouts. -> extra.
+def load(directory, model, optimizer=None, more=None):
+    """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. -> extra.
     A folder that is missing, truncated or of another model: ValueError on every rank, before any collective."""
     folder = _whole(directory)
-    stored, tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata, _contents(model, optimizer)
+    stored, tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata, _contents(model, optimizer) | (more or {})
     for name in sorted({n for n in stored if optimizer is not None or n.startswith("model.")} | tensors.keys()):
         there = tuple(stored[name].size) if name in stored else "missing"
         here = tuple(tensors[name].shape) if name in tensors else "missing"

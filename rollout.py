@@ -25,7 +25,10 @@ Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or th
     python rollout.py --bench         decoding from the latent cache against re-running the full forward
 """
 import argparse
+import io
+import multiprocessing
 import random
+import signal
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -442,23 +445,102 @@ class Sampler:
 
 # ---------------------------------------------------------------- rollouts and demonstrations
 
-def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None):
-    """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward."""
-    spaces, agents = [], []
-    for task in tasks:
-        for _ in range(group):
+def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
+    """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward. The chance
+    of chain j of a task is drawn from (seed, the task's number, j)."""
+    spaces, agents, seeds = [], [], []
+    for number, task in zip(numbers or range(len(tasks)), tasks):
+        for j in range(group):
             spaces.append(Workspace(task, sandbox))
             agents.append(agent(task, sampler.tokenizer, spaces[-1], limits, compact))
+            seeds.append((seed, number, j))
 
     def grade(chain):
         chain.solved = judge(chain.task, chain.files, sandbox).solved
         chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
     try:
-        chains = sampler.run(agents, [(seed, i) for i in range(len(agents))], grade)
+        chains = sampler.run(agents, seeds, grade)
     finally:
         for space in spaces:
             space.close()
     return [chains[i:i + group] for i in range(0, len(chains), group)]
+
+
+class Crew:
+    """The same with `workers` processes beside this one, one thread and an equal share of the tasks each: decoding a batch is
+    mostly the cost of starting small operations, which threads do not share but processes do."""
+    def __init__(self, sampler, workers=0):
+        self.sampler, self.pipes = sampler, [None] * workers
+        self.options = dict(rows=sampler.rows, window=sampler.window, temperature=sampler.temperature, top_p=sampler.top_p,
+                            stride=sampler.stride)
+        for i in range(workers):
+            self.start(i)
+
+    def start(self, i):
+        context = multiprocessing.get_context("spawn")           # a fork would inherit locks of threads it does not have
+        self.pipes[i], end = context.Pipe()
+        model, ranks = self.sampler.model, self.sampler.tokenizer.ranks
+        context.Process(target=work, args=(end, model.config, model.dtype, ranks, self.options), daemon=True).start()
+        end.close()
+
+    def rollouts(self, tasks, group, seed, limits, sandbox, compact=None):
+        order = sorted(range(len(tasks)), key=lambda i: -tasks[i].level)         # deal the hard ones out evenly
+        mine, *shares = [order[i::len(self.pipes) + 1] for i in range(len(self.pipes) + 1)]
+        ask = lambda share: ([tasks[i] for i in share], group, seed, limits, compact, share)
+        weights = io.BytesIO()
+        if self.pipes:
+            torch.save(self.sampler.model.state_dict(), weights)
+        for i, (pipe, share) in enumerate(zip(self.pipes, shares)):
+            try:
+                pipe.send((weights.getvalue(), self.sampler.version, ask(share)))
+            except OSError:
+                pass                                             # it has died; noticed below
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if self.pipes else threads)
+        try:
+            done = dict(zip(mine, run_share(self.sampler, sandbox, *ask(mine))))
+            for i, share in enumerate(shares):
+                try:
+                    done |= zip(share, self.pipes[i].recv())
+                except (EOFError, OSError):
+                    done |= zip(share, run_share(self.sampler, sandbox, *ask(share)))
+                    self.start(i)
+        finally:
+            torch.set_num_threads(threads)
+        return [done[i] for i in range(len(tasks))]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes = []
+
+
+def run_share(sampler, sandbox, tasks, group, seed, limits, compact, numbers):
+    return rollouts(sampler, tasks, group, seed, limits, sandbox, compact, numbers) if tasks else []
+
+
+def work(pipe, config, dtype, ranks, options):
+    """A process of a Crew: weights and tasks in, groups of chains out, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # Ctrl-C reaches it too; the trainer decides
+    torch.set_num_threads(1)
+    sampler, sandbox = Sampler(generation_model(config, dtype), Tokenizer(ranks), **options), Sandbox()
+    try:
+        while True:
+            weights, sampler.version, asked = pipe.recv()
+            sampler.model.load_state_dict(torch.load(io.BytesIO(weights), weights_only=True))
+            pipe.send(run_share(sampler, sandbox, *asked))
+    except (EOFError, OSError):
+        pass
+
+
+def generation_model(config, dtype, device="cpu"):
+    """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in fp32."""
+    from moe import Model
+    model = Model(config).to(device).compute(dtype)
+    for name, p in model.named_parameters():
+        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
+            p.data = p.data.to(dtype)
+    return model.requires_grad_(False).eval()
 
 
 def effort_counts(chain):
@@ -489,7 +571,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=N
         if action.bad_tool and remind and rng.random() < hints:
             action = moves.send([f"Tool not found: {name}" for name, _ in action.calls])
             hinted.append(turn)
-        elif remind and neutral and rng.random() < neutral:
+        elif remind and neutral and not action.bad_tool and rng.random() < neutral:
             hinted.append(turn)
         body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
         try:

@@ -428,12 +428,11 @@ VERBS = ("blend bring build carry catch clean count draw drop feed find fold giv
          "mix move open pack paint pick pull push rest roll save send shake sort spin stack turn wash weigh").split()
 NOUNS = ("apple bell bird boat book bread bridge cloud coin cup desk door engine field fish flower garden glass hill horse "
          "house lake lamp leaf moon mouse paper pencil pond rain river road rope ship shirt star stone table tree wheel").split()
-PROBE = [0, 1, 50]      # shows family and constant of one map step by copying: [4, 5, 54], [-4, -3, 46], [0, 4, 200], ...
 
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests"); named: prompt names the target
 LEVELS = [dict(steps=(1, 1), deletions=1, where="prompt", named=True),
           dict(steps=(1, 2), deletions=1, where="docs", named=True),
-          dict(steps=(1, 1), deletions=1, where="tests", named=True),
+          dict(steps=(1, 2), deletions=1, where="tests", named=True),
           dict(steps=(1, 1), deletions=2, where="docs", named=False),
           dict(steps=(1, 2), deletions=2, where="docs", named=False),
           dict(steps=(1, 2), deletions=3, where="docs", named=False),
@@ -501,14 +500,12 @@ def held_out_name(name):
     return zlib.crc32(name.encode()) % 5 == 0
 
 
-def draw_function(rng, module, noun, steps, held_out, maps_only=False):
+def draw_function(rng, module, noun, steps, held_out):
     """A function whose composition and name are (not) among the held-out ones."""
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
-        ops = [op for op in OPS if not maps_only or OPS[op][0] == "map"]
-        most = 29 if maps_only else 9               # an induced constant has to be copied: too many to be remembered
-        function = Function(module, rng.choice(names), [(rng.choice(ops), rng.randint(2, most)) for _ in range(rng.randint(*steps))],
-                            "list" if maps_only else rng.choice(list(REDUCTIONS)))
+        function = Function(module, rng.choice(names), [(rng.choice(list(OPS)), rng.randint(2, 9)) for _ in range(rng.randint(*steps))],
+                            rng.choice(list(REDUCTIONS)))
         repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
         if function.held_out() == held_out and not repeats:
             return function
@@ -525,9 +522,6 @@ def near_misses(function, rng):
 
 def draw_inputs(function, rng, number=10):
     """(visible inputs, hidden inputs) or None if no two inputs tell the function from its near misses."""
-    if function.reduction == "list" and len(function.steps) == 1 and OPS[function.steps[0][0]][0] == "map":
-        visible = [PROBE]
-        return visible, [[rng.randint(-9, 60) for _ in range(4)] for _ in range(5)]
     inputs = [[rng.randint(0, 12) for _ in range(rng.randint(3, 4))] for _ in range(number)]
     right = [function.value(xs) for xs in inputs]
     if len({repr(value) for value in right}) < 4:
@@ -585,9 +579,8 @@ def try_task(rng, level, split):
     for i, module in enumerate(slots):
         noun, function, inputs = nouns.pop(), None, None
         while inputs is None or trivial(function, inputs[0]):
-            induce = dials["where"] == "tests" and i in chosen
             steps = dials["steps"] if i in chosen else (1, 2)
-            function = draw_function(rng, module, noun, steps, split == "heldout" and i in chosen, induce)
+            function = draw_function(rng, module, noun, steps, split == "heldout" and i in chosen)
             inputs = draw_inputs(function, rng)
         functions.append(function)
         cases.append(inputs)
@@ -599,7 +592,8 @@ def assemble(rng, level, functions, cases, chosen):
     dials, modules = LEVELS[level], sorted({function.module for function in functions})
     original = {f"{m}.py": "\n\n".join(f.code() for f in functions if f.module == m) for m in modules}
     order = rng.sample(range(len(functions)), len(functions))
-    tests = "\n\n".join(f"def test_{functions[i].name}():\n" + "".join(
+    said = lambda f: f"  # {f.phrase()}" if dials["where"] == "tests" else ""
+    tests = "\n\n".join(f"def test_{functions[i].name}():{said(functions[i])}\n" + "".join(
         f"    assert {functions[i].module}.{functions[i].name}({xs}) == {functions[i].value(xs)}\n" for xs in cases[i][0])
         for i in order)
     known = [f for i, f in enumerate(functions) if i not in chosen or dials["where"] == "docs"]
@@ -629,6 +623,8 @@ def draw_tools(rng, dials):
     tools |= {tool for tool in run if rng.random() < .75 or not dials["named"]}
     if dials["where"] != "prompt" and not tools & set(look):
         tools.add(rng.choice(look))
+    if dials["where"] == "tests":                       # too long to be read whole in a small window
+        tools.add("search_codebase")
     tools = ["edit_file", *sorted(tools)]
     return tuple(rng.sample(tools, len(tools)))
 
@@ -796,7 +792,7 @@ class Expert:
         self.where = LEVELS[task.level]["where"]
         self.about = self.targets[0].name if LEVELS[task.level]["named"] else "def "     # what it would grep for
         self.left = [f"{t.module}.{t.name}" for t in self.targets] if LEVELS[task.level]["named"] else []
-        self.specs, self.carried, self.segment, self.written = {}, set(), 0, {}
+        self.specs, self.carried, self.segment, self.written, self.guesses = {}, set(), 0, {}, set()
 
     def slip(self, probability):
         return self.rng.random() < probability * self.sloppy
@@ -841,15 +837,19 @@ class Expert:
         output, = yield from self.turn("Run the tests.", ("run_command", (self.task.test_command,)))
         return [name for name in re.findall(r"^\w+\.(\w+)\(", output, re.M)]
 
-    def lookup(self, target):
-        """The call that shows the specification, or None where it is known already."""
+    def lookup(self, target, sure=False):
+        """The call that shows the specification, or None where it is known already or, unless `sure`, will be guessed."""
         self.about = target.name
         if self.where == "prompt" or f"{target.module}.{target.name}" in self.carried:
             return None
-        path, query = ("docs.md", f"{target.name}:") if self.where == "docs" else ("tests.py", f"{target.module}.{target.name}(")
+        path, query = ("docs.md", f"{target.name}:") if self.where == "docs" else ("tests.py", f"test_{target.name}(")
         if self.docs_read and not self.slip(.15 * self.effort):
             return None
-        if self.can["search_codebase"] and not (self.can["read_file"] and (self.prefers_reading or self.docs_read)):
+        if not sure and self.slip(.1):
+            self.guesses.add(target.name)
+            return None
+        reads = self.can["read_file"] and (self.prefers_reading or self.docs_read) and self.where == "docs"
+        if self.can["search_codebase"] and not reads:
             return "search_codebase", (query,)
         self.docs_read = True
         return "read_file", (path,)
@@ -858,7 +858,11 @@ class Expert:
         """The call that appends the function; now and then a step of it is wrong."""
         lines, name = target.lines(), f"{target.module}.{target.name}"
         self.left, self.written[target.name] = [n for n in self.left if n != name], self.segment
-        if self.slip(.15):
+        if target.name in self.guesses:                         # without having looked: any function of this shape
+            guess = draw_function(self.rng, target.module, NOUNS[0], (1, len(target.steps)), False)
+            self.wrong[target.name] = (target, None, None)
+            return self.edit(f"{target.module}.py", "", Function(target.module, target.name, guess.steps, guess.reduction).code())
+        if self.slip(.06):
             i = self.rng.randrange(len(target.steps))
             op, k = target.steps[i]
             alike = [other for other in OPS if other != op and OPS[other][0] == OPS[op][0]]
@@ -884,11 +888,11 @@ class Expert:
         """Runs the tests and repairs what they show; True if there was something to repair."""
         shown = [name for name in (yield from self.run()) if name in self.wrong]
         for name in shown:
-            target, same = self.wrong[name][0], self.written[name] == self.segment
-            if same:
+            target, old, _ = self.wrong[name]
+            if old and self.written[name] == self.segment and self.rng.random() < .4:
                 yield from self.turn(f"{name} is wrong.", self.repair(name))
                 continue
-            lookup = self.lookup(target)                        # the summary lost it: a later definition replaces it whole
+            lookup = self.lookup(target, sure=True)             # and write it again: a later definition replaces it whole
             if lookup:
                 yield from self.turn(f"Look up {name}.", lookup)
             self.wrong.pop(name)
@@ -911,7 +915,7 @@ def expert(task, rng, sloppy=1.0):
     ends with an Action without calls."""
     self = Expert(task, rng, sloppy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(.08) else len(targets)
+    quits = rng.randrange(len(targets)) if not named and self.slip(.15) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named

@@ -73,6 +73,7 @@ class Config:
     qk_nope: int = 32
     qk_rope: int = 16
     v_dim: int = 32
+    rope_theta: float = 1000.0    # short windows want fast rotations: with 10000, copying names is learned 100 steps later
     balance_rate: float = 2e-3    # of the routers' biases per step
     # optimizer
     optimizer: str = "muon"       # muon (matrices) with adamw (the rest), or adamw for all
@@ -91,8 +92,8 @@ class Config:
     # sft
     demos: int = 8000             # distinct expert transcripts
     sloppy: float = 1.0           # how often the expert errs
-    hints: float = 0.3            # of its wrong tool calls: replaced by a hint and the right call
-    neutral_hints: float = 0.04   # of its right turns: a hint above them too, so that it means nothing but tools
+    hints: float = 0.4            # of its wrong tool calls: replaced by a hint and the right call
+    neutral_hints: float = 0.08   # of its right turns: a hint above them too, so that it means nothing but tools
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     # rl
     tasks_per_step: int = 8
@@ -112,6 +113,7 @@ class Config:
     trigger: float = 0.7          # of the window
     window: int = 384             # context of an agent in sft, rl and evaluation
     turns: int = 16               # of an agent in all
+    workers: int = 3              # processes that roll out beside this one, on CPU; at most the number of cores less one
     curriculum: bool = True
     # parallel (torchrun)
     cp: int = 1
@@ -129,19 +131,19 @@ SCALES = {
                  tasks_per_step=2, group=2, eval_tasks=1, eval_samples=1, batch_tokens=2048, micro_tokens=2048),
     "laptop": dict(),
     "gpu": dict(vocab=8192, dim=640, layers=10, heads=10, experts=8, expert_ffn=512, dense_ffn=2048, kv_lora=256, qk_nope=64,
-                qk_rope=32, v_dim=64, context=1024, batch_tokens=65536, micro_tokens=32768, compile=True, window=4096,
+                qk_rope=32, v_dim=64, rope_theta=10000.0, context=1024, batch_tokens=65536, micro_tokens=32768, compile=True, window=4096,
                 tasks_per_step=32, group=16, lr=0.005, adam_lr=1e-3, demos=20000),
 }
 STAGES = {
-    "pretrain": dict(steps=220),
-    "long": dict(steps=30, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=580),
+    "pretrain": dict(steps=140),
+    "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
+    "sft": dict(steps=700),
     "rl": dict(steps=40, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150), ("gpu", "rl"): dict(steps=100)}
-NOT_COMPARED = {"out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
+NOT_COMPARED = {"workers", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
                 "eval_tasks", "eval_samples"}
 
 
@@ -291,6 +293,7 @@ class Text:
     after_step = lambda self: None
     state_dict = lambda self: {}
     load_state_dict = lambda self, state: None
+    tensors = lambda self: {}
 
 
 class Demonstrations:
@@ -315,6 +318,7 @@ class Demonstrations:
     after_step = lambda self: None
     state_dict = lambda self: {}
     load_state_dict = lambda self, state: None
+    tensors = lambda self: {}
 
 
 def length_batches(lengths, tokens, steps, seed):
@@ -350,8 +354,10 @@ class Reinforcement:
     def __init__(self, run):
         self.run, config = run, run.config
         self.limits, self.sandbox = rollout.Limits(config.window, config.turns), synth_tasks.Sandbox()
-        self.sampler = rollout.Sampler(run.generation_model(), run.tokenizer, window=config.window, temperature=config.temperature,
+        self.sampler = rollout.Sampler(rollout.generation_model(run.model.config, run.dtype, run.device), run.tokenizer,
+                                       window=config.window, temperature=config.temperature,
                                        rows=min(128, -(-config.tasks_per_step // run.data) * config.group))
+        self.crew = rollout.Crew(self.sampler, helpers(config, run.device, run.world))
         self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
         self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
@@ -383,8 +389,8 @@ class Reinforcement:
         self.sampler.model.load_state_dict(run.full_state())
         self.sampler.version = step
         tasks = self.draw(step)
-        groups = rollout.rollouts(self.sampler, run.share(tasks), config.group, config.seed * 1_000_003 + step, self.limits,
-                                  self.sandbox, run.compact)
+        groups = self.crew.rollouts(run.share(tasks), config.group, (config.seed * 1_000_003 + step) * run.data + run.meshes.data_rank,
+                                    self.limits, self.sandbox, run.compact)
         for group in groups:
             for chain in group:
                 self.shape(chain)
@@ -404,12 +410,14 @@ class Reinforcement:
                 flagged = feedback_distill.detect(chain, ("unavailable_tool",)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
-                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text)) for h in flagged if h.episode == e]
+                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text),
+                                           feedback_distill.name_span(run.tokenizer, episode.turns[h.turn]))
+                                          for h in flagged if h.episode == e]
         normaliser = config.tasks_per_step * config.group * config.length
-        targets = run.sum(sum(len(e.turns[t].tokens) - 1 for e, _ in items for t, _ in hints[id(e)]))
+        targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
         mismatch = kl = 0.0
         for batch in run.micro_batches(items, share=False):
-            hinted = [(i, turn, hint) for i, e in enumerate(batch["episodes"]) for turn, hint in hints[id(e)]] if batch["real"] else []
+            hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted).to(run.device) if config.feedback else None
             expected = self.teacher(taught) if config.feedback else None
             reference = self.reference_logprobs(batch) if config.kl else None
@@ -444,15 +452,20 @@ class Reinforcement:
                    equal=float(np.mean([len({c.reward for c in g}) == 1 for g in groups])))
         log["wrong_calls_per_turn"] = sum(c.stats["bad_tools"] for c in chains) / max(1, sum(c.stats["turns"] for c in chains))
 
-    validate = lambda self: {}
+    def validate(self):
+        self.crew.close()                                        # the last step has been made
+        return {}
 
     def state_dict(self):
-        return {"curriculum": self.curriculum.state_dict()} | ({"teacher": self.teacher.state_dict()} if self.teacher else {})
+        return self.curriculum.state_dict()
 
     def load_state_dict(self, state):
-        self.curriculum.load_state_dict(state["curriculum"])
-        if self.teacher:
-            self.teacher.load_state_dict(state["teacher"])
+        self.curriculum.load_state_dict(state)
+
+    def tensors(self):
+        """What belongs in a checkpoint beside the model: the weights of the teacher and of the reference, cut as the model's."""
+        held = {"teacher": self.teacher, "reference": self.reference}
+        return {f"{role}.{name}": w for role, one in held.items() if one for name, w in one.weights.items()}
 
 
 # ---------------------------------------------------------------- a run
@@ -541,14 +554,6 @@ class Run:
                 block.compile()
         self.model = hsdp.parallelize(model, self.meshes)
 
-    def generation_model(self):
-        """A second copy of the weights for sampling: matrices in the compute dtype, what the model keeps in fp32 in fp32."""
-        model = Model(self.model.config).to(self.device).compute(self.dtype)
-        for name, p in model.named_parameters():
-            if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
-                p.data = p.data.to(self.dtype)
-        return model.requires_grad_(False).eval()
-
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
         config, matrices, rest = self.config, [], []
@@ -571,6 +576,11 @@ def compute_dtype(config, device):
         return getattr(torch, config.dtype)
     fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def helpers(config, device, world=1):
+    """How many processes may roll out beside this one: cores are there for them, and no other rank uses them."""
+    return min(config.workers, torch.get_num_threads() - 1) if device == "cpu" and world == 1 else 0
 
 
 def schedule(step, config):
@@ -611,19 +621,16 @@ def train(config, interrupted):
     given = extra or (open_checkpoint(origin) if origin else None)
     run.build(rollout.Tokenizer(given["tokenizer"]["ranks"]) if given else train_tokenizer(config))
     optimizer = run.make_optimizer()
-    step = 0
     try:
-        if extra:
-            hsdp.load(out, run.model, optimizer)
-            step = extra["step"]
-        elif origin:
+        if origin and not extra:
             hsdp.load(origin, run.model)
+        source = STAGE[stage](run)
+        if extra:
+            hsdp.load(out, run.model, optimizer, source.tensors())
+            source.load_state_dict(extra["source"])
     except ValueError as error:
         stop(str(error))
-    source = STAGE[stage](run)
-    if extra:
-        source.load_state_dict(extra["source"])
-    return loop(run, source, optimizer, step, interrupted, out)
+    return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
 
 
 def exists(path):
@@ -657,7 +664,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         report(run, bar, log, log_file)
         if step % every == 0 or step == config.steps or interrupted:
             extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
-            hsdp.save(out, run.model, optimizer, extra)
+            hsdp.save(out, run.model, optimizer, extra, source.tensors())
         if interrupted:
             bar.close()
             return False
@@ -708,7 +715,8 @@ def evaluate(config):
     policies = {}
     for name, path in tqdm(names.items(), desc="evaluation", leave=False):
         model, tokenizer, saved = eval.load(path, device)
-        policies[name] = eval.attempt(model.compute(compute_dtype(config, device)), tokenizer, saved, tasks, config.eval_samples)
+        policies[name] = eval.attempt(model.compute(compute_dtype(config, device)), tokenizer, saved, tasks, config.eval_samples,
+                                      temperature=config.temperature, workers=helpers(config, device))
     text = eval.table(policies)
     eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
     draw_losses(out)

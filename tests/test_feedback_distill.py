@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import feedback_distill as fd
+import hsdp
 from moe import Model, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,6 +227,23 @@ def batch_of(episodes):
     flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
     T = max(map(len, flat))
     return torch.tensor([row + [0] * (T - len(row)) for row in flat])
+
+
+
+def test_a_reminder_of_the_tools_is_about_the_name_of_the_first_one_that_is_not_there():
+    tokenizer = SimpleNamespace(id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}, name={90: "", 91: "", END: ""})
+    body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
+    turn = SimpleNamespace(tokens=[ASSISTANT, *body], calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
+                                                             Call("ls", [], error="unknown_tool")])
+    first, end = fd.name_span(tokenizer, turn)
+    assert body[first:end] == [40, 41]
+    e = episode(3, 12)
+    cut = fd.splice(e, 1, [7, 7])
+    whole, part = fd.pack([e], [(0, 1, [7, 7])]), fd.pack([e], [(0, 1, [7, 7], (first, end))])
+    assert len(part) == end - first and part.tokens.equal(whole.tokens)
+    for name in ("row", "position", "student_row", "student_position", "token", "hint"):
+        assert getattr(part, name).equal(getattr(whole, name)[first:end])
+    assert part.token.tolist() == e.turns[1].tokens[1:][first:end] == cut.student[cut.above + 1:][first:end]
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
@@ -464,24 +482,20 @@ def test_the_weights_come_back_even_when_the_forward_fails():
 
 
 def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
-    model = small()
+    model, other = small(), small(1)
     teacher = fd.Teacher(model, "ema", .2)
     for _ in range(3):
         moved(model)
         teacher.update()
-    torch.save({"teacher": teacher.state_dict(), "model": model.state_dict()}, tmp_path / "state.pt")
-    saved, other = torch.load(tmp_path / "state.pt", weights_only=True), small(1)
-    other.load_state_dict(saved["model"])
+    hsdp.save(tmp_path / "c", model, more=teacher.weights)
     resumed = fd.Teacher(other, "ema", .2)
-    resumed.load_state_dict(saved["teacher"])
+    hsdp.load(tmp_path / "c", other, more=resumed.weights)
     for m, t in ((model, teacher), (other, resumed)):
         moved(m)
         t.update()
     assert all(torch.equal(resumed.weights[name], w) for name, w in teacher.weights.items())
-    with pytest.raises(AssertionError, match="frozen"):
-        fd.Teacher(model, "frozen").load_state_dict(saved["teacher"])
-    with pytest.raises(AssertionError, match="shape"):
-        fd.Teacher(small(vocab=32), "ema").load_state_dict(saved["teacher"])
+    with pytest.raises(ValueError, match="not one of this model"):
+        hsdp.load(tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights)
 
 
 def test_any_module_can_be_taught_and_bf16_weights_are_averaged_in_fp32():

@@ -97,6 +97,8 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, op
     train.main([*common, f"--out={tmp_path}/parts", "--resume"])
     whole, parts = weights(tmp_path / "whole" / stage), weights(tmp_path / "parts" / stage)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    before = weights(run / train.ORDER[train.ORDER.index(stage) - 1])
+    assert not any(torch.equal(whole[name], before[name]) for name in whole if name.endswith("down"))
     steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / f"{stage}.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
 
