@@ -105,16 +105,15 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
-def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), workers=0):
-    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records"""
+def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None):
+    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts"""
     compact = summarize.Compact(config["window"], int(config["trigger"] * config["window"])) if config["summarize"] else None
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
     sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"],
                               temperature=config["temperature"] if temperature is None else temperature)
-    crew = rollout.Crew(sampler, workers)
-    groups = crew.rollouts(tasks, passes, seed, rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox(), compact)
-    crew.close()
+    groups = rollout.rollouts(sampler, tasks, passes, seed, rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox(),
+                              compact, numbers)
     return [record(chain, price) for group in groups for chain in group]
 
 
@@ -243,8 +242,7 @@ def main(argv):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
-        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature,
-                                (args.price_in, args.price_out), torch.get_num_threads() - 1)
+        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
     print(write(policies, args.out, "eval.json"))
     print(f"\n{args.out}/eval.json, effort.png, score.png")
 

@@ -223,7 +223,7 @@ def parallelize(model, meshes, wire=None):
     if meshes.layout.world == 1:
         return model
     meshes.layout.check({n: p.shape for n, p in model.named_parameters()})
-    _same_weights(model)
+    same_weights(model)
     policy = MixedPrecisionPolicy(param_dtype=wire, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in [m for m in model.modules() if hasattr(m, "attn") and hasattr(m, "ffn")]:
         if meshes.layout.cp > 1:
@@ -254,13 +254,16 @@ def _cut_experts(moe, meshes, policy):
     fully_shard(moe.experts, mesh=fsdp, shard_placement_fn=lambda p: Shard(1), mp_policy=policy)
 
 
-def _same_weights(model):
+def same_weights(model):
     """Every rank has built the model itself. With different seeds it would train on, each rank on its piece of another model."""
+    if not dist.is_initialized():
+        return model
     low = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN), dist.all_reduce(high, dist.ReduceOp.MAX)
     if high - low > 1e-6 * (1 + high.abs()):
         raise ValueError("the ranks hold different weights: build the model with the same seed on every rank")
+    return model
 
 
 # ---------------------------------------------------------------- what a step needs from all ranks
@@ -296,6 +299,17 @@ def total(t):
 
 
 @torch.no_grad()
+def sum_gradients(model):
+    """Plain replicas (nothing is cut, every rank holds the whole model): all gradients in one all-reduce, once per step. Call it
+    on all ranks before clip_grad_norm; parallelize() needs no such call."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        for g, part in zip(grads, flat.split([g.numel() for g in grads])):
+            g.copy_(part.view_as(g))
+
+
 def clip_grad_norm(model, max_norm=math.inf):
     """Scale the gradient to at most max_norm; returns its norm before that, a 0-d tensor equal on all ranks. Both meshes in one
     all-reduce of one number: every shard adds its squares divided by its number of copies."""

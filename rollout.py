@@ -25,10 +25,7 @@ Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or th
     python rollout.py --bench         decoding from the latent cache against re-running the full forward
 """
 import argparse
-import io
-import multiprocessing
 import random
-import signal
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +42,9 @@ from synth_tasks import SUMMARIZE, Rehearsal, Sandbox, Task, Workspace, call_too
 
 CONTROLS = ("<|user|>", "<|assistant|>", "<|tool|>", "<|query|>", "<|summary|>", "<|hint|>", "<|call|>", "<|arg|>", "<|end|>",
             "<|text|>")                                          # <|text|> separates documents in pretraining
-# Single digits, so that numbers can be copied; words with the space or underscore before them; `def ` with the space after it,
+# Numbers in pieces of two digits, so that a constant is one token; words with the space or underscore before them; `def ` with the space after it,
 # so that a name is the same tokens where it is defined and where it is used; a newline with its indentation; runs of signs.
-SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
+SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}{1,2}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
 
 
 def train_bpe(texts, vocab):
@@ -464,73 +461,6 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
         for space in spaces:
             space.close()
     return [chains[i:i + group] for i in range(0, len(chains), group)]
-
-
-class Crew:
-    """The same with `workers` processes beside this one, one thread and an equal share of the tasks each: decoding a batch is
-    mostly the cost of starting small operations, which threads do not share but processes do."""
-    def __init__(self, sampler, workers=0):
-        self.sampler, self.pipes = sampler, [None] * workers
-        self.options = dict(rows=sampler.rows, window=sampler.window, temperature=sampler.temperature, top_p=sampler.top_p,
-                            stride=sampler.stride)
-        for i in range(workers):
-            self.start(i)
-
-    def start(self, i):
-        context = multiprocessing.get_context("spawn")           # a fork would inherit locks of threads it does not have
-        self.pipes[i], end = context.Pipe()
-        model, ranks = self.sampler.model, self.sampler.tokenizer.ranks
-        context.Process(target=work, args=(end, model.config, model.dtype, ranks, self.options), daemon=True).start()
-        end.close()
-
-    def rollouts(self, tasks, group, seed, limits, sandbox, compact=None):
-        order = sorted(range(len(tasks)), key=lambda i: -tasks[i].level)         # deal the hard ones out evenly
-        mine, *shares = [order[i::len(self.pipes) + 1] for i in range(len(self.pipes) + 1)]
-        ask = lambda share: ([tasks[i] for i in share], group, seed, limits, compact, share)
-        weights = io.BytesIO()
-        if self.pipes:
-            torch.save(self.sampler.model.state_dict(), weights)
-        for i, (pipe, share) in enumerate(zip(self.pipes, shares)):
-            try:
-                pipe.send((weights.getvalue(), self.sampler.version, ask(share)))
-            except OSError:
-                pass                                             # it has died; noticed below
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if self.pipes else threads)
-        try:
-            done = dict(zip(mine, run_share(self.sampler, sandbox, *ask(mine))))
-            for i, share in enumerate(shares):
-                try:
-                    done |= zip(share, self.pipes[i].recv())
-                except (EOFError, OSError):
-                    done |= zip(share, run_share(self.sampler, sandbox, *ask(share)))
-                    self.start(i)
-        finally:
-            torch.set_num_threads(threads)
-        return [done[i] for i in range(len(tasks))]
-
-    def close(self):
-        for pipe in self.pipes:
-            pipe.close()
-        self.pipes = []
-
-
-def run_share(sampler, sandbox, tasks, group, seed, limits, compact, numbers):
-    return rollouts(sampler, tasks, group, seed, limits, sandbox, compact, numbers) if tasks else []
-
-
-def work(pipe, config, dtype, ranks, options):
-    """A process of a Crew: weights and tasks in, groups of chains out, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # Ctrl-C reaches it too; the trainer decides
-    torch.set_num_threads(1)
-    sampler, sandbox = Sampler(generation_model(config, dtype), Tokenizer(ranks), **options), Sandbox()
-    try:
-        while True:
-            weights, sampler.version, asked = pipe.recv()
-            sampler.model.load_state_dict(torch.load(io.BytesIO(weights), weights_only=True))
-            pipe.send(run_share(sampler, sandbox, *asked))
-    except (EOFError, OSError):
-        pass
 
 
 def generation_model(config, dtype, device="cpu"):

@@ -407,7 +407,7 @@ class Workspace:
 
 
 # -------------------------------------------------------------------------------- micro-codebases
-OPS = {                 # name -> (kind, expression, phrase); constants are single digits
+OPS = {                 # name -> (kind, expression, phrase)
     "add": ("map", "x + {k}", "add {k}"),
     "subtract": ("map", "x - {k}", "subtract {k}"),
     "multiply": ("map", "x * {k}", "multiply by {k}"),
@@ -417,6 +417,7 @@ OPS = {                 # name -> (kind, expression, phrase); constants are sing
     "above": ("filter", "x > {k}", "keep above {k}"),
     "below": ("filter", "x < {k}", "keep below {k}"),
 }
+CONSTANTS = {op: range(2, 10) if op == "multiples" else range(10, 40) for op in OPS}     # many: they have to be copied, not guessed
 REDUCTIONS = {"list": ("xs", "return the list"), "sum": ("sum(xs)", "return the sum"),
               "count": ("len(xs)", "return the count"), "largest": ("max(xs, default=0)", "return the largest or 0")}
 MEANING = {"add": lambda xs, k: [x + k for x in xs], "subtract": lambda xs, k: [x - k for x in xs],
@@ -504,8 +505,8 @@ def draw_function(rng, module, noun, steps, held_out):
     """A function whose composition and name are (not) among the held-out ones."""
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
-        function = Function(module, rng.choice(names), [(rng.choice(list(OPS)), rng.randint(2, 9)) for _ in range(rng.randint(*steps))],
-                            rng.choice(list(REDUCTIONS)))
+        ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
+        function = Function(module, rng.choice(names), [(op, rng.choice(CONSTANTS[op])) for op in ops], rng.choice(list(REDUCTIONS)))
         repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
         if function.held_out() == held_out and not repeats:
             return function
@@ -514,7 +515,7 @@ def draw_function(rng, module, noun, steps, held_out):
 def near_misses(function, rng):
     """The mistakes the tests have to see: a step forgotten, a constant off, another operation, another reduction."""
     for i, (op, k) in enumerate(function.steps):
-        others = [[], [(op, k + 1)], [(op, k - 1)], [(rng.choice(list(OPS)), k)], [(op, rng.randint(2, 9))]]
+        others = [[], [(op, k + 1)], [(op, k - 1)], [(rng.choice(list(OPS)), k)], [(op, rng.choice(CONSTANTS[op]))]]
         for other in others:
             yield Function("", "", function.steps[:i] + other + function.steps[i + 1:], function.reduction)
     yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
@@ -522,7 +523,9 @@ def near_misses(function, rng):
 
 def draw_inputs(function, rng, number=10):
     """(visible inputs, hidden inputs) or None if no two inputs tell the function from its near misses."""
-    inputs = [[rng.randint(0, 12) for _ in range(rng.randint(3, 4))] for _ in range(number)]
+    near = [k + d for _, k in function.steps for d in (-1, 0, 1)]
+    draw = lambda: rng.choice(near) if rng.random() < .4 else rng.randint(0, 50)
+    inputs = [[draw() for _ in range(rng.randint(3, 4))] for _ in range(number)]
     right = [function.value(xs) for xs in inputs]
     if len({repr(value) for value in right}) < 4:
         return None                                 # almost constant: a trivial body would pass
@@ -866,7 +869,7 @@ class Expert:
             i = self.rng.randrange(len(target.steps))
             op, k = target.steps[i]
             alike = [other for other in OPS if other != op and OPS[other][0] == OPS[op][0]]
-            other = [n for n in range(2, 10) if n != k]
+            other = [n for n in CONSTANTS[op] if n != k]
             off = (op, self.rng.choice(other)) if self.rng.random() < .75 else (self.rng.choice(alike), k)
             wrong = Function(target.module, target.name, target.steps[:i] + [off] + target.steps[i + 1:], target.reduction)
             self.wrong[target.name] = (target, wrong.lines()[i], lines[i])

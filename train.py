@@ -22,6 +22,8 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import sysconfig
 import time
@@ -59,6 +61,7 @@ class Config:
     device: str = "auto"          # cpu, cuda or auto
     dtype: str = "auto"           # of matrix products: float32, bfloat16 or auto
     compile: bool = False
+    processes: int = 2            # on CPU: started by itself, each with its share of cores and batch; at most one per core
     save_every: int = 0           # steps between checkpoints (0: a tenth of the stage)
     # model: see moe.ModelConfig
     vocab: int = 1024
@@ -87,7 +90,7 @@ class Config:
     steps: int = 100
     context: int = 256            # tokens of a sequence
     batch_tokens: int = 4096      # per step, over all ranks
-    micro_tokens: int = 2048      # per forward
+    micro_tokens: int = 4096      # per forward
     yarn: float = 2.0             # window stretch of the long stage
     # sft
     demos: int = 8000             # distinct expert transcripts
@@ -113,7 +116,6 @@ class Config:
     trigger: float = 0.7          # of the window
     window: int = 384             # context of an agent in sft, rl and evaluation
     turns: int = 16               # of an agent in all
-    workers: int = 3              # processes that roll out beside this one, on CPU; at most the number of cores less one
     curriculum: bool = True
     # parallel (torchrun)
     cp: int = 1
@@ -143,7 +145,7 @@ STAGES = {
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150), ("gpu", "rl"): dict(steps=100)}
-NOT_COMPARED = {"workers", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
+NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
                 "eval_tasks", "eval_samples"}
 
 
@@ -245,9 +247,9 @@ def train_tokenizer(config):
     for text in texts:
         sample.append(text[:20_000])
         size += len(sample[-1])
-        if size > 1_500_000:
+        if size > 800_000:
             break
-    return rollout.Tokenizer.train(sample + synth_tasks.example_texts(600, config.seed), config.vocab)
+    return rollout.Tokenizer.train(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
 class Text:
@@ -357,7 +359,6 @@ class Reinforcement:
         self.sampler = rollout.Sampler(rollout.generation_model(run.model.config, run.dtype, run.device), run.tokenizer,
                                        window=config.window, temperature=config.temperature,
                                        rows=min(128, -(-config.tasks_per_step // run.data) * config.group))
-        self.crew = rollout.Crew(self.sampler, helpers(config, run.device, run.world))
         self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
         self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
@@ -367,12 +368,13 @@ class Reinforcement:
                                                        final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
 
     def draw(self, step):
-        """This step's tasks (equal on all ranks): each is used once."""
+        """This step's tasks (equal on all ranks), easy ones first: each is used once."""
         rng = random.Random(f"{self.run.config.seed}/rl/{step}")
         if self.tasks:
             n = self.run.config.tasks_per_step
             return [self.tasks[(step * n + i) % len(self.tasks)] for i in range(n)]
-        return [synth_tasks.make_task(*self.curriculum.next(rng)) for _ in range(self.run.config.tasks_per_step)]
+        drawn = sorted(self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step))
+        return [synth_tasks.make_task(level, seed) for level, seed in drawn]
 
     def shape(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
@@ -389,8 +391,8 @@ class Reinforcement:
         self.sampler.model.load_state_dict(run.full_state())
         self.sampler.version = step
         tasks = self.draw(step)
-        groups = self.crew.rollouts(run.share(tasks), config.group, (config.seed * 1_000_003 + step) * run.data + run.meshes.data_rank,
-                                    self.limits, self.sandbox, run.compact)
+        groups = rollout.rollouts(self.sampler, run.share(tasks), config.group, config.seed * 1_000_003 + step, self.limits,
+                                  self.sandbox, run.compact, run.share(range(len(tasks))))
         for group in groups:
             for chain in group:
                 self.shape(chain)
@@ -431,8 +433,8 @@ class Reinforcement:
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
-        sampled = sum(c.stats["sampled"] for g in groups for c in g)
-        log.update(mismatch=mismatch / max(1, sampled), feedback_kl=kl, flagged=int(targets))
+        sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
+        log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets))
 
     def after_step(self):
         if self.teacher:
@@ -443,18 +445,21 @@ class Reinforcement:
             return rollout.target_logprobs(self.run.logits(batch), batch["targets"], self.run.config.temperature)
 
     def describe(self, groups, log):
-        chains = [c for g in groups for c in g]
-        mean = lambda f: float(np.mean([f(c) for c in chains]))
-        log.update(reward=mean(lambda c: c.reward), solved=mean(lambda c: c.solved), bad_tool=mean(lambda c: c.stats["bad_tools"] > 0),
-                   effort=mean(lambda c: c.stats["effort"]), sampled=mean(lambda c: c.stats["sampled"]), turns=mean(lambda c: c.stats["turns"]),
-                   finished=mean(lambda c: c.finished), summaries=mean(lambda c: c.stats["summaries"]), level=mean(lambda c: c.task.level),
-                   best=float(np.mean([max(c.solved for c in g) for g in groups])),
-                   equal=float(np.mean([len({c.reward for c in g}) == 1 for g in groups])))
-        log["wrong_calls_per_turn"] = sum(c.stats["bad_tools"] for c in chains) / max(1, sum(c.stats["turns"] for c in chains))
+        """Means over the rollouts of all ranks."""
+        rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward}
+                                for g in groups for c in g])
+        mean = lambda f: float(np.mean([f(row) for row in rows]))
+        rewards = {}
+        for row in rows:
+            rewards.setdefault(row["task"], []).append((row["reward"], row["solved"]))
+        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
+            log[key] = mean(lambda row: row[key])
+        log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
+                   best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),
+                   equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
+        log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, sum(row["turns"] for row in rows))
 
-    def validate(self):
-        self.crew.close()                                        # the last step has been made
-        return {}
+    validate = lambda self: {}
 
     def state_dict(self):
         return self.curriculum.state_dict()
@@ -520,16 +525,19 @@ class Run:
 
     def micro_batches(self, items, share=True):
         """(episode, number) pairs -> packed batches of about micro_tokens tokens, short episodes together. Every rank makes as
-        many: one that has fewer repeats its last one at weight zero."""
-        items = sorted(self.share(items) if share else items, key=lambda item: len(item[0]))
-        batches = []
+        many: one that has fewer goes on at weight zero."""
+        items = sorted(items, key=lambda item: len(item[0]))
+        spare, batches = items[:1], []
+        if share:                                                # a stretch of like lengths for each rank, equal in tokens
+            ends = np.cumsum([len(item[0]) for item in items])
+            items = [item for item, rank in zip(items, (ends - 1) * self.data // ends[-1]) if rank == self.meshes.data_rank]
         while items:
             n = max(1, self.config.micro_tokens // (-(-len(items[-1][0]) // 32) * 32))
             batches.append(items[-n:])
             del items[-n:]
         most = max(self.gather([len(batches)]))
         for i in range(most):
-            part = batches[min(i, len(batches) - 1)]
+            part = batches[i] if i < len(batches) else spare
             batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 32 * self.config.cp)
             yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
 
@@ -552,7 +560,7 @@ class Run:
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
-        self.model = hsdp.parallelize(model, self.meshes)
+        self.model = hsdp.parallelize(model, self.meshes) if self.meshes.layout.shard > 1 else hsdp.same_weights(model)
 
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
@@ -576,11 +584,6 @@ def compute_dtype(config, device):
         return getattr(torch, config.dtype)
     fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
-
-
-def helpers(config, device, world=1):
-    """How many processes may roll out beside this one: cores are there for them, and no other rank uses them."""
-    return min(config.workers, torch.get_num_threads() - 1) if device == "cpu" and world == 1 else 0
 
 
 def schedule(step, config):
@@ -649,6 +652,8 @@ def loop(run, source, optimizer, step, interrupted, out):
         run.model.train()
         for loss in source.losses(step, log):
             loss.backward()
+        if run.meshes.layout.shard == 1:
+            hsdp.sum_gradients(run.model)
         norm = hsdp.clip_grad_norm(run.model, config.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -662,10 +667,11 @@ def loop(run, source, optimizer, step, interrupted, out):
         if step == config.steps:
             log.update(source.validate())
         report(run, bar, log, log_file)
-        if step % every == 0 or step == config.steps or interrupted:
+        stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
+        if step % every == 0 or step == config.steps or stopping:
             extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
-        if interrupted:
+        if stopping:
             bar.close()
             return False
     bar.close()
@@ -697,26 +703,26 @@ def report(run, bar, log, path):
 # ---------------------------------------------------------------- evaluation and figures
 
 def evaluate(config):
-    """Held-out tasks before and after RL -> table, summary.json, figures. One process does it; the others wait."""
-    rank, out = int(os.environ.get("RANK", 0)), Path(config.out)
+    """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its share of the tasks."""
+    run, out = Run(config), Path(config.out)
     names = {"before RL": out / "sft", "after RL": out / "rl"}
     if not exists(names["before RL"]):
         names["before RL"] = Path(config.start_from or config.out) / "sft"
     names = {name: path for name, path in names.items() if exists(path)}
     if not names:
         stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
-    if rank:
-        return
     if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
-        print(json.loads((out / "summary.json").read_text())["table"])
+        run.say(json.loads((out / "summary.json").read_text())["table"])
         return
     tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
-    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
     policies = {}
-    for name, path in tqdm(names.items(), desc="evaluation", leave=False):
-        model, tokenizer, saved = eval.load(path, device)
-        policies[name] = eval.attempt(model.compute(compute_dtype(config, device)), tokenizer, saved, tasks, config.eval_samples,
-                                      temperature=config.temperature, workers=helpers(config, device))
+    for name, path in run.bar(names.items(), "evaluation"):
+        model, tokenizer, saved = eval.load(path, run.device)
+        mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), config.eval_samples,
+                            temperature=config.temperature, numbers=run.share(range(len(tasks))))
+        policies[name] = run.gather(mine)
+    if run.rank:
+        return
     text = eval.table(policies)
     eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
     draw_losses(out)
@@ -752,6 +758,28 @@ def draw_losses(out):
         figure.savefig(out / "reward.png", dpi=120)
 
 
+def spread(argv, config):
+    """On CPU, one process per core does more than one process with a thread per core: what a small model costs is mostly the
+    start of small operations. Starts the others once and makes this one rank 0 of plain replicas. Under torchrun: nothing."""
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    if "OURS" not in os.environ and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
+        return config
+    n = int(os.environ.get("OURS", min(config.processes, torch.get_num_threads())))
+    if n < 2:
+        return config
+    if "OURS" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        threads = str(torch.get_num_threads() // n)
+        os.environ.update(OURS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
+        for rank in range(1, n):
+            subprocess.Popen([sys.executable, __file__, *argv], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        os.environ.update(RANK="0", LOCAL_RANK="0")
+        torch.set_num_threads(int(threads))
+    return replace(config, dp_replicate=n)
+
+
 def main(argv):
     given = parse(argv)
     stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
@@ -766,6 +794,7 @@ def main(argv):
         probe.unlink()
     except OSError as error:
         stop(f"--out={config.out} cannot be written: {error.strerror}")
+    configs = {stage: spread(argv, config) for stage, config in configs.items()}
     interrupted = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: interrupted.append(number))
@@ -773,8 +802,9 @@ def main(argv):
         if stage == "eval":
             evaluate(configs[stage])
         elif not train(configs[stage], interrupted):
-            print(f"stopped; to go on: python train.py --resume --out={config.out}", file=sys.stderr)
-            raise SystemExit(128 + interrupted[0])
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(f"stopped; to go on: python train.py --resume --out={config.out}", file=sys.stderr)
+            raise SystemExit(128 + max(interrupted, default=0))
     if dist.is_initialized():
         dist.destroy_process_group()
 

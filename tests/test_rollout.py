@@ -1,7 +1,6 @@
 """Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
 import copy
 import math
-import multiprocessing
 import random
 from collections import Counter
 
@@ -15,7 +14,7 @@ import rollout
 from moe import Model, ModelConfig
 from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent,
         choose,
-                     demonstrate, flatten, generation_model, kl_estimates, make_turn, pack, policy_loss, read_action, target_logprobs, train_bpe,
+                     demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, target_logprobs, train_bpe,
                              write_action)
 from summarize import Compact
 from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task
@@ -437,27 +436,6 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
             return over.value
     solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
     assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_a_crew_rolls_out_what_one_process_does_even_if_a_worker_dies():
-    tasks = [make_task(level, 5) for level in (0, 1, 2)]
-    sampler = Sampler(policy(context=400), TRAINED, 6, 400)
-    model = copy.copy(sampler.model)                             # policy() favours tokens by a hook; a worker has the weights only
-    sampler.model = generation_model(model.config, torch.float32)
-    sampler.model.load_state_dict(model.state_dict())
-    alone = rollout.rollouts(sampler, tasks, 2, 9, Limits(400, 2, 8), Sandbox())
-    crew = rollout.Crew(sampler, 1)
-    try:
-        for _ in range(2):
-            together = crew.rollouts(tasks, 2, 9, Limits(400, 2, 8), Sandbox())
-            for a, b in zip((c for g in alone for c in g), (c for g in together for c in g)):
-                assert a.task.instance_id == b.task.instance_id
-                assert [t.tokens for t in a.turns] == [t.tokens for t in b.turns] and a.files == b.files and a.stats == b.stats
-            worker, = [p for p in multiprocessing.active_children() if p.name.startswith("SpawnProcess")]
-            worker.kill()
-            worker.join()
-    finally:
-        crew.close()
 
 
 # ---------------------------------------------------------------- demonstrations

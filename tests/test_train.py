@@ -14,7 +14,7 @@ import hsdp
 import train
 
 ROOT = Path(train.__file__).parent
-SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--demos=12", "--window=1024",
+SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--processes=1", "--demos=12", "--window=1024",
          "--dtype=float32", "--device=cpu", "--turns=3", f"--data={ROOT}"]
 
 
