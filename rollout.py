@@ -42,9 +42,9 @@ from synth_tasks import SUMMARIZE, Rehearsal, Sandbox, Task, Workspace, call_too
 
 CONTROLS = ("<|user|>", "<|assistant|>", "<|tool|>", "<|query|>", "<|summary|>", "<|hint|>", "<|call|>", "<|arg|>", "<|end|>",
             "<|text|>")                                          # <|text|> separates documents in pretraining
-# Numbers in pieces of two digits, so that a constant is one token; words with the space or underscore before them; `def ` with the space after it,
+# Single digits, so that numbers can be copied; words with the space or underscore before them; `def ` with the space after it,
 # so that a name is the same tokens where it is defined and where it is used; a newline with its indentation; runs of signs.
-SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}{1,2}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
+SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
 
 
 def train_bpe(texts, vocab):

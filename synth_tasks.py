@@ -407,19 +407,17 @@ class Workspace:
 
 
 # -------------------------------------------------------------------------------- micro-codebases
-OPS = {                 # name -> (kind, expression, phrase)
-    "add": ("map", "x + {k}", "add {k}"),
-    "subtract": ("map", "x - {k}", "subtract {k}"),
-    "multiply": ("map", "x * {k}", "multiply by {k}"),
-    "cap": ("map", "min(x, {k})", "cap at {k}"),
-    "raise": ("map", "max(x, {k})", "raise to at least {k}"),
-    "multiples": ("filter", "x % {k} == 0", "keep multiples of {k}"),
-    "above": ("filter", "x > {k}", "keep above {k}"),
-    "below": ("filter", "x < {k}", "keep below {k}"),
+OPS = {                 # name -> (kind, expression); constants are single digits. The docs say it in the code's own words: a model
+    "add": ("map", "x + {k}"),      # this small learns to find and to copy long before it learns to translate
+    "subtract": ("map", "x - {k}"),
+    "multiply": ("map", "x * {k}"),
+    "cap": ("map", "min(x, {k})"),
+    "raise": ("map", "max(x, {k})"),
+    "multiples": ("filter", "x % {k} == 0"),
+    "above": ("filter", "x > {k}"),
+    "below": ("filter", "x < {k}"),
 }
-CONSTANTS = {op: range(2, 10) if op == "multiples" else range(10, 40) for op in OPS}     # many: they have to be copied, not guessed
-REDUCTIONS = {"list": ("xs", "return the list"), "sum": ("sum(xs)", "return the sum"),
-              "count": ("len(xs)", "return the count"), "largest": ("max(xs, default=0)", "return the largest or 0")}
+REDUCTIONS = {"list": "xs", "sum": "sum(xs)", "count": "len(xs)", "largest": "max(xs, default=0)"}
 MEANING = {"add": lambda xs, k: [x + k for x in xs], "subtract": lambda xs, k: [x - k for x in xs],
            "multiply": lambda xs, k: [x * k for x in xs], "cap": lambda xs, k: [min(x, k) for x in xs],
            "raise": lambda xs, k: [max(x, k) for x in xs], "multiples": lambda xs, k: [x for x in xs if x % k == 0],
@@ -474,16 +472,17 @@ class Function:
     def lines(self):
         code = []
         for op, k in self.steps:
-            kind, expression, _ = OPS[op]
+            kind, expression = OPS[op]
             expression = expression.format(k=k)
             code.append(f"xs = [{expression} for x in xs]" if kind == "map" else f"xs = [x for x in xs if {expression}]")
-        return code + [f"return {REDUCTIONS[self.reduction][0]}"]
+        return code + [f"return {REDUCTIONS[self.reduction]}"]
 
     def code(self):
         return "\n    ".join([f"def {self.name}(xs):", *self.lines()]) + "\n"
 
     def phrase(self):
-        return ", ".join([OPS[op][2].format(k=k) for op, k in self.steps] + [REDUCTIONS[self.reduction][1]])
+        steps = [("keep " if OPS[op][0] == "filter" else "") + OPS[op][1].format(k=k) for op, k in self.steps]
+        return ", ".join([*steps, f"return {REDUCTIONS[self.reduction]}"])
 
     def value(self, xs):
         for op, k in self.steps:
@@ -506,7 +505,7 @@ def draw_function(rng, module, noun, steps, held_out):
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
         ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
-        function = Function(module, rng.choice(names), [(op, rng.choice(CONSTANTS[op])) for op in ops], rng.choice(list(REDUCTIONS)))
+        function = Function(module, rng.choice(names), [(op, rng.randint(2, 9)) for op in ops], rng.choice(list(REDUCTIONS)))
         repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
         if function.held_out() == held_out and not repeats:
             return function
@@ -515,7 +514,7 @@ def draw_function(rng, module, noun, steps, held_out):
 def near_misses(function, rng):
     """The mistakes the tests have to see: a step forgotten, a constant off, another operation, another reduction."""
     for i, (op, k) in enumerate(function.steps):
-        others = [[], [(op, k + 1)], [(op, k - 1)], [(rng.choice(list(OPS)), k)], [(op, rng.choice(CONSTANTS[op]))]]
+        others = [[], [(op, k + 1)], [(op, k - 1)], [(rng.choice(list(OPS)), k)], [(op, rng.randint(2, 9))]]
         for other in others:
             yield Function("", "", function.steps[:i] + other + function.steps[i + 1:], function.reduction)
     yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
@@ -523,9 +522,7 @@ def near_misses(function, rng):
 
 def draw_inputs(function, rng, number=10):
     """(visible inputs, hidden inputs) or None if no two inputs tell the function from its near misses."""
-    near = [k + d for _, k in function.steps for d in (-1, 0, 1)]
-    draw = lambda: rng.choice(near) if rng.random() < .4 else rng.randint(0, 50)
-    inputs = [[draw() for _ in range(rng.randint(3, 4))] for _ in range(number)]
+    inputs = [[rng.randint(0, 12) for _ in range(rng.randint(3, 4))] for _ in range(number)]
     right = [function.value(xs) for xs in inputs]
     if len({repr(value) for value in right}) < 4:
         return None                                 # almost constant: a trivial body would pass
@@ -869,7 +866,7 @@ class Expert:
             i = self.rng.randrange(len(target.steps))
             op, k = target.steps[i]
             alike = [other for other in OPS if other != op and OPS[other][0] == OPS[op][0]]
-            other = [n for n in CONSTANTS[op] if n != k]
+            other = [n for n in range(2, 10) if n != k]
             off = (op, self.rng.choice(other)) if self.rng.random() < .75 else (self.rng.choice(alike), k)
             wrong = Function(target.module, target.name, target.steps[:i] + [off] + target.steps[i + 1:], target.reduction)
             self.wrong[target.name] = (target, wrong.lines()[i], lines[i])
