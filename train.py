@@ -72,7 +72,7 @@ class Config:
     active: int = 2
     expert_ffn: int = 128
     dense_ffn: int = 384
-    kv_lora: int = 64
+    kv_lora: int = 128
     qk_nope: int = 32
     qk_rope: int = 16
     v_dim: int = 32
@@ -95,8 +95,8 @@ class Config:
     # sft
     demos: int = 8000             # distinct expert transcripts
     sloppy: float = 1.0           # how often the expert errs
-    hints: float = 0.4            # of its wrong tool calls: replaced by a hint and the right call
-    neutral_hints: float = 0.08   # of its right turns: a hint above them too, so that it means nothing but tools
+    hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
+    neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     # rl
     tasks_per_step: int = 8
