@@ -433,9 +433,9 @@ LEVELS = [dict(steps=(1, 1), deletions=1, where="prompt", named=True),
           dict(steps=(1, 2), deletions=1, where="tests", named=True),
           dict(steps=(1, 1), deletions=2, where="docs", named=False),
           dict(steps=(1, 2), deletions=2, where="docs", named=False),
-          dict(steps=(1, 2), deletions=3, where="docs", named=False),
-          dict(steps=(2, 2), deletions=4, where="docs", named=False),      # 6 and 7: made when 5 is won
-          dict(steps=(2, 3), deletions=5, where="docs", named=False)]
+          dict(steps=(1, 1), deletions=3, where="docs", named=False),
+          dict(steps=(1, 2), deletions=4, where="docs", named=False),      # 6 and 7: made when 5 is won
+          dict(steps=(2, 2), deletions=5, where="docs", named=False)]
 
 CHECK = '''import sys
 

@@ -101,7 +101,7 @@ class Config:
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
-    temperature: float = 1.0
+    temperature: float = 0.7      # of rollouts, in training and evaluation
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
@@ -114,7 +114,7 @@ class Config:
     penalty_q: float = 0.5
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
-    window: int = 384             # context of an agent in sft, rl and evaluation
+    window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 16               # of an agent in all
     curriculum: bool = True
     # parallel (torchrun)
@@ -139,8 +139,8 @@ SCALES = {
 STAGES = {
     "pretrain": dict(steps=140),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=700),
-    "rl": dict(steps=40, optimizer="adamw", adam_lr=4e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "sft": dict(steps=800),
+    "rl": dict(steps=40, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
@@ -404,7 +404,8 @@ class Reinforcement:
         yield from self.learn(groups, log)
 
     def learn(self, groups, log):
-        """Policy gradient over all episodes, and on flagged turns the divergence from the hinted teacher."""
+        """Policy gradient over all episodes, and on flagged turns the divergence from the hinted teacher: its sum over the
+        flagged tokens, over their number or that of the rollouts, so that the last few flagged turns do not drown the reward."""
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
@@ -415,7 +416,8 @@ class Reinforcement:
                     hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text),
                                            feedback_distill.name_span(run.tokenizer, episode.turns[h.turn]))
                                           for h in flagged if h.episode == e]
-        normaliser = config.tasks_per_step * config.group * config.length
+        rollouts = config.tasks_per_step * config.group
+        normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
         mismatch = kl = 0.0
         for batch in run.micro_batches(items, share=False):
@@ -429,7 +431,7 @@ class Reinforcement:
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
                 student = logits[taught.student_row, taught.student_position]
-                distance = feedback_distill.feedback_loss(student, expected, max(1, int(targets)), kind=config.divergence, token_cap=2.0)
+                distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence, token_cap=2.0)
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss

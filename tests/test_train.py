@@ -139,6 +139,33 @@ def test_two_processes_have_the_loss_of_one(layout, run, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 3
 
 
+def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
+    """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them end both."""
+    def go(*words, processes):
+        command = [sys.executable, str(ROOT / "train.py"), *SMALL, f"--start_from={run}", *words, f"--processes={processes}"]
+        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(processes)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    logs = {}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        for words in (["--stage=long", "--steps=3"], ["--stage=rl", "--steps=2", "--tasks_per_step=2", "--group=2"], ["--stage=eval"]):
+            child = go(*words, f"--out={out}", processes=processes)
+            assert child.communicate(timeout=120) and child.returncode == 0
+        read = lambda stage: [json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()]
+        summary = json.loads((out / "summary.json").read_text())["policies"]
+        logs[processes] = ([line["loss"] for line in read("long")], [line["sampled"] for line in read("rl")][:1],
+                           [summary[name]["overall"]["tokens"] for name in sorted(summary)])
+    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][1:] == logs[2][1:]
+    child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
+    while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
+        time.sleep(0.02)
+    child.send_signal(signal.SIGTERM)
+    assert "--resume" in child.communicate(timeout=60)[1] and child.returncode == 128 + signal.SIGTERM
+    assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
+    child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
+    error = child.communicate(timeout=60)[1]
+    assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
+
+
 def test_held_out_files_are_not_trained_on():
     texts, held = train.python_sources(str(ROOT))
     assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
