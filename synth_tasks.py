@@ -620,9 +620,7 @@ def draw_tools(rng, dials):
     look, run = ["read_file", "search_codebase"], ["run_command"]
     tools = {tool for tool, p in zip(look, (.5, .8)) if rng.random() < p}
     tools |= {tool for tool in run if rng.random() < .75 or not dials["named"]}
-    if dials["where"] != "prompt" and not tools & set(look):
-        tools.add(rng.choice(look))
-    if dials["where"] == "tests":                       # too long to be read whole in a small window
+    if dials["where"] != "prompt":
         tools.add("search_codebase")
     tools = ["edit_file", *sorted(tools)]
     return tuple(rng.sample(tools, len(tools)))
@@ -787,7 +785,7 @@ class Expert:
         self.targets = [Function(**target) for target in task.meta["targets"]]
         self.files, self.wrong, self.docs_read = dict(task.files), {}, False
         self.can = {tool: tool in task.tools for tool in TOOLS}
-        self.prefers_reading = rng.random() < .2
+        self.prefers_reading = rng.random() < .35 * sloppy      # of a whole file the wrong line is easily taken
         self.where = LEVELS[task.level]["where"]
         self.about = self.targets[0].name if LEVELS[task.level]["named"] else "def "     # what it would grep for
         self.left = [f"{t.module}.{t.name}" for t in self.targets] if LEVELS[task.level]["named"] else []

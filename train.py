@@ -101,7 +101,7 @@ class Config:
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
-    temperature: float = 0.7      # of rollouts, in training and evaluation
+    temperature: float = 1.0      # of rollouts, in training and evaluation
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
@@ -115,7 +115,7 @@ class Config:
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
     window: int = 512             # context of an agent in sft, rl and evaluation
-    turns: int = 16               # of an agent in all
+    turns: int = 20               # of an agent in all
     curriculum: bool = True
     # parallel (torchrun)
     cp: int = 1
