@@ -17,10 +17,13 @@ window, a long-context extension, a short SFT, reinforcement learning. All sizes
 
 Left out: data mixing, deduplication, multi-token prediction, and every private number.
 """
+import contextlib
+import ctypes
 import difflib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -101,7 +104,7 @@ class Config:
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
-    temperature: float = 1.0      # of rollouts, in training and evaluation
+    temperature: float = 0.9      # of rollouts, in training and evaluation
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
@@ -126,6 +129,7 @@ class Config:
     eval_samples: int = 2         # per task
 
 
+START = time.time()
 LEVELS = 6                        # of generated tasks in sft and evaluation; the curriculum goes beyond
 ORDER = ["pretrain", "long", "sft", "rl"]
 SCALES = {
@@ -137,10 +141,10 @@ SCALES = {
                 tasks_per_step=32, group=16, lr=0.005, adam_lr=1e-3, demos=20000),
 }
 STAGES = {
-    "pretrain": dict(steps=140),
+    "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=800),
-    "rl": dict(steps=40, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "sft": dict(steps=850),
+    "rl": dict(steps=36, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
@@ -638,6 +642,19 @@ def train(config, interrupted):
     return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
 
 
+def peak_memory():
+    """Gigabytes this process has held at most."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+
+def trim():
+    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after an hour."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def exists(path):
     return path.exists() or Path(f"{path}.old").exists()
 
@@ -666,9 +683,11 @@ def loop(run, source, optimizer, step, interrupted, out):
                "load": worst}
         log["tokens_per_s"] = log["tokens"] / (time.time() - start)
         log["seconds"] = time.time() - start
+        log["memory"] = run.sum(peak_memory())
         if step == config.steps:
             log.update(source.validate())
         report(run, bar, log, log_file)
+        trim()
         stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
         if step % every == 0 or step == config.steps or stopping:
             extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
@@ -687,7 +706,7 @@ def keep_lines(path, step):
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
-           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "tokens_per_s": "{:8.0f}",
+           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}",
            "seconds": "{:6.2f}"}
 
 
@@ -723,9 +742,11 @@ def evaluate(config):
         mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), config.eval_samples,
                             temperature=config.temperature, numbers=run.share(range(len(tasks))))
         policies[name] = run.gather(mine)
+    memory = run.sum(peak_memory())
     if run.rank:
         return
     text = eval.table(policies)
+    text += f"\nthis command: {(time.time() - START) / 60:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
     draw_losses(out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
