@@ -347,7 +347,8 @@ def full_state(model):
 
 def save(directory, model, optimizer=None, extra=None, more=None):
     """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
-    (plain data, equal on all ranks: configuration, tokenizer, step) to a folder all ranks see. It takes its name, and the place of the one before, only when every file is complete.
+    (plain data, equal on all ranks: configuration, tokenizer, step) to a folder all ranks see. It takes its name, and the place
+    of the one before, only when every file is complete.
     Call it when router loads are zero, right after balance(): they are counts of one rank, and only one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     if first_rank := not dist.is_initialized() or dist.get_rank() == 0:

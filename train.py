@@ -148,9 +148,10 @@ STAGES = {
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
-    ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150), ("gpu", "rl"): dict(steps=100)}
-NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate", "micro_tokens",
-                "eval_tasks", "eval_samples"}
+    ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150),
+    ("gpu", "rl"): dict(steps=100)}
+NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate",
+                "micro_tokens", "eval_tasks", "eval_samples"}
 
 
 # ---------------------------------------------------------------- command line
@@ -435,7 +436,8 @@ class Reinforcement:
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
                 student = logits[taught.student_row, taught.student_position]
-                distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence, token_cap=2.0)
+                distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
+                                                          token_cap=2.0)
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
@@ -650,7 +652,8 @@ def peak_memory():
 
 
 def trim():
-    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after an hour."""
+    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after minutes. Not
+    after each step: taking the pages again costs a fifth of a short one."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -687,11 +690,11 @@ def loop(run, source, optimizer, step, interrupted, out):
         if step == config.steps:
             log.update(source.validate())
         report(run, bar, log, log_file)
-        trim()
         stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
         if step % every == 0 or step == config.steps or stopping:
             extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
+            trim()
         if stopping:
             bar.close()
             return False
@@ -706,8 +709,8 @@ def keep_lines(path, step):
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
-           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}",
-           "seconds": "{:6.2f}"}
+           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "memory": "{:4.1f}",
+           "tokens_per_s": "{:8.0f}", "seconds": "{:6.2f}"}
 
 
 def report(run, bar, log, path):
@@ -746,7 +749,8 @@ def evaluate(config):
     if run.rank:
         return
     text = eval.table(policies)
-    text += f"\nthis command: {(time.time() - START) / 60:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
+    minutes = (time.time() - START) / 60
+    text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
     draw_losses(out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
@@ -785,17 +789,17 @@ def spread(argv, config):
     """On CPU, one process per core does more than one process with a thread per core: what a small model costs is mostly the
     start of small operations. Starts the others once and makes this one rank 0 of plain replicas. Under torchrun: nothing."""
     cuda = torch.cuda.is_available() and config.device != "cpu"
-    if "OURS" not in os.environ and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
+    if "PLAIN_REPLICAS" not in os.environ and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
         return config
-    n = int(os.environ.get("OURS", min(config.processes, torch.get_num_threads())))
+    n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
         return config
-    if "OURS" not in os.environ:
+    if "PLAIN_REPLICAS" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         threads = str(torch.get_num_threads() // n)
-        os.environ.update(OURS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
+        os.environ.update(PLAIN_REPLICAS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
         for rank in range(1, n):
             subprocess.Popen([sys.executable, __file__, *argv], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         os.environ.update(RANK="0", LOCAL_RANK="0")
