@@ -778,10 +778,17 @@ def draw_losses(out):
     lines = lines_of(out, "rl")
     if lines:
         figure, ax = eval.axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
-        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+        steps, level = [line["step"] for line in lines], ax.twinx()
+
+        def curve(axis, key, **style):
             values = np.array([line[key] for line in lines])
-            ax.plot([line["step"] for line in lines], [values[max(0, i - 4):i + 1].mean() for i in range(len(values))], label=label)
-        ax.legend()
+            axis.plot(steps, [values[max(0, i - 4):i + 1].mean() for i in range(len(values))], **style)
+        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+            curve(ax, key, label=label)
+        curve(level, "level", color="gray", alpha=.5)
+        ax.set_ylim(0, 1.05)
+        level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
+        ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
         figure.savefig(out / "reward.png", dpi=120)
 
 
