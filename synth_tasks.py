@@ -407,8 +407,10 @@ class Workspace:
 
 
 # -------------------------------------------------------------------------------- micro-codebases
-OPS = {                 # name -> (kind, expression); constants are single digits. The docs say it in the code's own words: a model
-    "add": ("map", "x + {k}"),      # this small learns to find and to copy long before it learns to translate
+# name -> (kind, expression); constants are single digits. The docs say it in the code's own words: a model this small learns to
+# find and to copy long before it learns to translate.
+OPS = {
+    "add": ("map", "x + {k}"),
     "subtract": ("map", "x - {k}"),
     "multiply": ("map", "x * {k}"),
     "cap": ("map", "min(x, {k})"),

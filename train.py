@@ -499,6 +499,7 @@ class Run:
         except ValueError as error:
             stop(str(error))
         self.data = self.meshes.layout.data
+        self.replicas = self.meshes.layout.shard == 1 and config.ep == 1         # nothing is cut: every rank holds all
         self.dtype = compute_dtype(config, self.device)
         self.compact = summarize.Compact(config.window, int(config.trigger * config.window)) if config.summarize else None
         self.tokenizer = self.model = None
@@ -568,7 +569,7 @@ class Run:
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
-        self.model = hsdp.parallelize(model, self.meshes) if self.meshes.layout.shard > 1 else hsdp.same_weights(model)
+        self.model = hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes)
 
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
@@ -674,7 +675,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         run.model.train()
         for loss in source.losses(step, log):
             loss.backward()
-        if run.meshes.layout.shard == 1:
+        if run.replicas:
             hsdp.sum_gradients(run.model)
         norm = hsdp.clip_grad_norm(run.model, config.clip)
         optimizer.step()
