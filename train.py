@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -824,9 +825,7 @@ def main(argv):
     config = configs[stages[0]]
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
-        probe = Path(config.out) / ".probe"
-        probe.write_text("")
-        probe.unlink()
+        tempfile.TemporaryFile(dir=config.out).close()
     except OSError as error:
         stop(f"--out={config.out} cannot be written: {error.strerror}")
     configs = {stage: spread(argv, config) for stage, config in configs.items()}
