@@ -206,22 +206,34 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config.experts, config.dim, config.expert_ffn)
         self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
+        self.small = config.experts <= 16
         self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
 
-    def forward(self, x, replay=None, record=None):
+    def forward(self, x, replay=None, record=None, decoding=False):
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
         choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1))
+        if record is not None:
+            record.append(choice.view(B, T, -1))
+        if decoding:
+            return self.all_experts(flat, choice, gates).view(B, T, D)
         order = choice.flatten().argsort(stable=True)                                # (M*K,) rows by expert
         counts = torch.bincount(choice.flatten(), minlength=len(self.router.bias))   # (E,)
         if self.training and replay is None:
             self.router.load += counts
-        if record is not None:
-            record.append(choice.view(B, T, -1))
         back = order.argsort()
         rows = Permute.apply(flat.repeat_interleave(self.router.k, 0), order, back)  # (M*K, D)
         y = Permute.apply(self.dispatch(rows, counts, self.experts), back, order).view(B * T, self.router.k, D)
         y = (y * gates[..., None].to(y.dtype)).sum(1).view(B, T, D)
+        return y if self.shared is None else y + self.shared(x)
+
+    def all_experts(self, x, choice, gates):
+        """A decoding step reads nearly every expert's weights for its few tokens. Then one wide network, each expert a stretch of its
+        hidden units and those not chosen gated to zero, costs less than sorting. x (M, D), choice and gates (M, K) -> (M, D)"""
+        e = self.experts
+        gate = gates.new_zeros(len(x), len(e.w_gate)).scatter_(1, choice, gates)                   # (M, E)
+        hidden = F.silu(linear(x, e.w_gate)) * linear(x, e.w_up) * gate[..., None].to(x.dtype)     # (M, E, F)
+        y = hidden.flatten(1) @ e.w_down.to(x.dtype).transpose(1, 2).flatten(0, 1)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -307,7 +319,9 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, mask=None, cache=None, replay=None, record=None):
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, cache)
         h = self.ffn_norm(x)
-        return x + (self.ffn(h, replay, record) if isinstance(self.ffn, MoE) else self.ffn(h))
+        if not isinstance(self.ffn, MoE):
+            return x + self.ffn(h)
+        return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[1] == 1 and self.ffn.small)
 
 
 class Cache:

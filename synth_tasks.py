@@ -844,7 +844,7 @@ class Expert:
         path, query = ("docs.md", f"{target.name}:") if self.where == "docs" else ("tests.py", f"test_{target.name}(")
         if self.docs_read and not self.slip(.15 * self.effort):
             return None
-        if not sure and self.slip(.13):
+        if not sure and self.slip(.12):
             self.guesses.add(target.name)
             return None
         reads = self.can["read_file"] and (self.prefers_reading or self.docs_read) and self.where == "docs"
@@ -914,7 +914,7 @@ def expert(task, rng, sloppy=1.0):
     ends with an Action without calls."""
     self = Expert(task, rng, sloppy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(.22) else len(targets)
+    quits = rng.randrange(len(targets)) if not named and self.slip(.18) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named
@@ -971,11 +971,11 @@ class Curriculum:
         return rng.choices(self.levels, [.02 + p * (1 - p) for p in samples])[0]
 
     def update(self, level, solved, total):
-        """Counts a group's outcome; opens the next level once the hardest one is solved three times in four."""
+        """Counts a group's outcome; opens the next level once the hardest one is nearly mastered."""
         won, lost = self.counts[level]
         self.counts[level] = [self.forget * won + solved + 1 - self.forget, self.forget * lost + total - solved + 1 - self.forget]
         top = max(self.levels)
-        if self.on and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .75:
+        if self.on and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .85:
             self.levels.append(top + 1)
             self.counts[top + 1] = [1.0, 1.0]
 

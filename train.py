@@ -105,11 +105,11 @@ class Config:
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
-    temperature: float = 0.9      # of rollouts, in training and evaluation
+    temperature: float = 0.95     # of rollouts, in training and evaluation
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
-    feedback: float = 0.1         # weight of the targeted distillation, 0 = off
+    feedback: float = 0.15        # weight of the targeted distillation, 0 = off
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
@@ -145,7 +145,7 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
     "sft": dict(steps=850),
-    "rl": dict(steps=36, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "rl": dict(steps=40, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
@@ -308,7 +308,8 @@ class Demonstrations:
     """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have sampled."""
     def __init__(self, run):
         self.run, config = run, run.config
-        self.episodes = make_demonstrations(config, run.tokenizer, run.compact, config.demos, run.bar)
+        mine = make_demonstrations(config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar)
+        self.episodes = [e for _, episodes in sorted(run.gather(mine), key=lambda pair: pair[0]) for e in episodes]
         self.batches = length_batches([len(e) for e in self.episodes], config.batch_tokens, config.steps, config.seed)
 
     def losses(self, step, log):
@@ -344,17 +345,18 @@ def length_batches(lengths, tokens, steps, seed):
     return [groups[2 * i] + groups[2 * i + 1] for i in range(steps)]
 
 
-def make_demonstrations(config, tokenizer, compact, number, bar):
-    """Levels in equal shares, each task from its own seed; a summarised chain gives several training sequences."""
+def make_demonstrations(config, tokenizer, compact, numbers, bar):
+    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
+    sequences."""
     limits = rollout.Limits(config.window, config.turns)
-    episodes = []
-    for i in bar(range(number), "demonstrations"):
+    pairs = []
+    for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = synth_tasks.make_task(i % LEVELS, (config.seed << 24) + i)
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, feedback_distill.available_tools,
                                     config.hints, config.neutral_hints)
-        episodes += [e for e in chain.episodes if len(e) <= config.window]
-    return episodes
+        pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
+    return pairs
 
 
 class Reinforcement:
@@ -653,11 +655,14 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 
-def trim():
-    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after minutes. Not
-    after each step: taking the pages again costs a fifth of a short one."""
+def trim(last, seconds=4):
+    """Give freed memory back to the system, unless done less than `seconds` ago -> when it was done. Every batch has other sizes, and
+    glibc keeps the holes: gigabytes after minutes. Not after each step: taking the pages again costs a third of a short one."""
+    if time.time() - last < seconds:
+        return last
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return time.time()
 
 
 def exists(path):
@@ -666,7 +671,7 @@ def exists(path):
 
 def loop(run, source, optimizer, step, interrupted, out):
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
-    every = config.save_every or max(1, config.steps // 10)
+    every, trimmed = config.save_every or max(1, config.steps // 10), 0
     keep_lines(log_file, step) if run.rank == 0 else None
     bar = tqdm(total=config.steps, initial=step, desc=f"{config.stage:>14}", disable=run.rank > 0, dynamic_ncols=True)
     while step < config.steps:
@@ -696,7 +701,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         if step % every == 0 or step == config.steps or stopping:
             extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
-            trim()
+        trimmed = trim(trimmed)
         if stopping:
             bar.close()
             return False
