@@ -126,6 +126,43 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
     return torch.cat([swiglu(r, w_gate[e], w_up[e], w_down[e]) for e, r in enumerate(rows)])
 
 
+class TargetLogprobs(torch.autograd.Function):
+    """log softmax(h W^T / temperature)[target] for h (N, D), W (V, D), targets (N,) -> (N,) fp32, a stretch of rows at a time: the
+    (N, V) scores, the largest tensor of a small model by far, never exist. The backward computes each stretch again."""
+    @staticmethod
+    def scores(h, W, temperature):
+        scores = F.linear(h, W.to(h.dtype)).float()
+        return scores if temperature == 1 else scores / temperature
+
+    @staticmethod
+    def stretches(h, W):
+        return slice_rows(len(h), max(64, (1 << (26 if h.is_cuda else 18)) // len(W)))
+
+    @staticmethod
+    def forward(ctx, h, W, targets, temperature):
+        ctx.save_for_backward(h, W, targets)
+        ctx.temperature = temperature
+        nll = [F.cross_entropy(TargetLogprobs.scores(h[r], W, temperature), targets[r], reduction="none")
+               for r in TargetLogprobs.stretches(h, W)]
+        return -torch.cat(nll) if nll else h.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad):
+        h, W, targets = ctx.saved_tensors
+        dh, dW, lower = torch.empty_like(h), torch.zeros_like(W), W.to(h.dtype)
+        for r in TargetLogprobs.stretches(h, W):
+            p = TargetLogprobs.scores(h[r], lower, ctx.temperature).softmax(-1).mul_(-grad[r, None])
+            p.scatter_add_(1, targets[r, None], grad[r, None])                       # grad * (one-hot - softmax)
+            p = p.div_(ctx.temperature).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
+            dh[r] = p @ lower
+            dW += p.T @ h[r]
+        return dh, dW, None, None
+
+
+def slice_rows(number, size):
+    return [slice(i, i + size) for i in range(0, number, size)]
+
+
 # ---------------------------------------------------------------- layers
 
 class Norm(nn.Module):
@@ -414,6 +451,13 @@ class Model(nn.Module):
     def logits(self, hidden):
         """hidden (..., D) -> logits (..., vocab), fp32"""
         return F.linear(self.norm(hidden), self.head.weight.to(self.norm.dtype)).float()
+
+    def logprobs(self, hidden, targets, temperature=1.0, where=None):
+        """Log-probs of the targets (B, T), fp32: the cross-entropy of training, without (B, T, vocab). where (B, T): compute these
+        only, 0 elsewhere."""
+        where = torch.ones_like(targets, dtype=torch.bool) if where is None else where
+        found = TargetLogprobs.apply(self.norm(hidden[where]), self.head.weight, targets[where], temperature)
+        return torch.zeros(targets.shape, device=found.device).masked_scatter(where, found)
 
 
 def balance(model, rate=1e-3, reduce=lambda counts: counts):

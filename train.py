@@ -37,7 +37,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import eval
@@ -284,7 +283,7 @@ class Text:
         for i in range(0, max(len(mine), 1), size):
             rows = torch.stack([stream[s:s + self.window + 1] for s in mine[i:i + size]]).to(run.device)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-            loss = F.cross_entropy(run.logits(batch).flatten(0, 1), batch["targets"].flatten(), reduction="sum") / total
+            loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
@@ -316,7 +315,7 @@ class Demonstrations:
         config, chosen = self.run.config, self.batches[step]
         total = sum(int(rollout.flatten(self.episodes[i])[1].sum()) for i in chosen)
         for batch in self.run.micro_batches([(self.episodes[i], 1.0) for i in chosen]):
-            logp = rollout.target_logprobs(self.run.logits(batch), batch["targets"])
+            logp = self.run.model.logprobs(self.run.hidden(batch), batch["targets"], where=batch["inside"] > 0)
             weight = batch["mask"] + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
@@ -433,12 +432,12 @@ class Reinforcement:
             taught = feedback_distill.pack(batch["episodes"], hinted).to(run.device) if config.feedback else None
             expected = self.teacher(taught) if config.feedback else None
             reference = self.reference_logprobs(batch) if config.kl else None
-            logits = run.logits(batch)
-            logp = rollout.target_logprobs(logits, batch["targets"], config.temperature)
+            hidden = run.hidden(batch)
+            logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
             loss = rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
-                student = logits[taught.student_row, taught.student_position]
+                student = run.model.logits(hidden[taught.student_row, taught.student_position])
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
                                                           token_cap=2.0)
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
@@ -453,7 +452,7 @@ class Reinforcement:
 
     def reference_logprobs(self, batch):
         with torch.no_grad(), self.reference.worn():
-            return rollout.target_logprobs(self.run.logits(batch), batch["targets"], self.run.config.temperature)
+            return self.run.model.logprobs(self.run.hidden(batch), batch["targets"], self.run.config.temperature, batch["mask"] > 0)
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
@@ -554,9 +553,9 @@ class Run:
             yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
 
     # model
-    def logits(self, batch):
+    def hidden(self, batch):
         replay = batch.get("experts") if self.config.replay else None
-        return self.model.logits(self.model(batch["tokens"], batch.get("positions"), replay))
+        return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def full_state(self):
         return hsdp.full_state(self.model)
@@ -655,7 +654,7 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 
-def trim(last, seconds=4):
+def trim(last, seconds=8):
     """Give freed memory back to the system, unless done less than `seconds` ago -> when it was done. Every batch has other sizes, and
     glibc keeps the holes: gigabytes after minutes. Not after each step: taking the pages again costs a third of a short one."""
     if time.time() - last < seconds:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from moe import Cache, Experts, Model, ModelConfig, MoE, Router, balance, grouped_swiglu, looped_swiglu, rope_frequencies, rotate
+from moe import (Cache, Experts, Model, ModelConfig, MoE, Router, TargetLogprobs, balance, grouped_swiglu, looped_swiglu, rope_frequencies,
+                 rotate)
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
                     experts=6, active=2, expert_ffn=16, context=32)
@@ -397,3 +398,28 @@ def test_impossible_sizes_are_refused_in_words():
     for changes, words in ((dict(attention="linear"), "mla or gqa"), (dict(active=9), "experts"), (dict(qk_rope=7), "even")):
         with pytest.raises(AssertionError, match=words):
             dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_the_targets_and_their_gradients_are_those_of_log_softmax(temperature):
+    torch.manual_seed(0)
+    h, W, grad = torch.randn(70, 8), torch.randn(5000, 8), torch.randn(70)         # several stretches of 64 rows, the last one short
+    targets, results = torch.randint(5000, (70,)), []
+    assert len(TargetLogprobs.stretches(h, W)) == 2
+    for f in (lambda h, W: TargetLogprobs.apply(h, W, targets, temperature),
+              lambda h, W: (h @ W.T / temperature).log_softmax(-1)[torch.arange(70), targets]):
+        a, b = h.clone().requires_grad_(), W.clone().requires_grad_()
+        logp = f(a, b)
+        logp.backward(grad)
+        results.append((logp, a.grad, b.grad))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_log_probs_are_computed_where_asked_and_zero_elsewhere():
+    model, tokens = build(), text(3, 12)
+    hidden, where = model(tokens), torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < .4
+    whole = model.logits(hidden).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(model.logprobs(hidden, tokens, 1.0, where), whole * where, atol=1e-5, rtol=1e-5)
+    model.logprobs(hidden, tokens, 1.0, where & False).sum().backward()           # nothing asked for: a gradient all the same, of zeros
+    assert not model.embed.weight.grad.any()
