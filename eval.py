@@ -15,11 +15,13 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 
     python eval.py                   the scripted expert at three degrees of care, through the same table
     python eval.py out/a out/b       runs compared: table, out/eval.json, figures
+    python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
 import argparse
 import json
 import math
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,8 +61,8 @@ def dollars(stats, price_in=0.5, price_out=2.5):
 
 def record(chain, price=(0.5, 2.5)):
     """What one pass leaves behind: plain numbers."""
-    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished), "finished": bool(chain.finished),
-            "effort": float(effort(chain.stats, Weights())), "cost": dollars(chain.stats, *price), **chain.stats}
+    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished),
+            "finished": bool(chain.finished), "effort": float(effort(chain.stats, Weights())), "cost": dollars(chain.stats, *price), **chain.stats}
 
 
 def summary(records):
@@ -119,8 +121,9 @@ def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, p
 
 # ---------------------------------------------------------------- what one sees
 
-ROWS = {"solved": ("solved", "{:.3f}"), "pass@1": ("pass@1", "{:.3f}"), "tokens": ("tokens per task", "{:.0f}"), "effort": ("effort", "{:.1f}"),
-        "turns": ("turns", "{:.1f}"), "cost": ("median cost, $ per 1000 tasks", "{:.3f}"), "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
+ROWS = {"solved": ("solved", "{:.3f}"), "pass@1": ("pass@1", "{:.3f}"), "tokens": ("tokens per task", "{:.0f}"),
+        "effort": ("effort", "{:.1f}"), "turns": ("turns", "{:.1f}"), "cost": ("median cost, $ per 1000 tasks", "{:.3f}"),
+        "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
         "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}"), "summaries": ("summaries per task", "{:.2f}"),
         "finished": ("ended by itself", "{:.3f}")}
 
@@ -135,7 +138,8 @@ def table(policies):
     text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
     text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
     for level in next(iter(levels.values())):
-        text.append(line(f"  level {level}: solved (tokens)", [f"{l[level]['solved']:.2f} ({l[level]['tokens']:.0f})" for l in levels.values()]))
+        rows = [by[level] for by in levels.values()]
+        text.append(line(f"  level {level}: solved (tokens)", [f"{row['solved']:.2f} ({row['tokens']:.0f})" for row in rows]))
     for k in [key for key in any_one if key.startswith("pass@")]:
         text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), [f"{w[k]:.3f}" for w in whole.values()]))
     for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
@@ -188,6 +192,92 @@ def write(policies, folder, name, extra=None):
     return table(policies)
 
 
+# ---------------------------------------------------------------- experiments: runs of train.py, compared
+
+EXPERIMENTS = {     # name: question, the stage that differs (all: the whole recipe), the curve by step, {arm: flags of train.py}
+    "recipe": ("The whole recipe", "all", "solved", {"recipe": []}),
+    "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "pretrain", "loss", {
+        **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.0015, .003, .006)},
+        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--steps=80"] for lr in (.003, .006, .012)}}),
+    "feedback": ("How fast does a bad habit go?", "rl", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}),
+    "penalty": ("What does a price on effort do?", "rl", "effort", {
+        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.01", "--penalty_q=0"], "nonlinear": ["--length_penalty=0.1"]}),
+    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "rl", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}),
+}
+
+
+def train_py(*words):
+    """Run train.py; what it has finished already it skips, what it had begun it goes on with."""
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(done.stderr.strip().rpartition("\n")[2] or f"train.py ended with code {done.returncode}", file=sys.stderr)
+        raise SystemExit(done.returncode)
+
+
+def experiment(name, seeds, out, flags):
+    """Every arm with every seed, each from the same earlier stages -> table, NAME.json, NAME.png in out/NAME. Killed, it goes on."""
+    question, stage, curve, arms = EXPERIMENTS[name]
+    out, jobs = Path(out, name), []
+    for seed in seeds:
+        base, common = str(out / f"base-{seed}"), [f"--seed={seed}", *flags]
+        jobs += [[f"--stage={s}", f"--out={base}", *common] for s in ("pretrain", "long", "sft") if stage == "rl"]
+        for arm, changes in arms.items():
+            here = [f"--out={arm_folder(out, arm, seed)}", *common, *changes]
+            here += [f"--start_from={base}"] * (stage == "rl")
+            jobs += [[f"--stage={s}", *here] for s in ((stage, "eval") if stage == "rl" else (stage,))]
+    for words in tqdm(jobs, desc=name):
+        train_py(*words)
+    of = lambda arm, *policy: [outcome(arm_folder(out, arm, seed), stage, curve, *policy) for seed in seeds]
+    results = {arm: of(arm) for arm in arms}
+    draw_curves(question, curve, results, out / f"{name}.png")
+    if stage == "all":
+        results = {"before RL": of(name, "before RL"), "after RL": results[name]}
+    text = compare(question, results)
+    (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
+    print(f"{text}\n\n{out}/{name}.json, {name}.png")
+
+
+def arm_folder(out, arm, seed):
+    return out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
+
+
+def outcome(folder, stage, curve, policy="after RL"):
+    """The curve by step, and the numbers at the end, of one run."""
+    lines = [json.loads(line) for line in (folder / f"{'rl' if stage == 'all' else stage}.jsonl").read_text().splitlines()]
+    end = {"held-out loss": lines[-1].get("held_out_loss")}
+    if stage in ("rl", "all"):
+        after = json.loads((folder / "summary.json").read_text())["policies"][policy]
+        whole, levels = after["overall"], list(after["levels"].values())
+        end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
+               "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
+    return {"curve": [line[curve] for line in lines], "end": end}
+
+
+def compare(question, results):
+    """Mean and spread over the seeds, a line per arm"""
+    columns = list(next(iter(results.values()))[0]["end"])
+    rows = [f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)",
+            f"{'':28s}" + "".join(f"{column:>18s}" for column in columns)]
+    for arm, runs in results.items():
+        values = [[run["end"][column] for run in runs] for column in columns]
+        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):10.3f} ({np.std(v):5.3f})" for v in values))
+    return "\n".join(rows)
+
+
+def draw_curves(question, curve, results, path, window=5):
+    """Mean over the seeds with the range between them, each a running mean of `window` steps"""
+    figure, ax = axes(question, "step", curve.replace("_", " "))
+    for arm, runs in results.items():
+        rows = np.array([[np.mean(run["curve"][max(0, i + 1 - window):i + 1]) for i in range(len(run["curve"]))] for run in runs])
+        line = ax.plot(range(1, rows.shape[1] + 1), rows.mean(0), label=arm)[0]
+        ax.fill_between(range(1, rows.shape[1] + 1), rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+# ---------------------------------------------------------------- command line
+
 def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = rollout.Tokenizer({bytes([b]): b for b in range(256)}), synth_tasks.Sandbox(), []
@@ -204,8 +294,8 @@ def demo():
     policies = {name: expert_records(sloppy, tasks) for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))}
     print(write(policies, "out", "eval.json"))
     careful, hasty = summary(policies["careful"]), summary(policies["hasty"])
-    print(f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, against "
-          f"{hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/effort.png, out/score.png.")
+    print(f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, "
+          f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/effort.png, out/score.png.")
 
 
 def flags(argv):
@@ -219,7 +309,11 @@ def flags(argv):
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
     parser.add_argument("--out", default="out")
-    args = parser.parse_args(argv)
+    parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
+    args, args.others = parser.parse_known_args(argv)
+    if args.others and not args.experiment:
+        parser.error(f"unknown flag {args.others[0]!r}")
     if min(args.number, args.passes) < 1:
         parser.error("--number and --passes must be at least 1")
     for name in ("temperature", "price_in", "price_out"):
@@ -230,6 +324,8 @@ def flags(argv):
 
 def main(argv):
     args, parser = flags(argv)
+    if args.experiment:
+        return experiment(args.experiment, args.seeds, args.out, args.others)
     if not args.runs:
         return demo()
     policies = {}

@@ -216,3 +216,42 @@ def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, ar
 def test_the_command_itself_exits_with_2_and_one_line():
     result = subprocess.run([sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == "" and len(result.stderr.strip().split("\n")) == 1 and "--passes" in result.stderr
+
+
+def fake_runs(monkeypatch):
+    """Stands in for hours of training: notes each command line of train.py, and leaves a log and a summary that name their run."""
+    asked = []
+
+    def train_py(*words):
+        asked.append(words)
+        out = Path(next(w for w in words if w.startswith("--out=")).removeprefix("--out="))
+        out.mkdir(parents=True, exist_ok=True)
+        seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
+        bad = [.5, .4, .3] if "--feedback=0" in words else [.5, .1 * seed, 0.]
+        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b}) + "\n" for i, b in enumerate(bad)))
+        whole = dict(solved=.5 + .1 * seed, tokens=100, bad_tool=bad[-1])
+        (out / "summary.json").write_text(json.dumps({"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}))
+    monkeypatch.setattr(evaluation, "train_py", train_py)
+    return asked
+
+
+def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(tmp_path, monkeypatch, capsys):
+    asked = fake_runs(monkeypatch)
+    evaluation.main(["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"])
+    stages = [words[0] for words in asked]
+    assert stages == ["--stage=pretrain", "--stage=long", "--stage=sft"] + ["--stage=rl", "--stage=eval"] * 2 + stages[:3] + stages[3:7]
+    assert all("--scale=tiny" in words for words in asked)
+    arms = [words for words in asked if words[0] == "--stage=rl"]
+    assert ["--feedback=0" in words for words in arms] == [True, False, True, False]
+    assert {w for words in arms[:2] for w in words if w.startswith("--start")} == {f"--start_from={tmp_path}/feedback/base-1"}
+    assert len({w for words in asked for w in words if w.startswith("--out")}) == 6
+    data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
+    assert data["results"]["reward alone"][1]["curve"] == [.5, .4, .3]
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("with targeted feedback"))
+    assert line.split()[3:5] == ["0.700", "(0.100)"] and (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
+
+
+def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(["--experiment=feedback", f"--out={tmp_path}", "--scalee=tiny"])
+    assert end.value.code == 2 and "did you mean --scale?" in capsys.readouterr().err
