@@ -654,7 +654,7 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 
-def trim(last, seconds=8):
+def trim(last, seconds=4):
     """Give freed memory back to the system, unless done less than `seconds` ago -> when it was done. Every batch has other sizes, and
     glibc keeps the holes: gigabytes after minutes. Not after each step: taking the pages again costs a third of a short one."""
     if time.time() - last < seconds:
