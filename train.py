@@ -144,12 +144,12 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
     "sft": dict(steps=850),
-    "rl": dict(steps=40, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, warmup=0.05, decay=0.3),
+    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150),
-    ("gpu", "rl"): dict(steps=100)}
+    ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
 NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate",
                 "micro_tokens", "eval_tasks", "eval_samples"}
 
