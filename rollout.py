@@ -25,11 +25,21 @@ Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or th
     python rollout.py --bench         decoding from the latent cache against re-running the full forward
 """
 import argparse
+import atexit
+import hashlib
+import multiprocessing
+import os
+import queue
 import random
+import signal
+import sys
+import threading
 import time
+import zlib
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -123,7 +133,7 @@ class Turn:
     calls: list = field(default_factory=list)
     thinking: int = 0                   # assistant: tokens before the first call
     logprobs: np.ndarray = None         # assistant: one per sampled token
-    version: int = 0                    # of the policy that sampled it
+    versions: np.ndarray = None         # assistant: of the policy, per sampled token: new weights arrive in the middle of a turn
 
 
 @dataclass
@@ -239,8 +249,8 @@ class Work:
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
-    """A coroutine. It yields a Request and is sent (body, logprobs, version), yields a Work and is sent nothing, and so on;
-    it returns its Chain. `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn; the summary is
+    """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is sent nothing, and so on;
+    it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn; the summary is
     then sampled in the same context, and a new episode starts from task + summary."""
     head = tokenizer.id["<|assistant|>"]
     chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
@@ -250,11 +260,12 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         left = limits.window - len(episode) - 1
         if left < 2:
             break
-        body, logprobs, version = yield Request(fresh, restart, min(limits.turn_tokens, left), wants_summary)
+        body, logprobs, versions = yield Request(fresh, restart, min(limits.turn_tokens, left), wants_summary)
         body, logprobs, restart = body[:left], logprobs[:left], False      # a demonstration may write too much: the window holds
+        versions = np.resize(versions, len(body))
         text, calls = read_action(tokenizer, body)
         thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
-        turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, version)
+        turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, versions)
         episode.turns.append(turn)
         if body[-1] != tokenizer.id["<|end|>"]:
             break                                                # ran out of room inside a turn
@@ -304,7 +315,7 @@ class Row:
     """One sequence in the sampler. context[:cached] is in the cache; the rest waits to be fed."""
     def __init__(self, order, agent, seed, shape):
         self.order, self.agent, self.rng = order, agent, np.random.default_rng(seed)
-        self.context, self.cached, self.body, self.logprobs = [], 0, [], []
+        self.context, self.cached, self.body, self.logprobs, self.versions = [], 0, [], [], []
         self.room, self.work, self.chain, self.sampling, self.records = 0, None, None, False, []
         self.shape = shape
 
@@ -313,7 +324,7 @@ class Row:
             self.context, self.cached = [], 0
             self.records.append(np.full(self.shape, -1, dtype=np.int16))
         self.context += request.tokens
-        self.room, self.body, self.logprobs, self.sampling = request.room, [], [], True
+        self.room, self.body, self.logprobs, self.versions, self.sampling = request.room, [], [], [], True
 
 
 class Sampler:
@@ -323,6 +334,7 @@ class Sampler:
     def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=4):
         self.model, self.tokenizer, self.window, self.stride = model.eval(), tokenizer, window, stride
         self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
+        self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
         self.device = model.embed.weight.device
         self.pool = ThreadPoolExecutor(threads)
         self.cache, self.steps, self.fed, self.idle = None, 0, 0, 0
@@ -338,6 +350,7 @@ class Sampler:
             rows = self.turn(rows, queue, done, on_end)
             self.prefill([row for row in rows if row.sampling and len(row.context) - row.cached > 1], rows)
             for _ in range(self.stride if rows else 0):
+                self.refresh()
                 self.step(rows)
         for _, judged in done.values():
             judged.result()
@@ -351,7 +364,7 @@ class Sampler:
                 row.work = None
                 self.advance(row, None)
             else:
-                self.advance(row, (row.body, np.array(row.logprobs, dtype=np.float32), self.version))
+                self.advance(row, (row.body, np.array(row.logprobs, dtype=np.float32), np.array(row.versions)))
         for i in reversed(range(len(rows))):
             if rows[i].chain is not None:
                 done[rows[i].order] = rows[i].chain, self.pool.submit(on_end, rows[i].chain)
@@ -437,6 +450,7 @@ class Sampler:
             row.context.append(t)
             row.body.append(t)
             row.logprobs.append(p)
+            row.versions.append(self.version)
             row.sampling = t != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
 
 
@@ -471,6 +485,179 @@ def generation_model(config, dtype, device="cpu"):
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
     return model.requires_grad_(False).eval()
+
+
+# ---------------------------------------------------------------- weights on their way, and processes that sample
+
+def planes(tensor):
+    """The bits of a tensor -> uint8 (bytes per number, numbers): high bytes hardly change, so they lie together when compressed."""
+    return tensor.detach().cpu().flatten().view(torch.uint8).reshape(tensor.numel(), tensor.element_size()).T
+
+
+def encode_delta(old, new):
+    """{name: tensor} twice, of equal names, shapes and dtypes -> bytes: the bits that differ, compressed. An exclusive or is undone
+    exactly whatever the numbers are, zeros of either sign included, and is zero where nothing changed."""
+    return zlib.compress(b"".join((planes(old[name]) ^ planes(new[name])).numpy().tobytes() for name in new), 1)
+
+
+def apply_delta(old, delta):
+    """-> new, bit for bit as it was given to encode_delta(old, new)"""
+    data, at, new = torch.frombuffer(bytearray(zlib.decompress(delta)), dtype=torch.uint8), 0, {}
+    if len(data) != sum(tensor.nbytes for tensor in old.values()):
+        raise ValueError(f"a delta of {len(data)} bytes for weights of {sum(tensor.nbytes for tensor in old.values())}")
+    for name, tensor in old.items():
+        bits = planes(tensor) ^ data[at:at + tensor.nbytes].view(tensor.element_size(), tensor.numel())
+        new[name] = bits.T.contiguous().flatten().view(tensor.dtype).view(tensor.shape)
+        at += tensor.nbytes
+    return new
+
+
+def zeros(weights):
+    """What a base is encoded against: its delta then holds all bits."""
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+
+
+def fingerprint(weights):
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in weights.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + planes(tensor).numpy().tobytes())
+    return digest.digest()
+
+
+class Publisher:
+    """The trainer's end: every version of the weights is a file in a folder, as what changed since the version before, or now and
+    then, for a process that starts late, as a base. Numbers are rounded as the sampler holds them (bf16 matrices) before they are
+    compared: more than 98 % of Cursor's bf16 weights are equal from step to step (stated), and here the log says how many."""
+    def __init__(self, folder, config, dtype, every=20):
+        self.kinds = {name: tensor.dtype for name, tensor in generation_model(config, dtype).state_dict().items()}
+        self.folder, self.every, self.sent, self.count, self.base = Path(folder), every, None, 0, 0
+
+    def publish(self, version, weights):
+        """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the upload"""
+        new = {name: weights[name].detach().to("cpu", kind, copy=True) for name, kind in self.kinds.items()}
+        base = self.count % self.every == 0
+        data = fingerprint(new) + encode_delta(zeros(new) if base else self.sent, new)
+        (self.folder / "part").write_bytes(data)
+        (self.folder / "part").replace(self.folder / f"{version:08d}.{'base' if base else 'delta'}")
+        same = sum(int((self.sent[name] == t).sum()) for name, t in new.items()) if self.sent else 0
+        if base:
+            for path in self.folder.iterdir():                   # the last base and what followed stay for whoever is reading them
+                path.unlink() if int(path.stem) < self.base else None
+            self.base = version
+        self.sent, self.count = new, self.count + 1
+        return {"sync_bytes": len(data), "sync_full": sum(t.nbytes for t in new.values()),
+                "sync_same": same / sum(t.numel() for t in new.values())}
+
+
+def pending(folder, version):
+    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order; a newer base makes the rest needless."""
+    names = sorted(name for name in os.listdir(folder) if name != "part" and int(name[:8]) > version)
+    bases = [i for i, name in enumerate(names) if name.endswith("base")]
+    return names[bases[-1]:] if bases else names
+
+
+class Generator:
+    """Samples groups with the newest weights in the folder: the inside of a generation process, or, with no workers, of the
+    trainer itself. `options` are the Sampler's."""
+    def __init__(self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options):
+        self.sampler = Sampler(generation_model(config, dtype, device), tokenizer, window=limits.window, **options)
+        self.sampler.refresh, self.sampler.version = self.refresh, -1
+        self.folder, self.group, self.limits, self.compact, self.sandbox = folder, group, limits, compact, Sandbox()
+
+    def refresh(self):
+        """Take what is new. Sequences under way go on with the new weights and the entries that old ones left in the cache (ours:
+        feeding them again would cost a prefill of everything)."""
+        for name in pending(self.folder, self.sampler.version):
+            data, held = Path(self.folder, name).read_bytes(), self.sampler.model.state_dict()
+            new = apply_delta(zeros(held) if name.endswith("base") else held, data[16:])
+            if fingerprint(new) != data[:16]:
+                raise ValueError(f"{name}: what arrived are not the trainer's weights")
+            self.sampler.model.load_state_dict(new)
+            self.sampler.version = int(name[:8])
+
+    def __call__(self, tasks, numbers, seed):
+        self.refresh()
+        return rollouts(self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers)
+
+
+def work(pipe, settings):
+    """The life of a generation process: jobs in, groups out, until the trainer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)                 # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())         # and then the workspaces are removed
+    torch.set_num_threads(1)
+    generator = Generator(**settings)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(generator(*job))
+
+
+class Workers:
+    """n generation processes, or with n = 0 the same in this one, when the result is asked for. Each process is tended by a thread
+    here. They are forked from a server that has no threads of its own: forking a trainer can copy a held lock."""
+    def __init__(self, n, settings):
+        self.n, self.settings, self.jobs, self.restarts, self.processes = n, settings, queue.SimpleQueue(), 0, {}
+        self.generator, self.closed = None if n else Generator(**settings), False
+        self.context = multiprocessing.get_context("forkserver") if n else None
+        if n:
+            self.context.set_forkserver_preload(["rollout"])
+        for i in range(n):
+            threading.Thread(target=self.tend, args=(i,), daemon=True).start()
+        atexit.register(self.close)
+
+    def submit(self, tasks, numbers, seed):
+        """Deal the tasks to the processes -> [(future, job)], for collect"""
+        share = max(1, self.n)
+        dealt = [(Future(), (tasks[i::share], numbers[i::share], seed)) for i in range(share)]
+        for one in dealt if self.n else ():
+            self.jobs.put(one)
+        return dealt
+
+    def collect(self, dealt):
+        """-> groups, in the order of the tasks"""
+        parts = [future.result() if self.n else self.generator(*job) for future, job in dealt]
+        return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
+
+    def start(self, i):
+        pipe, theirs = self.context.Pipe()
+        self.processes[i] = self.context.Process(target=work, args=(theirs, self.settings), daemon=True)
+        self.processes[i].start()
+        theirs.close()                                           # or its death would not be the end of the pipe
+        return pipe
+
+    def tend(self, i):
+        """One job at a time. A process that dies is replaced and its job begun again: the same prompts and the same draws, since
+        a rollout is a function of (seed, task number, j) and of the weights."""
+        pipe = self.start(i)
+        while True:
+            future, job = self.jobs.get()
+            for _ in range(3):
+                try:
+                    pipe.send(job)
+                    future.set_result(pipe.recv())
+                    break
+                except (EOFError, OSError):
+                    if self.closed:
+                        return
+                    self.restarts += 1
+                    pipe = self.start(i)
+            else:
+                future.set_exception(RuntimeError("a generation process died three times on the same tasks; its own words are above"))
+
+    def close(self):
+        self.closed = True
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(5)
+
+
+def staleness(groups, version):
+    """-> for every sampled token, how many updates older than `version` the policy was that sampled it"""
+    turns = [turn for group in groups for chain in group for turn in chain.turns if turn.role == "assistant"]
+    return version - np.concatenate([np.zeros(0, dtype=int), *(turn.versions for turn in turns)])
 
 
 def effort_counts(chain):

@@ -108,6 +108,8 @@ class Config:
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
+    workers: int = 0              # generation processes beside each training process; 0: it samples and updates in turn
+    staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
     feedback: float = 0.15        # weight of the targeted distillation, 0 = off
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
@@ -151,7 +153,7 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gp
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
 NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate",
-                "micro_tokens", "eval_tasks", "eval_samples"}
+                "micro_tokens", "eval_tasks", "eval_samples", "workers", "staleness"}
 
 
 # ---------------------------------------------------------------- command line
@@ -359,13 +361,16 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 
 
 class Reinforcement:
-    """rl: sample groups, reward, push. One update per batch, so the sampling policy is the policy: no ratio, no clip."""
+    """rl: sample groups, reward, push. One update per batch. Without workers the sampling policy is the policy; with them a token's
+    is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
-        self.run, config = run, run.config
-        self.limits, self.sandbox = rollout.Limits(config.window, config.turns), synth_tasks.Sandbox()
-        self.sampler = rollout.Sampler(rollout.generation_model(run.model.config, run.dtype, run.device), run.tokenizer,
-                                       window=config.window, temperature=config.temperature,
-                                       rows=min(128, -(-config.tasks_per_step // run.data) * config.group))
+        self.run, config, self.asked = run, run.config, {}
+        self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
+        self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
+        self.workers = rollout.Workers(config.workers, dict(
+            folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=run.device, tokenizer=run.tokenizer,
+            group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
+            temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
         self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
@@ -395,11 +400,12 @@ class Reinforcement:
     def losses(self, step, log):
         run, config = self.run, self.run.config
         start = time.time()
-        self.sampler.model.load_state_dict(run.full_state())
-        self.sampler.version = step
-        tasks = self.draw(step)
-        groups = rollout.rollouts(self.sampler, run.share(tasks), config.group, config.seed * 1_000_003 + step, self.limits,
-                                  self.sandbox, run.compact, run.share(range(len(tasks))))
+        log.update(self.publisher.publish(step, run.full_state()))
+        for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
+            if later not in self.asked:                          # weights at least as new as this step's: so staleness is bounded
+                tasks = self.draw(later)
+                self.asked[later] = self.workers.submit(run.share(tasks), run.share(range(len(tasks))), config.seed * 1_000_003 + later)
+        groups = self.workers.collect(self.asked.pop(step))
         for group in groups:
             for chain in group:
                 self.shape(chain)
@@ -407,6 +413,9 @@ class Reinforcement:
             if not self.tasks:
                 self.curriculum.update(level, solved, config.group)
         log["rollout_s"] = time.time() - start
+        lag = rollout.staleness(groups, step)
+        log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
+                   restarts=run.sum(self.workers.restarts))
         self.describe(groups, log)
         yield from self.learn(groups, log)
 
@@ -469,7 +478,9 @@ class Reinforcement:
                    equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
         log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, sum(row["turns"] for row in rows))
 
-    validate = lambda self: {}
+    def validate(self):
+        self.workers.close()
+        return {}
 
     def state_dict(self):
         return self.curriculum.state_dict()

@@ -1,7 +1,10 @@
 """Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
 import copy
 import math
+import os
 import random
+import signal
+import time
 from collections import Counter
 
 import numpy as np
@@ -165,7 +168,7 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     assert tokens[mask == 1].tolist() == odd + broken
     batch = pack(chain.episodes, [1.0])
     assert batch["targets"][batch["mask"] == 1].tolist() == odd + broken
-    assert [turn.version for turn in chain.turns if turn.role == "assistant"] == [7, 7]
+    assert [set(turn.versions) for turn in chain.turns if turn.role == "assistant"] == [{7}, {7}]
 
 
 def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
@@ -619,3 +622,121 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_th
                                        retain_graph=True)[0] for i in range(6)]
     torch.testing.assert_close(sum(q * g for q, g in zip(p, per_outcome)), truth, atol=1e-9, rtol=1e-6)
     assert truth.abs().max() > 0.05
+
+
+# ---------------------------------------------------------------- weights on their way, and processes that sample
+
+CONFIG = ModelConfig(vocab=TRAINED.vocab, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
+                     active=2, expert_ffn=16, context=400)
+REAL = [make_task(0, seed) for seed in range(3)]
+
+
+def weights(seed=0):
+    """Random ones that call tools and end turns: the first number of every hidden state is large, and the head reads it."""
+    torch.manual_seed(seed)
+    model = Model(CONFIG)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=p.shape[-1] ** -0.5) if p.ndim > 1 else None
+        model.embed.weight[:, 0] = 2.0
+        for name, extra in (("<|call|>", 1.9), ("<|arg|>", 1.2), ("<|end|>", 1.5)):
+            model.head.weight[TRAINED.id[name], 0] = extra
+    return model.state_dict()
+
+
+def bits(t):
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
+    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single tensors, several dtypes."""
+    g = torch.Generator().manual_seed(0)
+    edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
+    for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
+        draw = lambda: {"a": torch.randn(5, 7, generator=g).mul(50).abs().to(kind), "e": torch.zeros(0, 3, dtype=kind),
+                        "one": torch.randn((), generator=g).abs().to(kind), "same": torch.arange(6).to(kind),
+                        "edge": (edge if kind.is_floating_point else edge[:4].abs()).to(kind)}
+        old, new = draw(), draw()
+        new["edge"] = new["edge"].flip(0) if kind.is_floating_point else new["edge"]
+        for before, after in ((old, new), (new, old), (rollout.zeros(new), new), (old, {k: -v for k, v in old.items()}), (old, old)):
+            got = rollout.apply_delta(before, rollout.encode_delta(before, after))
+            assert all(got[k].dtype == v.dtype and got[k].shape == v.shape and torch.equal(bits(got[k]), bits(v)) for k, v in after.items())
+    with pytest.raises(ValueError, match="delta of"):
+        rollout.apply_delta({"a": torch.zeros(3)}, rollout.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)}))
+
+
+def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
+    """Each step moves a fiftieth of the fp32 numbers; the folder is read by one who takes every upload and by one who comes late; the casts are the oracle."""
+    state, publisher, sizes = weights(), rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4), []
+    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.bfloat16, device="cpu", tokenizer=TRAINED, group=1, limits=Limits(300))
+    faithful = rollout.Generator(**settings)
+    for version in range(3, 13):
+        sizes.append(publisher.publish(version, state))
+        late = rollout.Generator(**settings)
+        for reader in (faithful, late):
+            reader.refresh()
+            held = reader.sampler.model.state_dict()
+            assert reader.sampler.version == version and {t.dtype for t in held.values()} == {torch.bfloat16, torch.float32}
+            assert all(torch.equal(bits(held[name]), bits(state[name].to(held[name].dtype))) for name in state)
+        for t in state.values():
+            t.view(-1)[version::50] += .01 * torch.randn(len(t.view(-1)[version::50]))
+    base, delta = sizes[0], sizes[1]
+    assert base["sync_full"] == sum(t.nbytes for t in held.values()) and base["sync_bytes"] < 1.02 * base["sync_full"]
+    assert delta["sync_bytes"] < .1 * base["sync_bytes"] and .97 < delta["sync_same"] < 1
+    assert sizes[4]["sync_bytes"] > .8 * base["sync_bytes"]       # version 7, the next base
+    assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
+
+
+def test_a_corrupted_upload_is_refused(tmp_path):
+    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    path = tmp_path / "00000000.base"
+    path.write_bytes(bytes(16) + path.read_bytes()[16:])
+    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    with pytest.raises(ValueError, match="not the trainer's weights"):
+        reader.refresh()
+
+
+def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(tmp_path):
+    """The head is rigged to choose the token 65 + its own first weight: the tokens tell the versions."""
+    state = weights()
+    publisher = rollout.Publisher(tmp_path, CONFIG, torch.float32)
+    head = lambda version: {**state, "head.weight": torch.full_like(state["head.weight"], float(version))}
+    publisher.publish(0, head(0))
+    generator = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 3, Limits(400, 2, 40), temperature=0)
+    model, step = generator.sampler.model, generator.sampler.step
+    model.logits = lambda hidden: F.one_hot((65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab).float()
+
+    def counted(rows):
+        step(rows)
+        if generator.sampler.steps in (7, 8, 21):              # 8: two uploads within two steps
+            publisher.publish(generator.sampler.steps, head({7: 1, 8: 2, 21: 3}[generator.sampler.steps]))
+    generator.sampler.step = counted
+    group, = generator(REAL[:1], [0], 5)
+    for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
+        assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [t - 65 for t in turn.tokens[1:]]
+        assert len(turn.versions) == len(turn.logprobs) == 40 and set(turn.versions) == {0, 7, 8, 21}
+    assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}        # 3 rollouts: 7, 1, 13 and 19 tokens each
+
+
+def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
+    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", tokenizer=TRAINED, group=3,
+                    limits=Limits(400, 14, 24), compact=Compact(400, 280), rows=6)
+    publisher, tasks = rollout.Publisher(tmp_path, CONFIG, torch.float32), REAL
+    publisher.publish(0, weights())
+    alone, beside = rollout.Workers(0, settings), rollout.Workers(2, settings)
+    try:
+        for version in (0, 1, 2):
+            publisher.publish(version, weights(version)) if version else None
+            handle = beside.submit(tasks, range(3), version)
+            if version == 1:                                    # both are warm now: one is killed while it samples
+                time.sleep(.1)
+                os.kill(beside.processes[0].pid, signal.SIGKILL)
+            groups, expected = beside.collect(handle), alone.collect(alone.submit(tasks, range(3), version))
+            assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
+            for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
+                same(a, b)
+                assert a.stats == b.stats and a.files == b.files
+            assert not rollout.staleness(groups, version).any() and beside.restarts == (version > 0)
+    finally:
+        beside.close()
+    assert sum(len(c.turns) > 2 for g in expected for c in g) > 4
