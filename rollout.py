@@ -15,6 +15,11 @@ router replay. Seed names of the tools: read_file, edit_file, run_command, searc
 Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and no clip: one update per
 batch, so the sampling policy is the policy. Left out: branching environments and semantic search.
 
+Asynchronous (stated: generation workers beside the trainer; weights sent every step as compressed deltas against the previous
+upload, a full one now and then, swapped in mid-rollout, so that later tokens are fresher; off-policyness is kept small, not
+corrected). Ours: files in a folder, xor and zlib, a bound on staleness. What it costs: with stale tokens J's gradient is that
+of the current policy at an older one's samples, and k1 is no longer unbiased.
+
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was sampled is never decoded and
 re-encoded on the way to the loss. Control tokens separate calls and arguments; no text encodes to one, so no tool output
 can forge a call.
@@ -22,11 +27,13 @@ can forge a call.
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant), K experts per token.
 
     python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
-    python rollout.py --bench         decoding from the latent cache against re-running the full forward
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
+    python rollout.py --bench         decoding against re-running the full forward, its matrix products alone, static batching
 """
 import argparse
 import atexit
 import hashlib
+import json
 import multiprocessing
 import os
 import queue
@@ -45,6 +52,7 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from synth_tasks import SUMMARIZE, Rehearsal, Sandbox, Task, Workspace, call_tool, expert, judge, make_task
 
@@ -250,8 +258,8 @@ class Work:
 
 def agent(task, tokenizer, workspace, limits, compact=None):
     """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is sent nothing, and so on;
-    it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn; the summary is
-    then sampled in the same context, and a new episode starts from task + summary."""
+    it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each
+    turn it may return a query turn; the summary is then sampled in the same context, and a new episode starts from task + summary."""
     head = tokenizer.id["<|assistant|>"]
     chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
     fresh, restart, wants_summary = [*chain.turns[0].tokens, head], True, False
@@ -768,16 +776,98 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
-# ---------------------------------------------------------------- demo and bench
+# ---------------------------------------------------------------- transcripts on file
 
-def show(chain, tokenizer):
-    """The chain as text: sampled tokens bright, the rest dim; flags of each call behind it."""
-    for episode in chain.episodes:
-        for turn in episode.turns:
-            sampled = turn.role == "assistant"
-            text = tokenizer.decode(turn.tokens[1:]).replace("\n", "\n" + " " * 11)
-            flags = " ".join(f"[{call.error}]" for call in turn.calls if call.error)
-            print(f"{turn.role:>9}  \033[{'1' if sampled else '2'}m{text}\033[0m {flags}")
+ARGUMENTS = {"read_file": ("path",), "edit_file": ("path", "old", "new"), "run_command": ("command",), "search_codebase": ("query",)}
+
+
+def message(turn, tokenizer, flags, ids):
+    """A turn in the chat form. Beyond it: `tokens` of the turn and how many of them were `sampled` (the mask: all but the role's, or
+    none), the policy's `versions`, `flags`. `ids` are those of calls that wait for their outputs."""
+    sampled = turn.role == "assistant"
+    role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
+    entry = {"role": role, "content": turn.text if sampled else tokenizer.decode(turn.tokens[1:-1]), "tokens": len(turn.tokens),
+             "sampled": sampled * (len(turn.tokens) - 1)}
+    if role != turn.role:
+        entry["name"] = turn.role                                # query, summary or hint: the harness speaks as the user
+    if turn.role == "tool" and ids:
+        entry["tool_call_id"] = ids.pop(0)
+    if turn.calls:
+        ids[:] = [f"call_{i}" for i in range(len(turn.calls))]
+        named = lambda call: {name: arg for name, arg in zip((*ARGUMENTS.get(call.name, ()), *map(str, range(99))), call.args)}
+        entry["tool_calls"] = [{"id": i, "type": "function", "function": {"name": call.name, "arguments": json.dumps(named(call))}}
+                               for i, call in zip(ids, turn.calls)]
+    if sampled:
+        entry["versions"] = sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
+        flags = [*(call.error for call in turn.calls if call.error), *flags]
+        flags += ["cut off"] if turn.tokens[-1] != tokenizer.id["<|end|>"] else []
+    return {**entry, "flags": flags} if flags else entry
+
+
+def transcript(chain, tokenizer, flags=None, **about):
+    """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags: {(episode, turn): words}"""
+    lines = []
+    for e, episode in enumerate(chain.episodes):
+        ids = []
+        messages = [message(turn, tokenizer, (flags or {}).get((e, i), []), ids) for i, turn in enumerate(episode.turns)]
+        lines.append({**about, "task": chain.task.instance_id, "level": chain.task.level, "episode": e + 1, "episodes": len(chain.episodes),
+                      "reward": chain.reward, "solved": bool(chain.solved), "finished": chain.finished, "messages": messages})
+    return lines
+
+
+def read_transcripts(path):
+    """-> the conversations in a file. ValueError says in one line what is wrong with it."""
+    try:
+        rows = Path(path).read_text(encoding="utf-8").strip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(json.loads(row))
+            spoken(lines[-1])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{path}: line {number} is no conversation (messages of role, content, tool_calls)") from None
+    return lines
+
+
+def write_transcripts(path, step, lines):
+    """Puts a step's lines behind those of the steps before. What the file holds of this step or later goes: a run that was killed
+    comes to these steps again. The file is replaced as a whole, so that none is ever torn."""
+    try:
+        kept = [line for line in read_transcripts(path) if line["step"] < step] if path.exists() and step > 1 else []
+    except (ValueError, KeyError):
+        kept = []                                                # something else lay there: no reason for a run to end
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]))
+    part.replace(path)
+
+
+def spoken(line):
+    """-> [(who, what, sampled tokens, notes)] of a conversation's messages; strict, so it is the check of a file as well"""
+    said = []
+    for m in line["messages"]:
+        words = [m["content"] or ""]
+        for call in m.get("tool_calls", []):
+            arguments = json.loads(call["function"]["arguments"])
+            words.append(f"> {call['function']['name']} " + " ".join(f"{name}={value}" for name, value in arguments.items()))
+        versions = m.get("versions", [])
+        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
+        notes += ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[:len(versions)])] if versions else []
+        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
+        said.append((f"{m.get('name', m['role']):>9}", text, m.get("sampled", 0), notes + list(m.get("flags", []))))
+    return said
+
+
+def show(line):
+    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags."""
+    print("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))
+    for who, text, sampled, notes in spoken(line):
+        text = text.replace("\033", "\\e").replace("\n", "\n" + " " * 11)               # a transcript must not move the cursor
+        print(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{', '.join(notes)}]\033[0m" if notes else ""))
+
+
+# ---------------------------------------------------------------- demo and bench
 
 
 def small_model(tokenizer, **sizes):
@@ -800,7 +890,8 @@ def rescore(model, episode):
 def demo():
     from synth_tasks import example_texts
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    show(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer)
+    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+        show(line)
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, rows=8, window=256)
     group, = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
@@ -811,27 +902,128 @@ def demo():
           f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}.")
 
 
+def errand(rng):
+    """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth of a second."""
+    fresh, restart = rng.integers(0, 256, 60).tolist(), True
+    for _ in range(rng.integers(1, 10)):
+        yield Request(fresh, restart, int(min(60, 1 + rng.exponential(12))))
+        slow = bool(rng.random() < 1 / 3)
+        yield Work([], lambda: time.sleep(.1 * slow), slow)
+        fresh, restart = rng.integers(0, 256, 20).tolist(), False
+    return Chain(None, [])
+
+
+class Static(Sampler):
+    """What continuous batching is measured against: a batch begins together, each turn waits for the longest and for the slowest
+    tool, and a new batch for the last to end. (Rows that ended are taken out, which is kind to it.)"""
+    def turn(self, rows, queue, done, on_end):
+        if not any(row.sampling for row in rows):
+            rows = super().turn(rows, [] if rows else queue, done, on_end)
+            while any(row.work for row in rows):
+                rows = super().turn(rows, [], done, on_end)
+        return rows
+
+
+class Products(TorchDispatchMode):
+    """Keeps the matrix products of what runs under it, with their operands."""
+    NAMES = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+             "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in self.NAMES:
+            self.kept.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def products(step):
+    """-> a function that does again only the matrix products (attention's own included) of `step()`"""
+    with Products() as mode, torch.no_grad():
+        mode.kept = []
+        step()
+    return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
+
+
+def best_times(candidates, rounds, budget=20.0):
+    """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on all; one that used its budget
+    of seconds stops."""
+    spent = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, one in candidates.items():
+            if sum(spent[name]) < budget:
+                start = time.perf_counter()
+                one()
+                spent[name].append(time.perf_counter() - start)
+    return {name: min(times[1:] or times) for name, times in spent.items()}
+
+
 def bench():
-    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
-    model = small_model(tokenizer, qk_nope=32).compute(torch.bfloat16).eval()
     from moe import Cache
-    rows, length, steps = 32, 256, 20
-    tokens = torch.randint(0, 256, (rows, length + steps))
+    tokenizer, rows, length = Tokenizer({bytes([b]): b for b in range(256)}), 32, 256
+    model = small_model(tokenizer, qk_nope=32).compute(torch.bfloat16)
+    lean = generation_model(model.config, torch.bfloat16)
+    lean.load_state_dict(model.state_dict())
+    tokens, start = torch.randint(0, 256, (rows, length + 1)), torch.full((rows,), length)
+    cache = Cache(lean, rows, length + 2)
+    last = lambda model, hidden: choose(model.logits(hidden[:, -1]), torch.rand(rows))
+    step = lambda: last(lean, lean.decode(tokens[:, length:], cache, slice(0, rows), start))
     with torch.inference_mode():
-        cache, rate = Cache(model, rows, length + steps + 1), {}
-        model.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
-        for name, one in (("latent cache", lambda t: model.decode(tokens[:, t:t + 1], cache, slice(0, rows), torch.full((rows,), t))),
-                          ("full forward per token", lambda t: model(tokens[:, :t + 1]))):
-            one(length)
-            start = time.perf_counter()
-            for t in range(length, length + steps):
-                choose(model.logits(one(t)[:, -1]), torch.rand(rows))
-            rate[name] = rows * steps / (time.perf_counter() - start)
-            print(f"{name:24s} {rate[name]:9,.0f} tokens/s with {rows} sequences of {length} to {length + steps} tokens")
-    print(f"ratio {rate['latent cache'] / rate['full forward per token']:.1f}")
+        lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
+        seconds = best_times({"from the latent cache": step, "its matrix products alone": products(step),
+                              "full forward per token": lambda: last(model, model(tokens))}, 100)
+    for name, t in seconds.items():
+        print(f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens")
+    cached, alone, full = seconds.values()
+    print(f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products\n")
+    work = lambda kind: lambda: sampled.append(sum(len(body) for body in bodies(kind(lean, tokenizer, rows, 1024), 96)))
+    sampled = []
+    seconds = best_times({"continuous batching": work(Sampler), "static batching": work(Static)}, 2)
+    assert len(set(sampled)) == 1, f"both sample the same rollouts, not {sampled}"
+    for name, t in seconds.items():
+        print(f"{name:27s} {t:8.2f} s {sampled[0] / t:14,.0f} tokens/s   96 episodes with tool calls in {rows} rows")
+    print(f"continuous batching does {seconds['static batching'] / seconds['continuous batching']:.1f}x the tokens/s of static batching")
+
+
+def bodies(sampler, n):
+    """Run n errands -> every body that was sampled"""
+    got = []
+
+    def overheard(play):
+        asked = next(play)
+        while True:
+            answer = yield asked
+            got.append(answer[0]) if answer else None
+            try:
+                asked = play.send(answer)
+            except StopIteration as end:
+                return end.value
+    sampler.run([overheard(errand(np.random.default_rng(i))) for i in range(n)], list(range(n)))
+    return got
+
+
+def refuse(text):
+    print(f"rollout.py: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description="A demonstration and a group of rollouts.", allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("--bench", action="store_true", help="measure decoding")
+    parser.add_argument("--replay", metavar="FILE", help="print a conversation of a transcripts.jsonl, the last if no --line is given")
+    parser.add_argument("--line", type=int, metavar="N", help="with --replay: which line of the file, from 1")
+    given = parser.parse_args(argv)
+    if given.line is not None and given.replay is None:
+        refuse("--line goes with --replay=FILE")
+    if given.replay is None:
+        return bench() if given.bench else demo()
+    try:
+        lines = read_transcripts(given.replay)
+    except ValueError as error:
+        refuse(error)
+    if not 1 <= (number := given.line if given.line is not None else len(lines)) <= len(lines):
+        refuse(f"--line={number}: {given.replay} has lines 1 to {len(lines)}")
+    show(lines[number - 1])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A demonstration and a group of rollouts.", allow_abbrev=False)
-    parser.add_argument("--bench", action="store_true", help="measure decoding")
-    bench() if parser.parse_args().bench else demo()
+    main(sys.argv[1:])

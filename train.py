@@ -417,6 +417,7 @@ class Reinforcement:
         log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
                    restarts=run.sum(self.workers.restarts))
         self.describe(groups, log)
+        self.write(groups, step + 1)
         yield from self.learn(groups, log)
 
     def learn(self, groups, log):
@@ -462,6 +463,16 @@ class Reinforcement:
     def reference_logprobs(self, batch):
         with torch.no_grad(), self.reference.worn():
             return self.run.model.logprobs(self.run.hidden(batch), batch["targets"], self.run.config.temperature, batch["mask"] > 0)
+
+    def write(self, groups, step):
+        """The best and the worst rollout of the group whose rewards differ most: what this step learns from, for the reader."""
+        if self.run.rank or not groups:
+            return
+        group, lines = max(groups, key=lambda g: np.ptp([c.reward for c in g])), []
+        for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
+            flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
+            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[round(c.reward, 3) for c in group])
+        rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""

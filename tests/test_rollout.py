@@ -1,8 +1,10 @@
 """Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
 import copy
+import json
 import math
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -639,7 +641,7 @@ def weights(seed=0):
         for p in model.parameters():
             p.normal_(std=p.shape[-1] ** -0.5) if p.ndim > 1 else None
         model.embed.weight[:, 0] = 2.0
-        for name, extra in (("<|call|>", 1.9), ("<|arg|>", 1.2), ("<|end|>", 1.5)):
+        for name, extra in (("<|call|>", 2.4), ("<|arg|>", 1.5), ("<|end|>", 2.0)):
             model.head.weight[TRAINED.id[name], 0] = extra
     return model.state_dict()
 
@@ -666,7 +668,7 @@ def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
 
 
 def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
-    """Each step moves a fiftieth of the fp32 numbers; the folder is read by one who takes every upload and by one who comes late; the casts are the oracle."""
+    """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes late; the casts are the oracle."""
     state, publisher, sizes = weights(), rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4), []
     settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.bfloat16, device="cpu", tokenizer=TRAINED, group=1, limits=Limits(300))
     faithful = rollout.Generator(**settings)
@@ -739,4 +741,86 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
             assert not rollout.staleness(groups, version).any() and beside.restarts == (version > 0)
     finally:
         beside.close()
-    assert sum(len(c.turns) > 2 for g in expected for c in g) > 4
+    assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
+
+
+# ---------------------------------------------------------------- transcripts on file
+
+def spoken_chain():
+    """Two calls in one turn, one of a tool that is not there; a summary; a cut-off end."""
+    act = lambda text, *calls: write_action(TRAINED, text, calls)
+    bodies = [act("look", ("read_file", ("a.py",)), ("zz", ("1", "\x1b[2J"))), act("plan <|summary|>left: f"), by_bytes("the end is")]
+    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compact(400, 1)), bodies)
+    chain.reward = -.25
+    return chain, bodies
+
+
+def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sampled():
+    chain, bodies = spoken_chain()
+    lines = json.loads(json.dumps(rollout.transcript(chain, TRAINED, {(0, 1): ["style"]}, step=3)))
+    assert [(l["step"], l["episode"], l["reward"], l["finished"]) for l in lines] == [(3, 1, -.25, False), (3, 2, -.25, False)]
+    roles = [[(m["role"], m.get("name")) for m in l["messages"]] for l in lines]
+    assert roles == [[("user", None), ("assistant", None), ("tool", None), ("tool", None), ("user", "query"), ("assistant", None)],
+                     [("user", None), ("user", "summary"), ("assistant", None)]]
+    for line, episode in zip(lines, chain.episodes):
+        mask = sum(([0] + [int(m["sampled"] > 0)] * (m["tokens"] - 1) for m in line["messages"]), [])
+        assert mask == flatten(episode)[1].tolist() and sum(m["sampled"] for m in line["messages"]) == sum(mask)
+    first, one, two = lines[0]["messages"][1:4]
+    assert first["content"] == "look" and first["flags"] == ["unknown_tool", "style"] and first["versions"] == [7]
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in first["tool_calls"]] == [
+        ("read_file", {"path": "a.py"}), ("zz", {"0": "1", "1": "\x1b[2J"})]
+    assert [m["tool_call_id"] for m in (one, two)] == [c["id"] for c in first["tool_calls"]]
+    assert (one["content"], two["content"]) == ("def f():\n    pass\n", "Tool not found: zz")
+    assert lines[0]["messages"][-1]["content"] == "plan <|summary|>left: f" and lines[1]["messages"][-1]["flags"] == ["cut off"]
+
+
+def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tmp_path, capsys):
+    chain, _ = spoken_chain()
+    rollout.write_transcripts(tmp_path / "t.jsonl", 1, rollout.transcript(chain, TRAINED))
+    rollout.main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
+    printed = capsys.readouterr().out
+    bright = [" ".join(text.split()) for text in re.findall(r"\033\[1m(.*?)\033\[0m", printed, re.S)]
+    assert bright == ["look > read_file path=a.py > zz 0=1 1=\\e[2J", "plan <|summary|>left: f"]
+    assert "reward -0.25" in printed and "\033[2J" not in printed
+    assert f"[{len(chain.turns[1].tokens) - 1} sampled, policy 7, unknown_tool]" in printed
+    rollout.main([f"--replay={tmp_path}/t.jsonl"])
+    assert "the end is" in (last := capsys.readouterr().out) and "cut off" in last
+
+
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("", "line 1 is no"), ("[1]", "line 1 is no"),
+        ('{"messages": []}\n{"a', "line 2 is no"),
+        ('{"messages": [{"role": "user"}]}', "line 1 is no"), (b"\xff\xfe", "no text"),
+        ('{"messages": [{"role": "x", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}', "line 1 is no"),
+        ('{"messages": []}', "lines 1 to 1")])
+def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(text, words, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SystemExit) as end:
+        rollout.main([f"--replay={path}", "--line=2"])
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and words in error and len(error.splitlines()) == 1
+
+
+def test_steps_that_come_again_replace_their_transcripts(tmp_path):
+    path, line = tmp_path / "t.jsonl", rollout.transcript(spoken_chain()[0], TRAINED)[:1]
+    read = lambda: [(l["step"], l["mark"]) for l in rollout.read_transcripts(path)]
+    write = lambda step, mark: rollout.write_transcripts(path, step, [{**line[0], "mark": mark}])
+    path.write_text('{"torn')
+    for step in (1, 2, 3, 4):
+        write(step, "first")
+    write(3, "again")
+    assert read() == [(1, "first"), (2, "first"), (3, "again")]
+    write(1, "anew")
+    assert read() == [(1, "anew")] and [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs():
+    task = Task("t", "x", {"a.py": "1\n", "big.py": "y" * 900}, {})
+    calls = [("edit_file", ("a.py", "1", "2")), ("read_file", ("a.py",)), ("zz", ()), ("read_file", ("big.py",)), ("read_file", ("none",))]
+    chain, requests, _ = drive(agent(task, BYTES, Rehearsal(task), Limits(600, 9, 200)),
+                               [write_action(BYTES, "", calls), write_action(BYTES, "ok", [])])
+    said = [BYTES.decode(t.tokens[1:-1]) for t in chain.turns if t.role == "tool"]
+    assert said == ["ok", "2\n", "Tool not found: zz", "y" * 23 + "\n[860 tokens cut]", "no such file: none"] and chain.finished
+    assert [c.error for c in chain.turns[1].calls] == ["", "", "unknown_tool", "", "failed"]
+    assert requests[1].tokens == [t for turn in chain.turns if turn.role == "tool" for t in turn.tokens] + [BYTES.id["<|assistant|>"]]
