@@ -368,8 +368,8 @@ class Reinforcement:
         self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
-            folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=run.device, tokenizer=run.tokenizer,
-            group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
+            folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
+            tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
             temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
         self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None

@@ -727,11 +727,11 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     publisher.publish(0, weights())
     alone, beside = rollout.Workers(0, settings), rollout.Workers(2, settings)
     try:
-        for version in (0, 1, 2):
+        for version in (0, 1):
             publisher.publish(version, weights(version)) if version else None
             handle = beside.submit(tasks, range(3), version)
             if version == 1:                                    # both are warm now: one is killed while it samples
-                time.sleep(.1)
+                time.sleep(.03)
                 os.kill(beside.processes[0].pid, signal.SIGKILL)
             groups, expected = beside.collect(handle), alone.collect(alone.submit(tasks, range(3), version))
             assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
@@ -742,6 +742,36 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     finally:
         beside.close()
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
+
+
+def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(tmp_path, monkeypatch):
+    """Workers that finish the moment they are asked: with staleness 1, all tokens after the first step are exactly one update old."""
+    import train
+
+    class Prompt(rollout.Workers):
+        def submit(self, tasks, numbers, seed):
+            return [rollout.Workers.collect(self, rollout.Workers.submit(self, tasks, numbers, seed))]
+        collect = lambda self, handle: handle[0]
+    monkeypatch.setattr(rollout, "Workers", Prompt)
+    words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2", "--group=2",
+             "--stage=rl", "--steps=3", f"--out={tmp_path}"]
+    for lag in (1, 0):
+        run = train.Run(train.configure(train.parse([*words, f"--staleness={lag}"]), "rl"))
+        run.build(TRAINED)
+        source, logs = train.Reinforcement(run), []
+        source.ahead = lag
+        for step in range(3):
+            logs.append({})
+            sum(source.losses(step, logs[-1])).backward()
+            with torch.no_grad():
+                [p.view(-1)[::9].add_(.01) for p in run.model.parameters()]
+        assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [0, lag, lag]
+        assert logs[0]["sync_same"] == 0 and all(.85 < l["sync_same"] < .95 for l in logs[1:])
+        assert all(l["sync_bytes"] < .5 * logs[0]["sync_bytes"] < .5 * 1.02 * l["sync_full"] for l in logs[1:])
+        lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
+        assert sorted({l["step"] for l in lines}) == [1, 2, 3] and len(lines) >= 6 and len({l["task"] for l in lines}) == 3
+        assert all(m["versions"] == [max(0, l["step"] - 1 - lag)] for l in lines for m in l["messages"] if m["role"] == "assistant")
+        assert all(l["reward"] in [pytest.approx(r, abs=1e-3) for r in l["group"]] for l in lines)
 
 
 # ---------------------------------------------------------------- transcripts on file
