@@ -750,8 +750,10 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
 
     class Prompt(rollout.Workers):
         def submit(self, tasks, numbers, seed):
-            return [rollout.Workers.collect(self, rollout.Workers.submit(self, tasks, numbers, seed))]
-        collect = lambda self, handle: handle[0]
+            return super().collect(super().submit(tasks, numbers, seed))
+
+        def collect(self, groups):
+            return groups
     monkeypatch.setattr(rollout, "Workers", Prompt)
     words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2", "--group=2",
              "--stage=rl", "--steps=3", f"--out={tmp_path}"]
