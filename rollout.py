@@ -943,7 +943,7 @@ def products(step):
     return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
 
 
-def best_times(candidates, rounds, budget=20.0):
+def best_times(candidates, rounds, budget=5.0):
     """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on all; one that used its budget
     of seconds stops."""
     spent = {name: [] for name in candidates}
