@@ -925,9 +925,8 @@ class Static(Sampler):
 
 
 class Products(TorchDispatchMode):
-    """Keeps the matrix products of what runs under it, with their operands."""
-    NAMES = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
-             "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
+    """Keeps the matrix products of what runs under it, with their operands; in inference mode they pass here undecomposed."""
+    NAMES = ("linear", "matmul", "einsum", "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "scaled_dot_product_attention")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ in self.NAMES:
@@ -937,9 +936,10 @@ class Products(TorchDispatchMode):
 
 def products(step):
     """-> a function that does again only the matrix products (attention's own included) of `step()`"""
-    with Products() as mode, torch.no_grad():
+    with Products() as mode:
         mode.kept = []
         step()
+    assert mode.kept, "no matrix product was seen"
     return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
 
 
