@@ -5,28 +5,34 @@ latent), so the decoding cache is that vector. Mixture of experts: a router send
 networks, so parameters grow with E while the work per token does not.
 
 Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): the base is Kimi K2.5, 1.04T parameters,
-32B active, 61 layers, latent attention; router replay in RL. The layer shapes are those of Kimi K2's public configuration
-(DeepSeek-V3's architecture). Ours: the sizes, fp32 residual stream, initialisation, the balancing rate.
+32B active, 61 layers, latent attention; router replay in RL; an MTP head distilled from the main head's
+logits; NVFP4 with an FP32 scale per token, MXFP8. The layer shapes are those of Kimi K2's public configuration (DeepSeek-V3's
+architecture). Ours: the sizes, fp32 residual stream, initialisation, the balancing rate.
 
     attention   c_t = norm(W_a x_t),  k_t = [W_kb c_t ; rope(W_r x_t)],  v_t = W_vb c_t
     decoding    q^T (W_kb c) = (W_kb^T q)^T c: absorb W_kb into the query, and attention runs on the latents themselves
     routing     s = sigmoid(W_router x) in fp32;  choice = top-k of s + b;  y = shared(x) + scale * sum_i s_i / sum_j s_j * expert_i(x)
+    low bits    x -> round(x / s) * s per block of the contraction axis: E4M3 and s = 2^n (MXFP8), E2M1 and s = E4M3 * FP32 (NVFP4)
+    drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) speaks of x_t+2; learned from the main head's logits at t+1
     balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice, no auxiliary loss bends the gradient
 
-Left out: q/k-norm (Kimi has none) and dropout. The model knows no ranks: hsdp.py replaces two attributes, MoE.dispatch (tokens
-travel to their experts) and Attention.gather (latents of the whole sequence), whose defaults do nothing.
+Left out: q/k-norm (Kimi has none), dropout, and kernels of the small formats (their values are emulated, their speed is not). The
+model knows no ranks: hsdp.py replaces two attributes, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents
+of the whole sequence), whose defaults do nothing.
 
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value dims, C latent dims,
 E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
 
-    python moe.py            trains 150 steps on real Python twice: expert load with and without the balancing bias (a figure)
+    python moe.py            trains 150 steps on real Python twice: expert load with and without the balancing bias (a figure),
+                             what the small formats cost, how often the draft is right
     python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs
 """
 import argparse
 import math
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,6 +60,11 @@ class ModelConfig:
     shared: int = 1
     expert_ffn: int = 128
     route_scale: float = 1.0     # (Kimi K2: 2.827)
+    n_group: int = 1             # experts stand in groups and a token chooses among its best ones (DeepSeek-V3: 8 groups, best 4)
+    topk_group: int = 1
+    plausible: float = 0.0       # a replayed expert must score this much of the router's own K-th best, or is replaced
+    precision: str = ""          # of the expert products: "mxfp8", "nvfp4", or "" = that of compute()
+    mtp: int = 0                 # 1: a head that drafts the token after the next
     rope_theta: float = 10000.0
     context: int = 256           # the window of pretraining; YaRN stretches it by yarn_factor
     yarn_factor: float = 1.0
@@ -64,6 +75,13 @@ class ModelConfig:
         assert self.attention in ("mla", "gqa"), f"attention must be mla or gqa, not {self.attention!r}"
         assert self.active <= self.experts, f"active={self.active} experts of experts={self.experts}"
         assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
+        size, rest = divmod(self.experts, self.n_group)
+        assert self.n_group == 1 or (rest == 0 and size > 1), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
+        assert self.active <= size * self.topk_group <= self.experts, f"topk_group={self.topk_group} of n_group={self.n_group} groups " \
+            f"of {size} experts must hold active={self.active}"
+        assert self.precision in FORMATS, f"precision must be one of {list(FORMATS)}, not {self.precision!r}"
+        assert not self.precision or self.dim % 32 == self.expert_ffn % 32 == 0, "low precision scales dim and expert_ffn by blocks of 32"
+        assert self.mtp in (0, 1), f"mtp={self.mtp}: no head or one"
 
     @property
     def window(self):
@@ -113,17 +131,62 @@ def swiglu(x, w_gate, w_up, w_down):
     return linear(F.silu(linear(x, w_gate)) * linear(x, w_up), w_down)
 
 
-def grouped_swiglu(x, counts, w_gate, w_up, w_down):
+def power_of_two(exponent):
+    return ((exponent + 127) << 23).view(torch.float32)         # by its bits: exact on any device, which exp2 does not promise
+
+
+def nearest(x, mantissa, lowest):
+    """The nearest number with so many mantissa bits and exponents from `lowest` up (subnormals below), ties to even."""
+    step = power_of_two((torch.frexp(x)[1] - 1).clamp(min=lowest) - mantissa)
+    return (x / step).round() * step
+
+
+def mxfp8(x):
+    """The values MXFP8 can hold: E4M3, and for every 32 of the last axis a power of two that takes the largest to at most 448."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
+    scale = power_of_two((exponent - 9 + (fraction > 0.875)).clamp(min=-126))        # 448 = 0.875 * 2^9: rounded up, no saturation
+    return (nearest(blocks / scale, 3, -6) * scale).flatten(-2).to(x.dtype)
+
+
+def nvfp4(x):
+    """E2M1 with an E4M3 scale per 16, and Cursor's variant: the FP32 scale belongs to the row (token), not to the tensor, so that
+    no token's value depends on the others in its batch."""
+    blocks = x.float().unflatten(-1, (-1, 16))
+    top = blocks.abs().amax(-1, keepdim=True)
+    row = (top.amax(-2, keepdim=True) / (6 * 448)).clamp(min=1e-30)
+    scale = nearest(top / 6 / row, 3, -6).clamp(2 ** -9, 448)
+    return (nearest(blocks / (scale * row), 1, 0).clamp(-6, 6) * scale * row).flatten(-2).to(x.dtype)
+
+
+FORMATS = {"": lambda x: x, "mxfp8": mxfp8, "nvfp4": nvfp4}
+
+
+class Quantize(torch.autograd.Function):
+    """Emulated on every device: the values are those of the format, the products run in the dtype of x. The gradient passes
+    straight through (Cursor computes it in MXFP8: left out)."""
+    @staticmethod
+    def forward(ctx, x, precision):
+        return FORMATS[precision](x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def grouped_swiglu(x, counts, w_gate, w_up, w_down, precision=""):
     """x (M, D) sorted by expert, counts (E,): rows per expert. One grouped GEMM per matrix instead of E small ones."""
     offsets = counts.cumsum(0).to(torch.int32)
-    mm = lambda a, w: F.grouped_mm(a, w.to(a.dtype).transpose(-2, -1), offs=offsets)
-    return mm(F.silu(mm(x, w_gate)) * mm(x, w_up), w_down)
+    q = lambda t: Quantize.apply(t, precision) if precision else t
+    mm = lambda a, w: F.grouped_mm(a, q(w.to(a.dtype)).transpose(-2, -1), offs=offsets)
+    x = q(x)
+    return mm(q(F.silu(mm(x, w_gate)) * mm(x, w_up)), w_down)
 
 
 def looped_swiglu(x, counts, w_gate, w_up, w_down):
     """The same, one expert after the other: the reference of the test, and the fallback for shapes grouped_mm refuses."""
-    rows = x.split(counts.tolist())
-    return torch.cat([swiglu(r, w_gate[e], w_up[e], w_down[e]) for e, r in enumerate(rows)])
+    weights = zip(*(w.to(x.dtype).unbind() for w in (w_gate, w_up, w_down)))         # unbind: one gradient for the stack, not E
+    return torch.cat([swiglu(rows, *w) for rows, w in zip(x.split(counts.tolist()), weights)])
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -190,21 +253,22 @@ class FFN(nn.Module):
 
 class Experts(nn.Module):
     """A stack of E feed-forward networks. Input rows come sorted by expert."""
-    def __init__(self, experts, dim, hidden):
+    def __init__(self, experts, dim, hidden, precision=""):
         super().__init__()
+        self.precision = precision
         self.w_gate, self.w_up = weight(experts, hidden, dim), weight(experts, hidden, dim)
         self.w_down = weight(experts, dim, hidden, std=0)
 
     def forward(self, x, counts):
         weights = (w.to_local() if hasattr(w, "to_local") else w for w in (self.w_gate, self.w_up, self.w_down))
-        return grouped_swiglu(x, counts, *weights)
+        return grouped_swiglu(x, counts, *weights, self.precision)
 
 
 class Router(nn.Module):
     """Scores in fp32: a bf16 score flips near-ties between trainer and sampler. The bias is a buffer: no gradient."""
     def __init__(self, config):
         super().__init__()
-        self.k, self.scale = config.active, config.route_scale
+        self.k, self.scale, self.groups, self.best = config.active, config.route_scale, config.n_group, config.topk_group
         self.weight = weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts))       # tokens per expert since the last balance()
@@ -213,43 +277,69 @@ class Router(nn.Module):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is >= 0; scores stay live.
         A replayed expert that scores below plausible * (the router's own K-th best) gives way to the router's candidate."""
         score = torch.sigmoid(F.linear(x.float(), self.weight.float()))              # (M, E)
-        preference = score.detach() + self.bias
+        preference = biased = score.detach() + self.bias
+        if self.groups > 1:                                     # a group is worth its two best experts
+            worth = biased.unflatten(1, (self.groups, -1)).topk(2)[0].sum(-1)                           # (M, groups)
+            out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, worth.topk(self.best)[1], False)
+            preference = biased.masked_fill(out.repeat_interleave(score.shape[1] // self.groups, 1), -torch.inf)
         if replay is not None:
             floor = plausible * score.detach().topk(self.k)[0][:, -1:]
             given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0))         # a column in front takes the -1s
             given = given.scatter_(1, replay.long() + 1, True)[:, 1:]
-            preference = preference + 1e3 * (given & (score >= floor))
+            preference = torch.where(given & (score >= floor), biased + 1e3, preference)
         choice = preference.topk(self.k)[1]
         gates = score.gather(1, choice)
         return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9)
 
 
-class Permute(torch.autograd.Function):
-    """x[order] for a permutation, whose gradient is a permutation too. Plain indexing would scatter-add it, which on several
-    CPU threads sums in an order of its own: a resumed run would not end with the same bits."""
+def collect(rows, back, gates):
+    """rows (M*K, D) by expert -> what came back to each token (M, K, D), and its sum weighted by gates (M, K): (M, D)"""
+    copies = rows.index_select(0, back).view(*gates.shape, -1)
+    return copies, torch.bmm(gates[:, None], copies)[:, 0]                           # sums in fp32 whatever the dtype
+
+
+class Spread(torch.autograd.Function):
+    """A copy of each token's row for each of its experts, sorted by expert. Plain indexing would scatter-add the gradient, which
+    on several threads sums in an order of its own: a resumed run would not end with the same bits."""
     @staticmethod
-    def forward(ctx, x, order, back):
+    def forward(ctx, x, order, back, k):
         ctx.save_for_backward(back)
-        return x[order]
+        ctx.k = k
+        return x.index_select(0, order // k)                                         # (M*K, D)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad[ctx.saved_tensors[0]], None, None
+        return collect(grad, ctx.saved_tensors[0], grad.new_ones(len(grad) // ctx.k, ctx.k))[1], None, None, None
+
+
+class Collect(torch.autograd.Function):
+    """The way back, Spread's transpose: the sum over a token's experts, each times its gate."""
+    @staticmethod
+    def forward(ctx, rows, order, back, gates):
+        copies, y = collect(rows, back, gates)
+        ctx.save_for_backward(copies, order, gates)
+        return y                                                                     # (M, D)
+
+    @staticmethod
+    def backward(ctx, grad):
+        copies, order, gates = ctx.saved_tensors
+        rows = grad.index_select(0, order // gates.shape[1]).mul_(gates.flatten()[order, None])
+        return rows, None, None, torch.bmm(copies, grad[:, :, None])[:, :, 0]
 
 
 class MoE(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.router = Router(config)
-        self.experts = Experts(config.experts, config.dim, config.expert_ffn)
+        self.experts = Experts(config.experts, config.dim, config.expert_ffn, config.precision)
         self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
-        self.small = config.experts <= 16
+        self.small, self.plausible = config.experts <= 16 and not config.precision, config.plausible
         self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
 
     def forward(self, x, replay=None, record=None, decoding=False):
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
-        choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1))
+        choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1), self.plausible)
         if record is not None:
             record.append(choice.view(B, T, -1))
         if decoding:
@@ -259,9 +349,8 @@ class MoE(nn.Module):
         if self.training and replay is None:
             self.router.load += counts
         back = order.argsort()
-        rows = Permute.apply(flat.repeat_interleave(self.router.k, 0), order, back)  # (M*K, D)
-        y = Permute.apply(self.dispatch(rows, counts, self.experts), back, order).view(B * T, self.router.k, D)
-        y = (y * gates[..., None].to(y.dtype)).sum(1).view(B, T, D)
+        y = self.dispatch(Spread.apply(flat, order, back, self.router.k), counts, self.experts)
+        y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
         return y if self.shared is None else y + self.shared(x)
 
     def all_experts(self, x, choice, gates):
@@ -361,11 +450,25 @@ class Block(nn.Module):
         return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[1] == 1 and self.ffn.small)
 
 
+class MTP(nn.Module):
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): one block that sees the hidden state of a token and the token after
+    it, and speaks of the one after that. Ours: the block is dense, so that replay and balancing do not meet it."""
+    def __init__(self, config):
+        super().__init__()
+        self.hidden_norm, self.token_norm, self.norm = (Norm(config.dim, config.norm_eps) for _ in range(3))
+        self.join, self.block = weight(config.dim, 2 * config.dim), Block(config, dense=True)
+
+    def forward(self, hidden, token, cos, sin, mask=None, cache=None):
+        x = linear(torch.cat((self.hidden_norm(hidden), self.token_norm(token)), -1), self.join).float()
+        return self.norm(self.block(x, cos, sin, mask, cache))
+
+
 class Cache:
-    """Entries of S rows: (layers, S, T_max, width). A row is one sequence; `length` of each is the caller's business."""
+    """Entries of S rows: (layers, S, T_max, width), the MTP head's behind the layers'. A row is one sequence; `length` of each is
+    the caller's business."""
     def __init__(self, model, rows, length):
-        width = model.layers[0].attn.entry_width
-        self.data = torch.zeros(len(model.layers), rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
+        layers, width = len(model.layers) + model.config.mtp, model.layers[0].attn.entry_width
+        self.data = torch.zeros(layers, rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
 
     def writer(self, layer, rows, positions, upto):
         """-> a function that stores entries (B, T, width) at positions (B, T) of `rows` and returns all (B, upto, width)."""
@@ -392,6 +495,7 @@ class Model(nn.Module):
         nn.init.zeros_(self.head.weight)
         if config.tie:
             self.head.weight = self.embed.weight
+        self.mtp = MTP(config) if config.mtp else None
         self.extend(config.yarn_factor)
 
     def extend(self, factor):
@@ -399,8 +503,8 @@ class Model(nn.Module):
         self.config = ModelConfig(**{**vars(self.config), "yarn_factor": factor})
         c = self.config
         self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor)
-        for block in self.layers:
-            block.attn.config, block.attn.scale = c, temperature
+        for attn in (m for m in self.modules() if isinstance(m, Attention)):
+            attn.config, attn.scale = c, temperature
 
     def compute(self, dtype):
         """Matrix products in `dtype`; weights, residual stream, norms, router and softmax stay in fp32."""
@@ -436,17 +540,33 @@ class Model(nn.Module):
         """tokens (B, T) continue the cached sequences `rows` (an index tensor, or a slice) at start (B,) -> hidden (B, T, D).
         Padding at the end of a row is harmless: its entries are masked now and overwritten later. The cache's last place is
         never read by a real token: give it one more than the window."""
-        room = cache.data.shape[2]
-        assert int(start.max()) < room, f"position {int(start.max())} in a cache of {room} tokens"
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=tokens.device)     # (B, T)
-        positions = positions.clamp(max=room - 1)                                            # only padding reaches so far
-        upto = int(positions.max()) + 1
-        mask = (torch.arange(upto, device=tokens.device) <= positions[..., None])[:, None]   # (B, 1, T, upto)
-        cos, sin = self.angles(positions)
+        positions, upto, where = self.places(tokens.shape[1], cache, start)
         x = self.embed(tokens).float()
         for i, block in enumerate(self.layers):
-            x = block(x, cos, sin, mask, cache.writer(i, rows, positions, upto), None, record)
+            x = block(x, *where, cache.writer(i, rows, positions, upto), None, record)
         return x
+
+    def places(self, length, cache, start):
+        """-> positions (B, T) of `length` tokens from start (B,), how far their attention reads, and its (cos, sin, mask)"""
+        room = cache.data.shape[2]
+        assert int(start.max()) < room, f"position {int(start.max())} in a cache of {room} tokens"
+        positions = start[:, None] + torch.arange(length, device=start.device)               # (B, T)
+        positions = positions.clamp(max=room - 1)                                            # only padding reaches so far
+        upto = int(positions.max()) + 1
+        mask = (torch.arange(upto, device=start.device) <= positions[..., None])[:, None]    # (B, 1, T, upto)
+        return positions, upto, (*self.angles(positions), mask)
+
+    def draft(self, hidden, following, cache=None, rows=None, start=None):
+        """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab) for the token after that.
+        Embedding and output head are the model's, but this gradient does not reach them: the draft learns, the model stays."""
+        assert self.mtp is not None, "this model has no head to draft with: build it with ModelConfig(mtp=1)"
+        if cache is None:
+            where, store = (*self.angles(torch.arange(following.shape[1], device=following.device)[None]), None), None
+        else:
+            positions, upto, where = self.places(following.shape[1], cache, start)
+            store = cache.writer(len(self.layers), rows, positions, upto)
+        x = self.mtp(hidden.detach(), F.embedding(following, self.embed.weight.detach()), *where, store)
+        return F.linear(x, self.head.weight.detach().to(x.dtype)).float()
 
     def logits(self, hidden):
         """hidden (..., D) -> logits (..., vocab), fp32"""
@@ -474,6 +594,34 @@ def balance(model, rate=1e-3, reduce=lambda counts: counts):
     return worst
 
 
+def mtp_loss(model, tokens, hidden):
+    """Self-distillation, as Composer's: tokens (B, T), hidden (B, T, D) = model(tokens) of whole sequences -> KL from the main
+    head's distribution at t + 1 to the draft's at t, the mean over B * (T - 1) places. A sampled token would teach less."""
+    with torch.no_grad():
+        target = model.logits(hidden[:, 1:]).log_softmax(-1)
+    draft = model.draft(hidden[:, :-1], tokens[:, 1:]).log_softmax(-1)
+    return F.kl_div(draft, target, reduction="sum", log_target=True) / draft[..., 0].numel()
+
+
+@torch.inference_mode()
+def speculate(model, prompt, count):
+    """Greedy decoding with the MTP head as the draft: prompt (T,) -> (a list of `count` tokens, share of drafts that were right).
+    A pass reads the last sure token and the draft of the next one. If the model itself chooses that draft, its choice behind the
+    draft counts too: two tokens. The draft's quality moves the speed alone (but for ties: two rows may round unlike one)."""
+    tokens, start, draft, passes, right = prompt.tolist(), 0, None, 0, 0
+    cache, tensor = Cache(model, 1, len(prompt) + count + 1), lambda t: torch.tensor(t, device=prompt.device)
+    while len(tokens) < len(prompt) + count:
+        sure, where = len(tokens) - start, (cache, slice(0, 1), tensor([start]))
+        hidden = model.decode(tensor([tokens[start:] + [draft] * (passes > 0)]), *where)
+        choice = model.logits(hidden)[0].argmax(-1).tolist()                                 # after every token read
+        hit = choice[sure - 1] == draft
+        tokens += choice[sure - 1:sure + hit]
+        read = sure + hit                                                                    # a wrong draft's entry is overwritten
+        draft = int(model.draft(hidden[:, :read], tensor([tokens[start + 1:start + 1 + read]]), *where)[0, -1].argmax())
+        start, passes, right = start + read, passes + 1, right + hit
+    return tokens[len(prompt):len(prompt) + count], right / max(passes - 1, 1)
+
+
 def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
     model = Model(config)
@@ -492,20 +640,40 @@ def python_bytes(limit=1_000_000):
 
 
 def train_small(config, data, rate, steps=150):
-    """Next-byte prediction with AdamW -> losses, and loads (steps, E) of the first MoE layer as shares"""
+    """Next-byte prediction -> the model, losses, and loads (steps, E) of the first MoE layer as shares. Adam by hand: torch.optim
+    would load the compiler first, which takes as long as the training."""
     torch.manual_seed(0)
     model, losses, loads = Model(config), [], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(steps):
-        rows = torch.stack([data[i:i + 97] for i in torch.randint(len(data) - 97, (8,)).tolist()])
-        loss = F.cross_entropy(model.logits(model(rows[:, :-1])).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        optimizer.step(), optimizer.zero_grad()
+    parameters = list(model.parameters())
+    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    for step in range(1, steps + 1):
+        rows = torch.stack([data[i:i + 65] for i in torch.randint(len(data) - 65, (8,)).tolist()])
+        hidden = model(rows[:, :-1])
+        loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), rows[:, 1:].flatten())
+        grads = torch.autograd.grad(loss + (mtp_loss(model, rows[:, :-1], hidden) if config.mtp else 0), parameters)
+        with torch.no_grad():
+            for p, g, m, v in zip(parameters, grads, first, second):
+                m.lerp_(g, 0.1), v.lerp_(g * g, 0.05)
+                p.addcdiv_(m, (v / (1 - 0.95 ** step)).sqrt_().add_(1e-8), value=-3e-3 / (1 - 0.9 ** step))
         load = next(b.ffn.router.load for b in model.layers if isinstance(b.ffn, MoE))
         loads.append(load / load.sum())
         balance(model, rate)
         losses.append(loss.item())
-    return losses, torch.stack(loads)
+    return model.eval(), losses, torch.stack(loads)
+
+
+@torch.inference_mode()
+def price_of_precision(model, tokens):
+    """Relative error of the expert outputs of the last layer in each format, on the rows that the router sends them."""
+    layer, seen = model.layers[-1].ffn, []
+    run = layer.dispatch
+    layer.dispatch = lambda x, counts, experts: seen.append((x, counts)) or run(x, counts, experts)
+    model(tokens)
+    layer.dispatch, (x, counts), e = run, seen[0], layer.experts
+    outputs = {name: grouped_swiglu(x.to(dtype), counts, e.w_gate, e.w_up, e.w_down, precision).float() for name, dtype, precision in (
+        ("fp32", x.dtype, ""), ("bf16", torch.bfloat16, ""), ("MXFP8", x.dtype, "mxfp8"), ("NVFP4", x.dtype, "nvfp4"))}
+    exact = outputs.pop("fp32")
+    return {name: float((y - exact).norm() / exact.norm()) for name, y in outputs.items()}
 
 
 def draw_loads(runs, path):
@@ -513,7 +681,7 @@ def draw_loads(runs, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(1, len(runs), figsize=(9, 3.2), sharey=True, layout="constrained")
-    for ax, (name, (losses, loads)) in zip(axes, runs.items()):
+    for ax, (name, (_, losses, loads)) in zip(axes, runs.items()):
         ax.stackplot(range(len(loads)), loads.T.numpy())
         ax.set(title=f"{name}: loss {sum(losses[-20:]) / 20:.2f}, busiest expert {loads[-20:].mean(0).max():.0%}", xlabel="step",
                xlim=(0, len(loads) - 1), ylim=(0, 1))
@@ -524,30 +692,35 @@ def draw_loads(runs, path):
 
 def demo():
     torch.set_num_threads(1)
-    config = ModelConfig(vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=48)
+    config = ModelConfig(vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=32)
     data, runs = python_bytes(), {}
-    for name, rate in (("without balancing", 0.0), ("with the bias", 2e-2)):
-        runs[name] = train_small(config, data, rate)
-        losses, loads = runs[name]
+    for name, rate, mtp in (("without balancing", 0.0, 0), ("with the bias", 2e-2, 1)):
+        runs[name] = model, losses, loads = train_small(replace(config, mtp=mtp), data, rate)
         shares = " ".join(f"{x:.2f}" for x in loads[-20:].mean(0).sort(descending=True)[0])
         print(f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   shares of the last 20 steps: {shares}")
     draw_loads(runs, Path("out/moe.png"))
+    costs = price_of_precision(model, data[:512].view(8, 64))
+    print("relative error of the expert outputs: " + ", ".join(f"{name} {error:.1%}" for name, error in costs.items()))
+    text, right = speculate(model, data[:64], 100)
+    print(f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, {1 + right:.2f} bytes per pass; it goes on with "
+          f"{bytes(text)[:24]!r}")
     total, active = parameters_per_token(config)
-    busiest = [loads[-20:].mean(0).max() for _, loads in runs.values()]
+    busiest = [loads[-20:].mean(0).max() for _, _, loads in runs.values()]
     print(f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves the choice takes the busiest of "
           f"{config.experts} experts from {busiest[0]:.0%} to {busiest[1]:.0%} of the tokens (even: {1 / config.experts:.0%}); out/moe.png")
 
 
-def seconds(call, repeat=5):
-    """Median wall time of a call, after one that warms up."""
-    times = []
+def seconds(*calls, repeat=5):
+    """Median wall time of each call, measured in turns after a round that warms up: a busy machine is then busy for all."""
+    times = [[] for _ in calls]
     for _ in range(repeat + 1):
-        start = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeat // 2]
+        for call, mine in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            mine.append(time.perf_counter() - start)
+    return [sorted(mine[1:])[repeat // 2] for mine in times]
 
 
 def bench():
@@ -559,19 +732,25 @@ def bench():
     x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
     y, counts = torch.randn(T * K, D, device=device, dtype=dtype), torch.full((E,), T * K // E, device=device)
     weights = (moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down)
-    both = lambda f: seconds(lambda: f().sum().backward())
-    times = {"dense layer of equal active FLOPs": both(lambda: dense(x)), "MoE layer": both(lambda: moe(x)),
-             "experts, grouped_mm": both(lambda: grouped_swiglu(y, counts, *weights)),
-             "experts, loop": both(lambda: looped_swiglu(y, counts, *weights))}
+
+    def both(layer):
+        for leaf in (x, *moe.parameters(), *dense.parameters()):
+            leaf.grad = None
+        out = layer()
+        out.backward(torch.ones_like(out))
+    layers = {"dense layer of equal active FLOPs": lambda: dense(x), "MoE layer": lambda: moe(x),
+              "experts, grouped_mm": lambda: grouped_swiglu(y, counts, *weights),
+              "experts, loop": lambda: looped_swiglu(y, counts, *weights)}
+    times = seconds(*(partial(both, layer) for layer in layers.values()))
     print(f"{device}, {dtype}, T={T} D={D} E={E} K={K} F={Fe}, forward + backward")
-    for name, t in times.items():
-        print(f"  {name:36s} {1e3 * t:8.2f} ms   {t / times['dense layer of equal active FLOPs']:5.2f} x dense")
+    for name, t in zip(layers, times):
+        print(f"  {name:36s} {1e3 * t:8.2f} ms   {t / times[0]:5.2f} x dense")
     model = Model(ModelConfig()).to(device).compute(dtype)
     tokens = torch.randint(0, 1024, (16, 256), device=device)
-    train = seconds(lambda: F.cross_entropy(model.logits(model(tokens)).flatten(0, 1), tokens.flatten()).backward())
+    train, = seconds(lambda: F.cross_entropy(model.logits(model(tokens)).flatten(0, 1), tokens.flatten()).backward())
     with torch.inference_mode():
         cache, start = Cache(model.eval(), 64, 512), torch.full((64,), 300, device=device)
-        one = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
+        one, = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
     print(f"laptop model: {tokens.numel() / train:,.0f} tokens/s forward + backward, {64 / one:,.0f} tokens/s decoding 64 rows at 300")
 
 

@@ -1,14 +1,15 @@
 """The model against slow loops, PyTorch's own autograd, and itself computed another way."""
 import dataclasses
 import math
+import struct
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import moe
-from moe import (Cache, Experts, Model, ModelConfig, MoE, Router, TargetLogprobs, balance, grouped_swiglu, looped_swiglu, rope_frequencies,
-                 rotate)
+from moe import (Cache, Collect, Experts, Model, ModelConfig, MoE, Router, Spread, TargetLogprobs, balance, grouped_swiglu, looped_swiglu,
+                 mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate)
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
                     experts=6, active=2, expert_ffn=16, context=32)
@@ -251,6 +252,49 @@ def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, sc
     torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_spreading_tokens_over_experts_and_collecting_them_has_the_gradient_of_plain_indexing(k):
+    torch.manual_seed(3)
+    x, gates = torch.randn(7, 4, dtype=torch.float64, requires_grad=True), torch.rand(7, k, dtype=torch.float64, requires_grad=True)
+    order, factor, upstream = torch.randperm(7 * k), torch.randn(7 * k, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    back = order.argsort()
+    mine = Collect.apply(Spread.apply(x, order, back, k) * factor, order, back, gates)
+    plain = ((x.repeat_interleave(k, 0)[order] * factor)[back].view(7, k, 4) * gates[..., None]).sum(1)
+    torch.testing.assert_close(mine, plain)
+    for a, b in zip(*(torch.autograd.grad((y * upstream).sum(), (x, gates)) for y in (mine, plain))):
+        torch.testing.assert_close(a, b)
+
+
+def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
+    torch.manual_seed(4)
+    sizes = dict(experts=12, n_group=4, topk_group=2, active=3)
+    router, free = (Router(dataclasses.replace(SMALL, **s)) for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1}))
+    router.bias.copy_(torch.randn(12) * 0.1)
+    free.load_state_dict(router.state_dict())
+    x, odd = torch.randn(40, 32), 0
+    choice, gates = router(x)
+    for t in range(40):
+        score = torch.sigmoid(x[t] @ router.weight.detach().T).tolist()
+        biased = [s + float(b) for s, b in zip(score, router.bias)]
+        worth = [sum(sorted(biased[3 * g:3 * g + 3])[-2:]) for g in range(4)]
+        groups = sorted(range(4), key=lambda g: -worth[g])[:2]
+        best = sorted((i for i in range(12) if i // 3 in groups), key=lambda i: -biased[i])[:3]
+        assert set(choice[t].tolist()) == set(best), t
+        assert gates[t].tolist() == pytest.approx([score[i] / sum(score[j] for j in best) for i in choice[t].tolist()], abs=1e-5)
+        odd += set(best) != set(free(x[t:t + 1])[0][0].tolist())
+    assert odd > 5                                                  # the limit is felt
+    replay = torch.tensor([[0, 3, 6]]).expand(40, 3)                # of three groups: what was recorded is taken all the same
+    assert torch.equal(router(x, replay)[0].sort(1)[0], replay)
+
+
+@torch.inference_mode()
+def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never_takes_the_short_cut():
+    layer = build(experts=6, n_group=3, topk_group=2).layers[1].ffn
+    x = torch.randn(5, 1, 32)
+    torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
+    assert layer.small and not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.small
+
+
 def test_the_bias_moves_the_choice_and_never_the_gates():
     router, x = Router(SMALL), torch.randn(50, 32)
     choice, gates = router(x)
@@ -346,12 +390,171 @@ def test_an_implausible_replayed_expert_gives_way_to_the_routers_candidate():
     assert chosen(0.0) == {5, 3} and chosen(0.3) == {0, 3} and chosen(0.6) == {0, 1}
 
 
+def test_the_models_configuration_says_what_is_implausible():
+    x, replay = torch.randn(1, 30, 32), torch.randint(0, 2, (1, 30, 1)) * 4 + torch.tensor([0, 1])
+    for plausible, changed in ((0.0, False), (0.9, True)):
+        torch.manual_seed(5)
+        layer, record = MoE(dataclasses.replace(SMALL, plausible=plausible)), []
+        layer(x, replay, record)
+        assert torch.equal(record[0][0], layer.router(x[0], replay[0], plausible)[0])
+        assert (not torch.equal(record[0].sort(-1)[0], replay)) == changed
+
+
 def test_replayed_tokens_are_not_counted_as_load():
     model, tokens, record = build().train(), text(1, 8), []
     model(tokens, record=record)
     before = model.layers[1].ffn.router.load.clone()
     model(tokens, replay=torch.stack(record, 2))
     assert torch.equal(model.layers[1].ffn.router.load, before) and before.sum() == 16
+
+
+# ---------------------------------------------------------------- formats of few bits
+
+E4M3 = [(m / 8) * 2.0 ** -6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]     # the last is NaN
+E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1) for e in range(4) for m in range(2)]
+fp32 = lambda x: struct.unpack("f", struct.pack("f", x))[0]        # IEEE: a double's rounding does no harm to one operation of two fp32
+
+
+def by_table(x, table):
+    """The nearest of all representable values; of two equally near the one with the even code."""
+    code = min(range(len(table)), key=lambda i: (abs(table[i] - abs(x)), i % 2))
+    return math.copysign(table[code], x)
+
+
+def slow_mxfp8(row):
+    out = []
+    for i in range(0, len(row), 32):
+        scale = 2.0 ** -126
+        while max(map(abs, row[i:i + 32])) > 448 * scale:
+            scale *= 2
+        out += [by_table(x / scale, E4M3) * scale for x in row[i:i + 32]]
+    return out
+
+
+def slow_nvfp4(row):
+    out, whole = [], max(fp32(max(map(abs, row)) / 2688), fp32(1e-30))
+    for i in range(0, len(row), 16):
+        scale = max(by_table(fp32(fp32(max(map(abs, row[i:i + 16])) / 6) / whole), E4M3), E4M3[1])
+        out += [fp32(by_table(fp32(x / fp32(scale * whole)), E2M1) * scale * whole) for x in row[i:i + 16]]
+    return out
+
+
+def awkward_rows():
+    """Every magnitude, ties, zeros, and blocks whose largest value stands at or just past what a scale can hold."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 64, generator=g) * 2.0 ** torch.randint(-12, 12, (12, 64), generator=g)
+    x[1:4] = torch.randn(3, 64, generator=g) * 2.0 ** torch.tensor([[-60.], [0.], [60.]])
+    x[4], x[5, :32] = 0, 0
+    x[6, 0], x[6, 32], x[7, 0], x[7, 32] = 448 * 2.0 ** 14, 448.001 * 2.0 ** 14, 7 * 2.0 ** 30, -7.0000005 * 2.0 ** 30
+    middles = [(a + b) / 2 for a, b in zip(E4M3, E4M3[1:])]
+    x[8, :32], x[8, 32:], x[9] = torch.tensor(middles[:31] + [448.]), torch.tensor(middles[-31:] + [448.]), torch.arange(-32, 32) / 8
+    x[9, ::16] = 6.0
+    x[10] = torch.randn(64, generator=g) * 1e-8
+    x[10, 0] = 1e5                                                  # the other blocks' scales would round to zero
+    return x
+
+
+@pytest.mark.parametrize("fast,slow", [(mxfp8, slow_mxfp8), (nvfp4, slow_nvfp4)])
+def test_every_quantised_value_is_that_of_a_search_through_the_table(fast, slow):
+    x = awkward_rows()
+    assert fast(x).tolist() == [slow(row) for row in x.tolist()]
+    assert torch.equal(fast(-x), -fast(x))
+    assert torch.equal(fast(x.bfloat16()), fast(x.bfloat16().float()).bfloat16())
+
+
+def test_the_tables_are_those_of_the_formats_and_torchs_own_cast_rounds_alike():
+    assert (len(E4M3), max(E4M3), E4M3[1], E2M1) == (127, 448, 2 ** -9, [0, .5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.cat((torch.tensor(E4M3), torch.linspace(-448, 448, 3001), torch.linspace(-.02, .02, 501)))
+    assert torch.equal(moe.nearest(x, 3, -6), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("quantise", [mxfp8, nvfp4])
+def test_a_token_is_quantised_alike_in_any_company_which_a_scale_per_tensor_does_not_give(quantise):
+    torch.manual_seed(6)
+    tokens, company = torch.randn(5, 64), 50 * torch.randn(3, 64)
+    assert torch.equal(quantise(torch.cat((tokens, company)))[:5], quantise(tokens))
+    if quantise is nvfp4:
+        per_tensor = lambda t: nvfp4(t.flatten()).view_as(t)        # the whole batch as one row
+        assert not torch.equal(per_tensor(torch.cat((tokens, company)))[:5], per_tensor(tokens))
+
+
+@pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
+def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_straight_through(precision, slow):
+    torch.manual_seed(7)
+    experts, counts, x = Experts(3, 32, 32, precision), torch.tensor([3, 0, 4]), torch.randn(7, 32, requires_grad=True)
+    torch.nn.init.normal_(experts.w_down)
+    weights, upstream = (experts.w_gate, experts.w_up, experts.w_down), torch.randn(7, 32)
+    q = lambda t: t + (torch.tensor([slow(r) for r in t.detach().flatten(0, -2).tolist()]).view_as(t) - t).detach()
+    rows = []
+    for e, part in enumerate(x.split(counts.tolist())):
+        if len(part):
+            gate, up = (q(part) @ q(w[e]).T for w in weights[:2])
+            rows.append(q(F.silu(gate) * up) @ q(weights[2][e]).T)
+    mine, reference = experts(x, counts), torch.cat(rows)
+    torch.testing.assert_close(mine, reference, atol=1e-3, rtol=1e-3)
+    assert (mine - looped_swiglu(x, counts, *weights)).norm() > 0.01 * mine.norm()
+    for a, b in zip(*(torch.autograd.grad((y * upstream).sum(), (x, *weights)) for y in (mine, reference))):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+# ---------------------------------------------------------------- the head that drafts
+
+def greedy(model, prompt, count):
+    """The slow way: the whole sequence again for every token."""
+    tokens = prompt.tolist()
+    for _ in range(count):
+        tokens.append(int(model.logits(model(torch.tensor([tokens])))[0, -1].argmax()))
+    return tokens[len(prompt):]
+
+
+def test_the_distillation_loss_is_that_of_a_loop_over_places():
+    model, tokens = build(mtp=1), text(2, 6)
+    hidden, losses = model(tokens).detach(), []
+    cos, sin = model.angles(torch.arange(5)[None])
+    head = model.mtp
+    for b in range(2):
+        norm = lambda x, n: F.rms_norm(x, (32,), n.weight, SMALL.norm_eps)
+        x = [head.join @ torch.cat((norm(hidden[b, t], head.hidden_norm), norm(model.embed.weight[tokens[b, t + 1]], head.token_norm)))
+             for t in range(5)]
+        x = head.block(torch.stack(x)[None], cos, sin)[0]
+        for t in range(5):
+            p = (model.head.weight @ norm(hidden[b, t + 1], model.norm)).softmax(0)
+            q = (model.head.weight @ norm(x[t], head.norm)).softmax(0)
+            losses.append(sum(float(a * (a / b).log()) for a, b in zip(p, q)))
+    assert float(mtp_loss(model, tokens, hidden)) == pytest.approx(sum(losses) / 10, rel=1e-4) and min(losses) > 0
+
+
+def test_the_drafts_loss_moves_the_draft_alone_and_the_head_changes_nothing_else():
+    model, tokens = build(mtp=1), text(2, 8)
+    mtp_loss(model, tokens, model(tokens)).backward()
+    moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert moved == {n for n, _ in model.named_parameters() if n.startswith("mtp.")} and moved
+    plain = build()
+    plain.load_state_dict({n: t for n, t in model.state_dict().items() if not n.startswith("mtp.")})
+    assert torch.equal(plain(tokens), model(tokens))
+    model.extend(4.0)
+    assert model.mtp.block.attn.scale == model.layers[0].attn.scale > 1 and model.mtp.block.attn.config.yarn_factor == 4
+
+
+def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_draft_is_worth():
+    model, prompt = build(mtp=1), text(1, 5)[0]
+    with torch.no_grad():
+        expected = greedy(model, prompt, 16)
+        tokens, before = speculate(model, prompt, 16)
+        assert tokens == expected and 0 <= before < 0.5            # a draft that has learned nothing
+        optimizer = torch.optim.Adam(model.mtp.parameters(), 1e-2)
+    for step in range(60):
+        batch = text(4, 16, seed=step)
+        mtp_loss(model, batch, model(batch).detach()).backward()
+        optimizer.step(), optimizer.zero_grad()
+    with torch.no_grad():
+        tokens, after = speculate(model, prompt, 16)
+        assert tokens == expected and after > before
+        model.draft = lambda hidden, following, cache, rows, start: knows(int(start) + following.shape[1] - len(prompt))
+        for lies, share in (((), 1.0), ((3, 4, 9), None), (range(99), 0.0)):
+            knows = lambda i: F.one_hot(torch.tensor([[((expected + [0])[min(i + 1, 16)] + (i in lies)) % 61]]), 61)
+            tokens, right = speculate(model, prompt, 16)
+            assert tokens == expected and (right == share or share is None and 0 < right < 1)
 
 
 # ---------------------------------------------------------------- precision, sizes, doors
@@ -395,7 +598,9 @@ def test_every_parameter_gets_a_gradient():
 
 
 def test_impossible_sizes_are_refused_in_words():
-    for changes, words in ((dict(attention="linear"), "mla or gqa"), (dict(active=9), "experts"), (dict(qk_rope=7), "even")):
+    for changes, words in ((dict(attention="linear"), "mla or gqa"), (dict(active=9), "experts"), (dict(qk_rope=7), "even"),
+                           (dict(n_group=4), "n_group=4"), (dict(n_group=6), "two or more"), (dict(n_group=3, topk_group=4), "topk_group"),
+                           (dict(precision="fp8"), "mxfp8"), (dict(precision="nvfp4"), "blocks of 32"), (dict(mtp=2), "mtp=2")):
         with pytest.raises(AssertionError, match=words):
             dataclasses.replace(SMALL, **changes)
 
