@@ -647,7 +647,7 @@ def train_small(config, data, rate, steps=150):
     parameters = list(model.parameters())
     first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     for step in range(1, steps + 1):
-        rows = torch.stack([data[i:i + 65] for i in torch.randint(len(data) - 65, (8,)).tolist()])
+        rows = torch.stack([data[i:i + 65] for i in torch.randint(len(data) - 65, (4,)).tolist()])
         hidden = model(rows[:, :-1])
         loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), rows[:, 1:].flatten())
         grads = torch.autograd.grad(loss + (mtp_loss(model, rows[:, :-1], hidden) if config.mtp else 0), parameters)
