@@ -230,6 +230,14 @@ def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(c
         assert (grad.flatten(1).abs().sum(1)[counts == 0] == 0).all() and (grad.flatten(1).abs().sum(1)[counts > 0] > 0).all()
 
 
+def test_experts_with_hundreds_of_rows_take_the_loop_and_say_the_same(monkeypatch):
+    experts, x, counts, calls = Experts(2, 8, 16), torch.randn(600, 8), torch.tensor([600, 0]), []
+    torch.nn.init.normal_(experts.w_down)
+    monkeypatch.setattr(moe, "looped_swiglu", lambda *a: calls.append(1) or looped_swiglu(*a))
+    torch.testing.assert_close(experts(x, counts), grouped_swiglu(x, counts, *experts.parameters()), atol=1e-4, rtol=1e-4)
+    assert calls == [1] and experts(x[:100], counts // 6).shape == (100, 8) and calls == [1]
+
+
 @pytest.mark.parametrize("shared,scale", [(1, 1.0), (0, 2.5)])
 def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, scale):
     torch.manual_seed(2)
