@@ -23,11 +23,17 @@ The sandbox is bubblewrap: no network, read-only system, private /tmp, own proce
 processes, file size, disk, output. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
 reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the disk.
 
-Left out: agents that delete features (the deletion is by ast), installing a repository's dependencies (use a Python that has
-them), other languages, tests that a subclass inherits as hidden tests, repositories over 5,000 files.
+Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should print, a second one
+gets a bare environment and three of them, and has to make them run as described within five tries, mocks allowed, or else the
+repository is discarded. Ours: both agents are scripts (arguments of autoinstall); only the install command has a network, and
+it asks only for what the repository declares. A package name guessed from an import is a stranger's code.
+
+Left out: agents that delete features (the deletion is by ast), other languages, building what is not Python, tests that a
+subclass inherits as hidden tests, repositories over 5,000 files.
 
 `python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's episode, and a cheat that wins nothing;
-`python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks, `--check=tasks.jsonl` verifies them again.
+`python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks, `--check=tasks.jsonl` verifies them again;
+`--autoinstall --repo=PATH` finds out what has to be installed first.
 """
 import argparse
 import ast
@@ -175,8 +181,9 @@ class Sandbox:
             uid, user = 100_000 + os.stat(root).st_ino % 1_000_000, "--unshare-uts"
             give(root, uid)
             drop = ["setpriv", "--reuid", str(uid), "--regid", str(uid), *DROP]
-        words = ["bwrap", "--unshare-ipc", "--unshare-pid", *["--unshare-net"] * (not self.network), "--unshare-uts",
-                 "--unshare-cgroup-try", user, "--die-with-parent", "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
+        words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user, "--die-with-parent",
+                 "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
+        words += [] if self.network else ["--unshare-net"]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
         mounts = []                                 # of a folder that is closed to others (mktemp -d), what it holds
@@ -1521,7 +1528,8 @@ def statistics_of(repository, chosen, helpers):
     called = (getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes if isinstance(node, ast.Call))
     outer = [one for one in chosen + helpers if one.kind != "method" or not any(other.kind == "class" for other in chosen)]
     return dict(lines=sum(one.size() for one in outer), files=len({one.path for one in chosen}),
-                definitions=len(chosen + helpers), callers=sum(name in names for name in called), depth=max(depth(one.node) for one in chosen))
+                definitions=len(chosen + helpers), callers=sum(name in names for name in called),
+                depth=max(depth(one.node) for one in chosen))
 
 
 def repository_prompt(chosen, style, some_visible):
@@ -1747,7 +1755,7 @@ def stated(files):
 
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
-    ran, tests = (r"\d+ passed", "report passed tests"), [path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", path)]
+    tests, ran = [path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", path)], (r"\d+ passed", "pass")
     modules = [path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__") for path in sources(files)]
     modules = sorted((name for name in modules if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
                       and name.split(".")[0] in modules), key=lambda name: name.count("."))
