@@ -189,7 +189,7 @@ class Sandbox:
         mounts = []                                 # of a folder that is closed to others (mktemp -d), what it holds
         for path in prefixes:
             mounts += [path] if os.stat(path).st_mode & 5 == 5 else sorted(map(str, Path(path).iterdir()))
-        for parent in sorted({str(parent) for path in mounts for parent in Path(path).parents} - {"/", "/tmp"}):
+        for parent in sorted({str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/", "/tmp"}):
             words += ["--perms", "0755", "--dir", parent]
         for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
             words += ["--ro-bind-try", path, path]
@@ -1775,7 +1775,8 @@ MOCK = "from unittest.mock import MagicMock\n__path__ = []\ndef __getattr__(name
 def install(files, tries):
     """Stage 2: the shell command of the next try; `tries` holds each one before with all that was printed. First everything at
     once; then one by one, whatever fails; then no index, but the packages of this Python; then mocks of what is still missing."""
-    pip = f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python install -q --no-compile --retries 1"
+    pip = (f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python --disable-pip-version-check install "
+           "-q --no-compile --retries 1")
     site, wanted = "$(echo .venv/lib/*/site-packages)", [shlex.quote(word) for word in declared(files)]
     missing = dict.fromkeys(re.findall(r"No module named '?([A-Za-z]\w*)", "".join(text for _, text in tries)))
     mocks = [f"printf %s {shlex.quote(MOCK)} > {site}/{name}.py" for name in missing if name not in packages(files)]
@@ -1804,7 +1805,8 @@ def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, i
             printed = [online.run(command, root), *(offline.run(one.command, root) for one in chosen)]
             tries.append((command, "\n".join(result.output for result in printed)))
             failures = [text for text in map(Proposal.failure, chosen, printed[1:]) if text]
-            print(f"try {len(tries)}: {command.replace(sys.executable, 'python')}\n  ->", failures[0] if failures else "all as described")
+            print(f"try {len(tries)}: {command.replace(sys.executable, 'python')}", *printed[0].output.strip().split("\n")[-1:],
+                  failures[0] if failures else "all as described", sep="\n  -> ")
             if not failures:
                 return tries
     raise Refusal(f"{repo}: discarded after {attempts} tries: {failures[0]}")
