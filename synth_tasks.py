@@ -1795,7 +1795,8 @@ def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, i
     chosen = [proposals[0], *random.Random(seed).sample(proposals[1:], 2)]
     for one in proposals:
         print("*" if one in chosen else " ", f"`{one.command}` should {one.says}")
-    limits = dict(cpu=600, memory=4 << 30, file_size=1 << 30, disk=4 << 30, processes=256, memo=False, hide=installed_copies(files))
+    limits = dict(cpu=600, memory=4 << 30, file_size=1 << 30, disk=4 << 30, output=4 << 20, processes=256, memo=False,
+                  hide=installed_copies(files))
     offline, online = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits), Sandbox(600, network=network, **limits)
     with fresh_directory() as root:
         write_tree(files, root)
