@@ -195,7 +195,8 @@ class Sandbox:
             words += ["--ro-bind-try", path, path]
         for path in self.hide:
             words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
-        return words + ["--proc", "/proc", "--dev", "/dev", "--bind", str(root), "/work", "--chdir", "/work", *drop]
+        words += ["--proc", "/proc", "--dev", "/dev", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/dev/shm"]   # for locks
+        return words + ["--bind", str(root), "/work", "--chdir", "/work", *drop]
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does."""

@@ -617,6 +617,12 @@ def test_files_that_are_no_source_take_nothing_from_a_right_answer(generated):
 
 
 @caged
+def test_a_suite_that_uses_several_processes_finds_its_locks_inside(tmp_path):
+    line = "python -c 'import multiprocessing as m; print(m.Lock().acquire())'"
+    assert Sandbox(time_limit=60).run(line, tmp_path).output == "True\n"
+
+
+@caged
 def test_an_installed_copy_is_hidden_from_the_sandbox():
     place = Path(pytest.__file__).parent
     files = {"pytest/__init__.py": "", "tests/test_x.py": ""}
