@@ -529,7 +529,7 @@ def test_the_distillation_loss_is_that_of_a_loop_over_places():
             p = (model.head.weight @ norm(hidden[b, t + 1], model.norm)).softmax(0)
             q = (model.head.weight @ norm(x[t], head.norm)).softmax(0)
             losses.append(sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist())))
-    assert float(mtp_loss(model, tokens, hidden)) == pytest.approx(sum(losses) / 10, rel=1e-4) and min(losses) > 0
+    assert mtp_loss(model, tokens, hidden).item() == pytest.approx(sum(losses) / 10, rel=1e-4) and min(losses) > 0
 
 
 def test_the_drafts_loss_moves_the_draft_alone_and_the_head_changes_nothing_else():
