@@ -16,9 +16,9 @@ architecture). Ours: the sizes, fp32 residual stream, initialisation, the balanc
     drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) speaks of x_t+2; learned from the main head's logits at t+1
     balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice, no auxiliary loss bends the gradient
 
-Left out: q/k-norm (Kimi has none), dropout, and kernels of the small formats (their values are emulated, their speed is not). The
-model knows no ranks: hsdp.py replaces two attributes, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents
-of the whole sequence), whose defaults do nothing.
+Left out: dropout, and kernels of the small formats (their values are emulated, their speed is not). The model knows no ranks:
+hsdp.py replaces two attributes, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents of the whole
+sequence), whose defaults do nothing.
 
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value dims, C latent dims,
 E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
@@ -70,6 +70,14 @@ class ModelConfig:
     yarn_factor: float = 1.0
     norm_eps: float = 1e-6
     tie: bool = False
+    qk_norm: bool = False        # gqa: RMSNorm of every head's query and key (Qwen3)
+    qkv_bias: bool = False       # gqa: (Qwen2)
+    scoring: str = "sigmoid"     # or "softmax" (Qwen3-MoE)
+    norm_gates: bool = True      # the gates of the chosen experts are divided by their sum
+    yarn_fast: float = 32.0      # pairs that turn more often than this in the old window are kept (Kimi K2: 1) ...
+    yarn_slow: float = 1.0       # ... and those that turn less often are slowed by the whole factor
+    yarn_mscale: float = 1.0     # softmax temperature (0.1 yarn_mscale ln(factor) + 1)^2
+    yarn_amplitude: float = 1.0  # factor on cos and sin, where Qwen puts the temperature
 
     def __post_init__(self):
         assert self.attention in ("mla", "gqa"), f"attention must be mla or gqa, not {self.attention!r}"
@@ -82,6 +90,8 @@ class ModelConfig:
         assert self.precision in FORMATS, f"precision must be one of {list(FORMATS)}, not {self.precision!r}"
         assert not self.precision or self.dim % 32 == self.expert_ffn % 32 == 0, "low precision scales dim and expert_ffn by blocks of 32"
         assert self.mtp in (0, 1), f"mtp={self.mtp}: no head or one"
+        assert self.scoring in ("sigmoid", "softmax"), f"scoring must be sigmoid or softmax, not {self.scoring!r}"
+        assert self.attention == "gqa" or not (self.qk_norm or self.qkv_bias), "qk_norm and qkv_bias are for gqa"
 
     @property
     def window(self):
@@ -96,16 +106,16 @@ def linear(x, weight):
     return y.unflatten(-1, weight.shape[:-1])
 
 
-def rope_frequencies(dims, theta, context, factor):
+def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
     """Angles per position (dims/2,) and the attention temperature, stretched by YaRN (arXiv 2309.00071): pairs that turn
-    less than once inside the old window are slowed by `factor`, fast ones are kept, a ramp lies between."""
+    less than `slow` times inside the old window are slowed by `factor`, fast ones are kept, a ramp lies between."""
     frequency = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     if factor == 1:
         return frequency, 1.0
     pair = lambda turns: dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dims - 1)
+    low, high = max(math.floor(pair(fast)), 0), min(math.ceil(pair(slow)), dims - 1)
     slow = ((torch.arange(dims // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return frequency * (1 - slow) + frequency / factor * slow, (0.1 * math.log(factor) + 1) ** 2
+    return frequency * (1 - slow) + frequency / factor * slow, (0.1 * mscale * math.log(factor) + 1) ** 2
 
 
 def rotate(x, cos, sin):
@@ -271,6 +281,7 @@ class Router(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.k, self.scale, self.groups, self.best = config.active, config.route_scale, config.n_group, config.topk_group
+        self.softmax, self.normalize = config.scoring == "softmax", config.norm_gates
         self.weight = weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts))       # tokens per expert since the last balance()
@@ -278,7 +289,8 @@ class Router(nn.Module):
     def forward(self, x, replay=None, plausible=0.0):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is >= 0; scores stay live.
         A replayed expert that scores below plausible * (the router's own K-th best) gives way to the router's candidate."""
-        score = torch.sigmoid(F.linear(x.float(), self.weight.float()))              # (M, E)
+        score = F.linear(x.float(), self.weight.float())                             # (M, E)
+        score = score.softmax(1) if self.softmax else score.sigmoid()
         preference = biased = score.detach() + self.bias
         if self.groups > 1:                                     # a group is worth its two best experts
             worth = biased.unflatten(1, (self.groups, -1)).topk(2)[0].sum(-1)                           # (M, groups)
@@ -291,7 +303,7 @@ class Router(nn.Module):
             preference = torch.where(given & (score >= floor), biased + 1e3, preference)
         choice = preference.topk(self.k)[1]
         gates = score.gather(1, choice)
-        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9)
+        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9 if self.normalize else 1)
 
 
 def collect(rows, back, gates):
@@ -375,13 +387,17 @@ class Attention(nn.Module):
         c, D, H = config, config.dim, config.heads
         self.q = c.qk_nope + c.qk_rope
         if c.q_lora:
-            self.wq_a, self.q_norm = weight(c.q_lora, D), Norm(c.q_lora, c.norm_eps)
+            self.wq_a, self.q_norm = weight(c.q_lora, D), Norm(c.q_lora, 1e-6)      # DeepSeek's code: 1e-6 here, whatever norm_eps
         self.wq = weight(H, self.q, c.q_lora or D)
         if c.attention == "mla":
-            self.wkv_a, self.kv_norm = weight(c.kv_lora + c.qk_rope, D), Norm(c.kv_lora, c.norm_eps)
+            self.wkv_a, self.kv_norm = weight(c.kv_lora + c.qk_rope, D), Norm(c.kv_lora, 1e-6)
             self.wk_b, self.wv_b = weight(H, c.qk_nope, c.kv_lora), weight(H, c.v_dim, c.kv_lora)
         else:
             self.wk, self.wv = weight(c.kv_heads, self.q, D), weight(c.kv_heads, c.v_dim, D)
+        if c.qk_norm:
+            self.q_head_norm, self.k_head_norm = Norm(self.q, c.norm_eps), Norm(self.q, c.norm_eps)
+        if c.qkv_bias:                                          # flat: vectors are AdamW's, matrices Muon's
+            self.bq, self.bk, self.bv = (nn.Parameter(torch.zeros(w.shape[0] * w.shape[1])) for w in (self.wq, self.wk, self.wv))
         self.wo = weight(D, H * c.v_dim, std=0)
 
     @property
@@ -389,10 +405,16 @@ class Attention(nn.Module):
         c = self.config
         return c.kv_lora + c.qk_rope if c.attention == "mla" else c.kv_heads * (self.q + c.v_dim)
 
+    def project(self, x, name):
+        """x (B, T, D) -> the queries, keys or values (name q, k or v) of all heads, before RoPE: (B, T, H, N + R or V)"""
+        y = linear(x, getattr(self, "w" + name))
+        if self.config.qkv_bias:
+            y = y + getattr(self, "b" + name).to(y.dtype).view(y.shape[-2:])
+        return getattr(self, name + "_head_norm")(y) if self.config.qk_norm and name != "v" else y
+
     def query(self, x, cos, sin):
         x = self.q_norm(linear(x, self.wq_a)) if self.config.q_lora else x
-        q = linear(x, self.wq)                                                       # (B, T, H, N + R)
-        nope, rope = q.split((self.config.qk_nope, self.config.qk_rope), -1)
+        nope, rope = self.project(x, "q").split((self.config.qk_nope, self.config.qk_rope), -1)
         return torch.cat((nope, rotate(rope, cos, sin)), -1).transpose(1, 2)         # (B, H, T, N + R)
 
     def entry(self, x, cos, sin):
@@ -400,8 +422,8 @@ class Attention(nn.Module):
         if c.attention == "mla":
             latent, rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)
             return torch.cat((self.kv_norm(latent).to(x.dtype), rotate(rope[:, :, None], cos, sin)[:, :, 0]), -1)
-        nope, rope = linear(x, self.wk).split((c.qk_nope, c.qk_rope), -1)
-        return torch.cat((nope, rotate(rope, cos, sin), linear(x, self.wv)), -1).flatten(2)
+        nope, rope = self.project(x, "k").split((c.qk_nope, c.qk_rope), -1)
+        return torch.cat((nope, rotate(rope, cos, sin), self.project(x, "v")), -1).flatten(2)
 
     def keys_values(self, entry):
         """entry (B, T, width) -> k (B, H, T, N + R), v (B, H, T, V)"""
@@ -504,7 +526,8 @@ class Model(nn.Module):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
         self.config = ModelConfig(**{**vars(self.config), "yarn_factor": factor})
         c = self.config
-        self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor)
+        self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor,
+                                                        c.yarn_fast, c.yarn_slow, c.yarn_mscale)
         for attn in (m for m in self.modules() if isinstance(m, Attention)):
             attn.config, attn.scale = c, temperature
 
@@ -517,7 +540,7 @@ class Model(nn.Module):
 
     def angles(self, positions):
         angle = positions.float()[..., None, None] * self.frequency.to(positions.device)     # (B or 1, T, 1, R/2)
-        return angle.cos(), angle.sin()
+        return self.config.yarn_amplitude * angle.cos(), self.config.yarn_amplitude * angle.sin()
 
     def forward(self, tokens, positions=None, replay=None, record=None):
         """tokens (B, T) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence, when this rank
