@@ -28,9 +28,13 @@ E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
     python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs
 """
 import argparse
+import json
 import math
+import mmap
+import re
 import sysconfig
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -653,6 +657,471 @@ def parameters_per_token(config):
     total = sum(p.numel() for p in model.parameters())
     idle = 3 * config.dim * config.expert_ffn * (config.experts - config.active) * (config.layers - config.dense_layers)
     return total, total - idle
+
+
+# ---------------------------------------------------------------- published checkpoints
+# A folder as the open models are published: config.json, *.safetensors and an index that says which file holds which tensor. It comes
+# from strangers: every length, offset, shape and file name in it is checked before it is used, and nothing is ever executed.
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+HEADER, INDEX = 8 << 20, 64 << 20            # most bytes of JSON read into memory: 3 MB describe 25,000 tensors
+
+
+def parse_json(raw, path):
+    """Bytes -> a dict. A name given twice is refused: two readers would see two different files."""
+    def unique(pairs):
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name occurs twice")
+        return dict(pairs)
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return found
+
+
+def read_bytes(path, most):
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.stat().st_size > most:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes where at most {most} make sense")
+    return path.read_bytes()
+
+
+def check_entry(entry):
+    """One entry of a safetensors header -> (dtype, shape, start, stop), or a ValueError that says what is wrong with it."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("an entry is dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r:.40}")
+    for numbers, most in ((shape, 8), (offsets, 2)):                     # type(): True is an int as well
+        if not isinstance(numbers, list) or len(numbers) > most or any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
+            raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
+    if len(offsets) != 2 or math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
+        raise ValueError(f"{dtype} of shape {shape} does not fill the bytes {offsets}")
+    return DTYPES[dtype], shape, *offsets
+
+
+def open_safetensors(path):
+    """A file -> {name: tensor}, views of the mapped file: nothing is read before it is used, and the map goes with its last view.
+    The format: 8 bytes of header length, a JSON header, then raw little-endian data that the tensors fill without gap or overlap."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER):
+            raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
+        header, data = parse_json(file.read(length), path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    header.pop("__metadata__", None)
+    entries, expected, tensors = {}, 8 + length, {}
+    for name, entry in header.items():
+        try:
+            entries[name] = check_entry(entry)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r:.200}: {error}") from None
+    for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if 8 + length + start != expected or 8 + length + stop > size:
+            raise ValueError(f"{path}: tensor {name!r:.200}: bytes {start} to {stop} leave a gap, overlap, or end after the file")
+        tensors[name], expected = view(data, dtype, shape, expected), 8 + length + stop
+    if expected != size:
+        raise ValueError(f"{path}: {size - expected} bytes that belong to no tensor")
+    return tensors
+
+
+def view(data, dtype, shape, start):
+    """A tensor over bytes of a map that must not be written to"""
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                                  # "not writable": that is the point
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=math.prod(shape) * dtype.itemsize, offset=start)
+    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+
+
+def open_folder(folder):
+    """-> ({name: tensor}, {name: file}) of one model.safetensors or of the shards that the index names"""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        tensors = open_safetensors(folder / "model.safetensors")
+        return tensors, dict.fromkeys(tensors, folder / "model.safetensors")
+    home, tensors = parse_json(read_bytes(index, INDEX), index).get("weight_map"), {}
+    if not isinstance(home, dict):
+        raise ValueError(f"{index}: no weight_map")
+    for name, shard in home.items():                 # a plain name: no way out of the folder, nor back to the index itself
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard):
+            raise ValueError(f"{index}: tensor {name!r:.200}: {shard!r:.200} does not name a file of this folder")
+    for shard in sorted(set(home.values())):
+        found = open_safetensors(folder / shard)
+        for name in found:
+            if home.get(name) != shard:
+                raise ValueError(f"{folder / shard}: tensor {name!r:.200} is not in the index under this file")
+        tensors.update(found)
+    for name, shard in home.items():
+        if name not in tensors:
+            raise ValueError(f"{folder / shard}: tensor {name!r:.200} of the index is missing")
+    return tensors, {name: folder / shard for name, shard in home.items()}
+
+
+# ---- config.json
+
+FAMILIES = {"deepseek_v3": "DeepseekV3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM"}
+ONLY = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "moe_layer_freq": 1, "decoder_sparse_step": 1, "partial_rotary_factor": 1, "truncate": True}
+
+
+class Settings:
+    """config.json with the question "which number, within which bounds?": a wrong answer names the key and the file."""
+    def __init__(self, raw, path):
+        self.raw, self.path = raw, path
+        for key, only in ONLY.items():
+            if raw.get(key) not in (None, only):
+                raise ValueError(f"{path}: {key} = {raw[key]!r:.60} is not supported, only {only!r}")
+
+    def __call__(self, key, default=None, low=1, high=1 << 20):
+        value = default if self.raw.get(key) is None else self.raw[key]
+        kind = type(default) if default is not None else int
+        if kind is float and type(value) is int:
+            value = float(value) if abs(value) <= high else value
+        if type(value) is not kind or not low <= value <= high:
+            raise ValueError(f"{self.path}: {key} = {value!r:.60}, not {kind.__name__} from {low} to {high}")
+        return value
+
+
+def rope_settings(get, mla):
+    """RoPE's part of ModelConfig. Published models put YaRN's temperature on cos and sin (attention_factor) or on the scores (mscale)."""
+    rope = get.raw.get("rope_parameters") or get.raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) not in ("default", "yarn"):
+        raise ValueError(f"{get.path}: rope scaling {rope!r:.80} is not supported, only yarn")
+    yarn, ask = rope.get("rope_type", rope.get("type")) == "yarn", Settings({**get.raw, **rope}, get.path)
+    length = get("max_position_embeddings", high=1 << 30)
+    found = dict(rope_theta=ask("rope_theta", 1e4, 1.1, 1e12), context=length)
+    if not yarn:
+        return found
+    context = ask("original_max_position_embeddings", length, high=1 << 30)
+    factor = ask("factor", length / context, 1, 1e4)
+    heat = lambda m: 0.1 * m * math.log(factor) + 1
+    mscale, all_dim = ask("mscale", 0.0, 0, 10), ask("mscale_all_dim", 0.0, 0, 10)
+    amplitude = ask("attention_factor", heat(mscale) / heat(all_dim) if mscale and all_dim else heat(1), 1e-3, 1e3)
+    fast, slow = ask("beta_fast", 32.0, 1e-3, 1e6), ask("beta_slow", 1.0, 1e-3, 1e6)
+    return dict(found, context=context, yarn_factor=factor, yarn_fast=fast, yarn_slow=slow, yarn_mscale=all_dim if mla else 0.0,
+                yarn_amplitude=amplitude)
+
+
+def mla_settings(get):
+    return dict(attention="mla", q_lora=0 if get.raw.get("q_lora_rank") is None else get("q_lora_rank"), kv_lora=get("kv_lora_rank"),
+                qk_nope=get("qk_nope_head_dim"), qk_rope=get("qk_rope_head_dim"), v_dim=get("v_head_dim"),
+                dense_layers=get("first_k_dense_replace", 0, 0), experts=get("n_routed_experts", high=1 << 12),
+                active=get("num_experts_per_tok"), shared=get("n_shared_experts", 0, 0, 64), expert_ffn=get("moe_intermediate_size"),
+                route_scale=get("routed_scaling_factor", 1.0, 0, 1e3), norm_gates=get("norm_topk_prob", True, 0),
+                n_group=get("n_group", 1), topk_group=get("topk_group", 1))
+
+
+def gqa_settings(get, family, layers):
+    head = get("head_dim", 128 if family == "qwen3" else max(get("hidden_size") // get("num_attention_heads"), 1))
+    found = dict(attention="gqa", kv_heads=get("num_key_value_heads", get("num_attention_heads")), qk_nope=0, qk_rope=head, v_dim=head,
+                 qk_norm=family != "qwen2", qkv_bias=family == "qwen2", dense_layers=layers)
+    if get("num_attention_heads") % found["kv_heads"]:
+        raise ValueError(f"{get.path}: num_attention_heads is no multiple of num_key_value_heads")
+    if family != "qwen3_moe":
+        return found
+    dense, key = get.raw.get("mlp_only_layers") or [], "num_experts" if "num_experts" in get.raw else "num_local_experts"
+    if dense != list(range(len(dense))):
+        raise ValueError(f"{get.path}: mlp_only_layers = {dense!r:.60} is not supported, only the first ones")
+    return dict(found, dense_layers=len(dense), experts=get(key, high=1 << 12), active=get("num_experts_per_tok"), shared=0,
+                expert_ffn=get("moe_intermediate_size"), scoring="softmax", norm_gates=get("norm_topk_prob", False, 0))
+
+
+def read_config(path):
+    """config.json -> (ModelConfig, Settings of the language model, prefix of its tensors' names)"""
+    raw, prefix = parse_json(read_bytes(path, 1 << 20), path), ""
+    if raw.get("model_type") == "kimi_k25" and isinstance(raw.get("text_config"), dict):
+        raw, prefix = {"model_type": "kimi_k2", **raw["text_config"]}, "language_model."
+    family = "deepseek_v3" if raw.get("model_type") == "kimi_k2" else raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"{path}: model_type {family!r:.60} is not one of {', '.join(FAMILIES)}, kimi_k2, kimi_k25")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
+        raise ValueError(f"{path}: layer_types other than full_attention are not supported")
+    get, mla = Settings(raw, path), family == "deepseek_v3"
+    layers = get("num_hidden_layers", high=1024)
+    own = mla_settings(get) if mla else gqa_settings(get, family, layers)
+    try:
+        config = ModelConfig(vocab=get("vocab_size", high=1 << 24), dim=get("hidden_size"), layers=layers,
+                             heads=get("num_attention_heads", high=1 << 12), dense_ffn=get("intermediate_size"),
+                             tie=get("tie_word_embeddings", False, 0), norm_eps=get("rms_norm_eps", 1e-6, 0, 1),
+                             **own, **rope_settings(get, mla))
+    except AssertionError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return config, get, prefix
+
+
+# ---- names, layouts, quantised weights
+
+NAMES = {"attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
+         "attn.wq_a": "self_attn.q_a_proj.weight", "attn.q_norm.weight": "self_attn.q_a_layernorm.weight",
+         "attn.wkv_a": "self_attn.kv_a_proj_with_mqa.weight", "attn.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+         "attn.wk_b": "self_attn.kv_b_proj.weight", "attn.wv_b": "self_attn.kv_b_proj.weight", "attn.wq": "self_attn.q_proj.weight",
+         "attn.wk": "self_attn.k_proj.weight", "attn.wv": "self_attn.v_proj.weight", "attn.wo": "self_attn.o_proj.weight",
+         "attn.bq": "self_attn.q_proj.bias", "attn.bk": "self_attn.k_proj.bias", "attn.bv": "self_attn.v_proj.bias",
+         "attn.q_head_norm.weight": "self_attn.q_norm.weight", "attn.k_head_norm.weight": "self_attn.k_norm.weight",
+         "ffn.router.weight": "mlp.gate.weight", "ffn.router.bias": "mlp.gate.e_score_correction_bias"}
+NAMES |= {f"ffn.{ours}w_{w}": f"mlp.{theirs}{w}_proj.weight" for w in ("gate", "up", "down")
+          for ours, theirs in (("", ""), ("shared.", "shared_experts."), ("experts.", "experts.*."))}
+TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+
+
+def published(config):
+    """Yields (our name, our shape, their names, shape of each of theirs): experts are one stack here, and kv_b_proj is cut in two."""
+    with torch.device("meta"):
+        ours = Model(config).state_dict()
+    for name, tensor in ours.items():
+        shape = tuple(tensor.shape)
+        if name in TOP:
+            if not (config.tie and name == "head.weight"):
+                yield name, shape, [TOP[name]], shape
+            continue
+        _, layer, rest = name.split(".", 2)
+        if rest == "ffn.router.load" or rest == "ffn.router.bias" and config.scoring == "softmax":
+            continue
+        theirs = f"model.layers.{layer}." + ("self_attn.q_b_proj.weight" if rest == "attn.wq" and config.q_lora else NAMES[rest])
+        if ".experts.w_" in name:
+            yield name, shape, [theirs.replace("*", str(e)) for e in range(config.experts)], shape[1:]
+        elif rest in ("attn.wk_b", "attn.wv_b"):
+            yield name, shape, [theirs], (config.heads * (config.qk_nope + config.v_dim), config.kv_lora)
+        else:
+            yield name, shape, [theirs], (math.prod(shape[:-1]), shape[-1]) if len(shape) == 3 else shape
+
+
+def swap_pairs(x, dims, back=False):
+    """DeepSeek's RoPE turns neighbours (0, 1), (2, 3), ..., ours the two halves: the last `dims` rows of x (..., rows, C) change places, so
+    that queries and keys are permuted alike and their products stay what they were."""
+    keep, rotary = x[..., :-dims, :], x[..., -dims:, :]
+    rotary = rotary.unflatten(-2, (2, -1) if back else (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+    return torch.cat((keep, rotary), -2)
+
+
+def to_ours(config, name, shape, x, interleaved):
+    """One published tensor -> our layout"""
+    if name.endswith(("attn.wk_b", "attn.wv_b")):
+        x = x.view(config.heads, -1, config.kv_lora)
+        return x[:, :config.qk_nope] if name.endswith("wk_b") else x[:, config.qk_nope:]
+    x = x.view(shape)
+    return swap_pairs(x, config.qk_rope) if interleaved and name.endswith(("attn.wq", "attn.wkv_a")) else x
+
+
+def parts(tensors, name, shape, quant):
+    """What stands in the file for a weight of this shape: {name: (shape, dtypes)}, one tensor or, quantised, its pieces."""
+    floats, integers = (torch.float32, torch.bfloat16, torch.float16, torch.float64), (torch.int32, torch.int64)
+    if len(shape) != 2:
+        return {name: (shape, floats)}
+    if name + "_packed" in tensors:
+        return {name + "_packed": ((shape[0], -(-shape[1] // 8)), (torch.int32,)),
+                name + "_scale": ((shape[0], -(-shape[1] // quant["group"])), floats), name + "_shape": ((2,), integers)}
+    if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
+        blocks = tuple(-(-n // b) for n, b in zip(shape, quant["block"]))
+        return {name: (shape, (torch.float8_e4m3fn,)), name + "_scale_inv": (blocks, floats)}
+    return {name: (shape, floats)}
+
+
+def dequantize(pieces, shape, quant):
+    """fp8 with one scale per block of the matrix, or eight 4-bit integers (low bits first, offset 8) per int32 with one scale per group."""
+    if len(pieces) == 1:
+        return pieces[0]
+    spread = lambda scale, rows, columns: scale.float().repeat_interleave(rows, 0)[:shape[0]].repeat_interleave(columns, 1)[:, :shape[1]]
+    if len(pieces) == 2:
+        return pieces[0].float() * spread(pieces[1], *quant["block"])
+    nibbles = (pieces[0][..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15                # (R, C / 8, 8)
+    return (nibbles.flatten(1)[:, :shape[1]] - 8).float() * spread(pieces[1], 1, quant["group"])
+
+
+def quantization(get):
+    """quantization_config -> {"block": rows and columns under one fp8 scale, "group": columns under one int4 scale}"""
+    raw = get.raw.get("quantization_config") or {}
+    try:
+        block, group = raw.get("weight_block_size", [128, 128]), 32
+        for scheme in raw.get("config_groups", {}).values():
+            weights = scheme["weights"]
+            group, four = weights["group_size"], (weights["num_bits"], weights["type"], weights["symmetric"]) == (4, "int", True)
+            if not four or raw["format"] != "pack-quantized":
+                raise ValueError
+        if raw.get("quant_method", "fp8") not in ("fp8", "compressed-tensors") or len(block) != 2:
+            raise ValueError
+        if any(type(n) is not int or not 1 <= n <= 1 << 20 for n in (*block, group)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{get.path}: quantization_config {raw!r:.80} is neither block-scaled fp8 nor packed symmetric int4") from None
+    return {"block": block, "group": group}
+
+
+def surplus(config, get, prefix, names):
+    """Names of tensors that no part of the model asked for. Known extras are not counted: a vision tower beside the language model, layers
+    that predict further tokens (MTP), a head stored although it is tied, tables of angles."""
+    extra = tuple(f"{prefix}model.layers.{config.layers + i}." for i in range(get("num_nextn_predict_layers", 0, 0, 64)))
+    extra += ("vision_tower.", "mm_projector.") if prefix else ()
+    known = lambda n: n.startswith(extra) or n.endswith("rotary_emb.inv_freq") or config.tie and n == prefix + "lm_head.weight"
+    return [name for name in names if not known(name)]
+
+
+def read_checkpoint(folder, dtype=None):
+    """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and shapes are all checked before the
+    first byte of data is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as stored;
+    what was quantised becomes fp32). Raises ValueError with the tensor and the file."""
+    folder = Path(folder)
+    config, get, prefix = read_config(folder / "config.json")
+    quant, (tensors, files) = quantization(get), open_folder(folder)
+    if config.layers > len(tensors):
+        raise ValueError(f"{get.path}: {config.layers} layers, but only {len(tensors)} tensors in the folder")
+    plan, left = [], set(tensors)
+    for ours, shape, theirs, theirs_shape in published(config):
+        plan.append((ours, shape, [parts(tensors, prefix + name, theirs_shape, quant) for name in theirs], theirs_shape))
+        for name, (wanted, dtypes) in ((n, w) for pieces in plan[-1][2] for n, w in pieces.items()):
+            if name not in tensors:
+                raise ValueError(f"{folder}: tensor {name!r} is missing")
+            found = tensors[name]
+            if tuple(found.shape) != wanted or found.dtype not in dtypes:
+                raise ValueError(f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {wanted}")
+            if name.endswith(".weight_shape") and tuple(found.tolist()) != theirs_shape:
+                raise ValueError(f"{files[name]}: tensor {name!r} says {found.tolist()}, expected {theirs_shape}")
+            left.discard(name)
+    for name in sorted(surplus(config, get, prefix, left)):
+        raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
+    return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype)
+
+
+def load(config, tensors, plan, quant, interleaved, dtype):
+    """The data behind read_checkpoint: a view is dropped once used, so that the pages of a finished file can go."""
+    for ours, shape, theirs, theirs_shape in plan:
+        stack = None
+        for e, pieces in enumerate(theirs):
+            take = tensors.get if ours.endswith("attn.wk_b") else tensors.pop                # wv_b comes from the same tensor
+            x = dequantize([take(name) for name in pieces], theirs_shape, quant)
+            if len(theirs) == 1:
+                x = to_ours(config, ours, shape, x, interleaved)
+                break
+            stack = torch.empty(shape, dtype=dtype or x.dtype) if stack is None else stack
+            stack[e] = x
+        kind = torch.float32 if ours.endswith("router.bias") else dtype or x.dtype
+        yield ours, stack if stack is not None else x.to(kind, copy=True, memory_format=torch.contiguous_format)
+
+
+def load_model(folder, dtype=torch.float32):
+    """A published folder -> Model with weights in `dtype`. No weight is drawn at random first, none is held twice."""
+    config, tensors = read_checkpoint(folder, dtype)
+    with torch.device("meta"):
+        model = Model(config)
+    for name, tensor in tensors:
+        owner, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner)
+        setattr(owner, leaf, nn.Parameter(tensor) if leaf in owner._parameters else tensor)
+    if config.tie:
+        model.head.weight = model.embed.weight
+    for block in model.layers:
+        if isinstance(block.ffn, MoE):
+            block.ffn.router.load = torch.zeros(config.experts)
+            if config.scoring == "softmax":                              # has no bias to read
+                block.ffn.router.bias = torch.zeros(config.experts)
+    model.extend(config.yarn_factor)                                     # its table of angles was on the meta device, too
+    return model
+
+
+# ---- and back
+
+def config_json(config):
+    """ModelConfig -> config.json of the published architecture it is an instance of, or a ValueError"""
+    c, dense = config, config.dense_layers >= config.layers
+    raw = dict(vocab_size=c.vocab, hidden_size=c.dim, intermediate_size=c.dense_ffn, num_hidden_layers=c.layers, attention_bias=False,
+               num_attention_heads=c.heads, hidden_act="silu", rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie,
+               max_position_embeddings=c.window)
+    moe = dict(num_experts_per_tok=c.active, moe_intermediate_size=c.expert_ffn, norm_topk_prob=c.norm_gates)
+    gqa = dict(num_key_value_heads=c.kv_heads, head_dim=c.qk_rope, use_sliding_window=False)
+    whole = c.attention == "gqa" and c.qk_nope == 0 and c.v_dim == c.qk_rope
+    if c.attention == "mla" and c.scoring == "sigmoid" and c.shared:
+        family = "deepseek_v3"
+        raw |= moe | dict(num_key_value_heads=c.heads, q_lora_rank=c.q_lora or None, kv_lora_rank=c.kv_lora, qk_nope_head_dim=c.qk_nope,
+                          qk_rope_head_dim=c.qk_rope, v_head_dim=c.v_dim, n_shared_experts=c.shared, n_routed_experts=c.experts,
+                          routed_scaling_factor=c.route_scale, n_group=c.n_group, topk_group=c.topk_group, scoring_func="sigmoid",
+                          topk_method="noaux_tc", first_k_dense_replace=c.dense_layers, num_nextn_predict_layers=0, rope_interleave=True)
+    elif whole and dense and c.qkv_bias != c.qk_norm:
+        family, raw = "qwen2" if c.qkv_bias else "qwen3", raw | gqa
+    elif whole and c.qk_norm and not c.qkv_bias and c.scoring == "softmax" and not c.shared and c.route_scale == c.n_group == 1:
+        family = "qwen3_moe"
+        raw |= gqa | moe | dict(num_experts=c.experts, mlp_only_layers=list(range(c.dense_layers)), decoder_sparse_step=1)
+    else:
+        raise ValueError("no published architecture has this attention, routing and norms; known: " + ", ".join(FAMILIES))
+    return {"architectures": [FAMILIES[family]], "model_type": family, **raw, **rope_json(c)}
+
+
+def rope_json(c):
+    if c.yarn_factor == c.yarn_amplitude == 1:
+        return {"rope_theta": c.rope_theta}
+    heat = 1 if c.attention == "mla" else 0.1 * c.yarn_mscale * math.log(c.yarn_factor) + 1      # gqa: all of a head turns, so that
+    yarn = dict(type="yarn", rope_type="yarn", factor=float(c.yarn_factor), original_max_position_embeddings=c.context,    # it can
+                beta_fast=c.yarn_fast, beta_slow=c.yarn_slow, attention_factor=heat * c.yarn_amplitude)          # sit on cos and sin
+    if c.attention == "mla":
+        yarn |= dict(mscale=c.yarn_mscale, mscale_all_dim=c.yarn_mscale)
+    return {"rope_theta": c.rope_theta, "rope_scaling": yarn}
+
+
+def to_theirs(config, name, state, shape, expert):
+    """One of our weights, or one expert of a stack -> the published tensor"""
+    whole = lambda t: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
+    x = whole(state[name])
+    if name.endswith("attn.wv_b"):
+        x = torch.cat((whole(state[name.replace("wv_b", "wk_b")]), x), 1)
+    elif config.attention == "mla" and name.endswith(("attn.wq", "attn.wkv_a")):
+        x = swap_pairs(x, config.qk_rope, back=True)
+    return (x if expert is None else x[expert]).reshape(shape)
+
+
+def write_safetensors(path, entries, tensors):
+    """entries {name: (dtype, shape)} make the header; then the tensors, in the same order, one at a time."""
+    names, header, at = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in entries.items():
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at, at + math.prod(shape) * dtype.itemsize]}
+        at = header[name]["data_offsets"][1]
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)                                        # so that the data starts aligned
+    with path.open("xb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for (name, (dtype, shape)), tensor in zip(entries.items(), tensors, strict=True):
+            assert tuple(tensor.shape) == tuple(shape), f"{name} is {tuple(tensor.shape)}, its header says {tuple(shape)}"
+            file.write(tensor.to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy())
+
+
+def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None):
+    """A model -> a folder in the published format, weights in `dtype` (None: their own), shards of at most shard_bytes (or one tensor).
+    extra: further keys of config.json (eos_token_id, ...). config.json comes last: an interrupted export cannot be read."""
+    folder, state = Path(folder), model.state_dict()
+    config = {**config_json(model.config), **(extra or {})}
+    if model.config.scoring == "softmax" and any(b.ffn.router.bias.any() for b in model.layers if isinstance(b.ffn, MoE)):
+        raise ValueError("the routers' balancing biases are not zero, and qwen3_moe has no place for them")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder}: not empty, an export wants a folder of its own")
+    shards, full = [], math.inf                                          # [{their name: (dtype, shape, our name, expert)}]
+    for ours, _, theirs, shape in published(model.config):
+        kind = torch.float32 if ours.endswith("router.bias") else dtype or state[ours].dtype
+        for e, name in enumerate(theirs if not ours.endswith("attn.wk_b") else ()):          # goes with wv_b
+            size = math.prod(shape) * kind.itemsize
+            if full + size > shard_bytes:
+                full = shards.append({}) or 0
+            shards[-1][name], full = (kind, shape, ours, e if len(theirs) > 1 else None), full + size
+    home = {}
+    for i, shard in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shard = dict(sorted(shard.items(), key=lambda item: -item[1][0].itemsize))               # keeps every tensor aligned
+        write_safetensors(folder / file, {name: entry[:2] for name, entry in shard.items()},
+                          (to_theirs(model.config, ours, state, shape, e) for _, shape, ours, e in shard.values()))
+        home |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        size = sum(math.prod(shape) * kind.itemsize for shard in shards for kind, shape, _, _ in shard.values())
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": home}, indent=1))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 # ---------------------------------------------------------------- demo and bench
