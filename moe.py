@@ -831,7 +831,7 @@ def gqa_settings(get, family, layers):
     if family != "qwen3_moe":
         return found
     dense, key = get.raw.get("mlp_only_layers") or [], "num_experts" if "num_experts" in get.raw else "num_local_experts"
-    if dense != list(range(len(dense))):
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ValueError(f"{get.path}: mlp_only_layers = {dense!r:.60} is not supported, only the first ones")
     return dict(found, dense_layers=len(dense), experts=get(key, high=1 << 12), active=get("num_experts_per_tok"), shared=0,
                 expert_ffn=get("moe_intermediate_size"), scoring="softmax", norm_gates=get("norm_topk_prob", False, 0))
@@ -845,10 +845,10 @@ def read_config(path):
     family = "deepseek_v3" if raw.get("model_type") == "kimi_k2" else raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r:.60} is not one of {', '.join(FAMILIES)}, kimi_k2, kimi_k25")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise ValueError(f"{path}: layer_types other than full_attention are not supported")
     get, mla = Settings(raw, path), family == "deepseek_v3"
     layers = get("num_hidden_layers", high=1024)
+    if raw.get("layer_types") not in (None, ["full_attention"] * layers):
+        raise ValueError(f"{path}: layer_types other than full_attention in every layer are not supported")
     own = mla_settings(get) if mla else gqa_settings(get, family, layers)
     try:
         config = ModelConfig(vocab=get("vocab_size", high=1 << 24), dim=get("hidden_size"), layers=layers,
@@ -1109,7 +1109,8 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         for e, name in enumerate(theirs if not ours.endswith("attn.wk_b") else ()):          # goes with wv_b
             size = math.prod(shape) * kind.itemsize
             if full + size > shard_bytes:
-                full = shards.append({}) or 0
+                shards.append({})
+                full = 0
             shards[-1][name], full = (kind, shape, ours, e if len(theirs) > 1 else None), full + size
     home = {}
     for i, shard in enumerate(shards):

@@ -32,16 +32,19 @@ Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or th
 """
 import argparse
 import atexit
+import base64
 import hashlib
 import json
 import multiprocessing
 import os
 import queue
 import random
+import re
 import signal
 import sys
 import threading
 import time
+import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,6 +52,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import regex                                                     # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
@@ -100,12 +104,28 @@ def train_bpe(texts, vocab):
 
 
 class Tokenizer:
-    """tiktoken.Encoding with this project's control tokens. Text never encodes to a control token."""
-    def __init__(self, ranks):
-        self.ranks = ranks
-        special = {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
-        self.encoding = tiktoken.Encoding("nanocomposer", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
-        self.id, self.name = special, {i: name for name, i in special.items()}
+    """tiktoken.Encoding with this project's control tokens. Text never encodes to a control token, nor to another special one.
+
+    Of a published model (see `read`) the transcript's control tokens are the model's own where it has one with that meaning, and
+    otherwise rows of its embedding that it never used. before: patterns that cut the text first, each piece by itself."""
+    CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"   # Qwen2's
+    KIMI = "|".join([r"[\p{Han}]+", *(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]" + upper
+                                      + r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]" + lower + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+                                      for upper, lower in ("*+", "+*")),
+                     r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+    GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"                         # ByteLevel's own
+    HOME = {"<|user|>": ("<|im_user|>", "<｜User｜>"), "<|assistant|>": ("<|im_assistant|>", "<｜Assistant｜>"),
+            "<|tool|>": ("<|im_system|>", "<｜tool▁output▁begin｜>"), "<|end|>": ("<|im_end|>", "<｜end▁of▁sentence｜>"),
+            "<|call|>": ("<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<tool_call>"),
+            "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
+            "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>")}
+
+    def __init__(self, ranks, pattern=SPLIT, before=(), special=None, nfc=False):
+        self.ranks, self.pattern, self.before, self.special, self.nfc = ranks, pattern, tuple(before), special, nfc
+        special = special or {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
+        self.encoding = tiktoken.Encoding("nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.id = {name: special[next(own for own in (name, *self.HOME.get(name, ())) if own in special)] for name in CONTROLS}
+        self.name = {i: name for name, i in self.id.items()}
         self.vocab = len(ranks) + len(special)
 
     @classmethod
@@ -113,13 +133,87 @@ class Tokenizer:
         return cls(train_bpe(texts, vocab))
 
     def encode(self, text):
-        return self.encoding.encode_ordinary(text)
+        pieces = [unicodedata.normalize("NFC", text) if self.nfc else text]
+        for pattern in self.before:
+            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
+        return [token for piece in pieces for token in self.encoding.encode_ordinary(piece)]
 
     def decode(self, tokens):
         return self.encoding.decode(list(tokens))
 
     def state_dict(self):
-        return {"ranks": self.ranks}
+        more = {"pattern": self.pattern, "before": self.before, "special": self.special, "nfc": self.nfc} if self.special else {}
+        return {"ranks": self.ranks, **more}
+
+    @classmethod
+    def read(cls, folder, vocab):
+        """The tokenizer in the folder of a published model whose embedding has `vocab` rows: tiktoken.model, tokenizer.json, or vocab.json
+        with merges.txt. Anything that could give other ids than the original is refused with a ValueError."""
+        folder, load = Path(folder), lambda path: json.loads(path.read_text(encoding="utf-8"))
+        try:
+            config = load(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+            named = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+            if (folder / "tiktoken.model").is_file():
+                lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines() if line]
+                ranks, names = {base64.b64decode(t, validate=True): int(n) for t, n in lines}, {i: name for name, i in named.items()}
+                rows = range(len(ranks), len(ranks) + 256)       # so many are set aside for special tokens, named or not
+                found = dict(ranks=ranks, pattern=cls.KIMI, special={names.get(i, f"<|reserved_token_{i}|>"): i for i in rows})
+                assert sorted(ranks.values()) == list(range(len(lines))), "the ranks are not 0, 1, 2, ..."
+            elif (folder / "tokenizer.json").is_file():
+                found = cls._from_json(load(folder / "tokenizer.json"))
+            else:
+                merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+                merges = [line for line in merges if line and not line.startswith("#version")]
+                found = dict(ranks=cls._ranks(load(folder / "vocab.json"), merges, named), pattern=cls.CUT, special=named, nfc=True)
+            return cls(**{**found, "special": cls._complete(found["ranks"], found["special"], vocab)})
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, OSError, RecursionError, regex.error) as error:
+            raise ValueError(f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}") from None
+
+    @classmethod
+    def _from_json(cls, raw):
+        """tokenizer.json: byte-level BPE behind regular expressions that cut one after the other"""
+        model, added = raw["model"], {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
+        odd = [k for k in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback") if model.get(k)]
+        assert model.get("type", "BPE") == "BPE" and not odd, f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}"
+        steps, cuts, nfc = raw.get("pre_tokenizer") or {}, [], raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        for step in steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]:
+            if step["type"] == "ByteLevel":
+                assert not step.get("add_prefix_space"), "a space is put before the text"
+                cuts += [cls.GPT2] if step.get("use_regex", True) else []
+            else:
+                assert (step["type"], step["behavior"], step.get("invert", False)) == ("Split", "Isolated", False), f"{step!r:.80}"
+                cuts.append(step["pattern"]["Regex"])
+        kinds = [n["type"] for n in (nfc["normalizers"] if nfc["type"] == "Sequence" else [nfc])]
+        assert kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns"
+        cuts = [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]  # what a pattern does not match is a piece as well
+        return dict(ranks=cls._ranks(model["vocab"], model["merges"], added), pattern=cuts[-1], before=cuts[:-1], special=added,
+                    nfc=kinds == ["NFC"])
+
+    @staticmethod
+    def _ranks(vocab, merges, added):
+        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id: the merges must make all longer tokens, in the order of the ids."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))}
+        to_bytes = lambda text: bytes(byte[c] for c in text)
+        ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
+        made = [ranks[to_bytes("".join(m.split(" ") if isinstance(m, str) else m))] for m in merges]
+        assert all(bytes([b]) in ranks for b in range(256)), "not every byte has a token"
+        assert made == sorted(made) and set(made) == {i for token, i in ranks.items() if len(token) > 1}, "merges and ids do not agree"
+        return ranks
+
+    @classmethod
+    def _complete(cls, ranks, special, vocab):
+        """Special tokens for every control of the transcript and a name for every row of the embedding"""
+        used = [*ranks.values(), *special.values()]
+        assert all(type(i) is int and 0 <= i < vocab for i in used) and len(set(used)) == len(used), f"ids are not distinct rows of {vocab}"
+        gaps = sorted(set(range(vocab)) - set(used)) if vocab - len(used) < 1 << 16 else []
+        special = {f"<|unused_{i}|>": i for i in gaps} | special
+        spare = [name for name in special if re.match(r"<\W?(unused_|reserved_|place.?holder)", name)]
+        for name in CONTROLS:
+            if not any(own in special for own in (name, *cls.HOME.get(name, ()))):
+                assert spare, f"no unused row left for {name}"
+                special[name] = special.pop(spare.pop(0))
+        return special
 
 
 # ---------------------------------------------------------------- transcript

@@ -1,12 +1,15 @@
 """Published checkpoints: read, written, attacked. transformers is the oracle where it is installed; nothing here needs the network."""
+import base64
 import json
 import math
 import random
+import unicodedata
 
 import pytest
 import torch
 
 import moe
+import rollout
 from moe import Cache, Model, ModelConfig, load_model, open_safetensors, read_checkpoint, write_checkpoint, write_safetensors
 
 MLA = dict(model_type="deepseek_v3", vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3,
@@ -116,3 +119,468 @@ def test_an_exported_folder_loads_in_transformers_whole_and_with_the_same_logits
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.inference_mode():
         assert (theirs(tokens).logits - ours.logits(ours(tokens))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2", "qwen3_moe"])
+def test_gradients_of_the_loss_equal_those_of_transformers(family, tmp_path):
+    write_folder(tmp_path / "in", FAMILIES[family])
+    theirs, _ = reference(tmp_path / "in")
+    ours, tokens = load_model(tmp_path / "in"), torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(1))
+    loss = lambda logits: torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss(ours.logits(ours(tokens))).backward(), loss(theirs(tokens).logits).backward()
+    for model in (ours, theirs):                                         # a model whose weights are the gradients, in both layouts
+        for p in model.parameters():
+            p.data = p.grad
+    for block in ours.layers:
+        if isinstance(block.ffn, moe.MoE):
+            block.ffn.router.bias.zero_()
+    write_checkpoint(tmp_path / "ours", ours)
+    theirs.save_pretrained(tmp_path / "theirs")
+    mine, other = (open_safetensors(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    for name in set(mine) | set(other):
+        if not name.endswith("e_score_correction_bias"):
+            assert (mine[name] - other[name]).norm() <= 1e-4 * other[name].norm(), name
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2", "qwen3, yarn", "qwen3_moe"])
+def test_a_folder_saved_by_transformers_itself_is_read(family, tmp_path):
+    tensors = write_folder(tmp_path / "in", FAMILIES[family])
+    theirs, _ = reference(tmp_path / "in")
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    config, loaded = read_checkpoint(tmp_path / "saved")
+    again, expected = read_checkpoint(tmp_path / "in")
+    assert config == again and all(torch.equal(a, b) and n == m for (n, a), (m, b) in zip(loaded, expected, strict=True)) and tensors
+
+
+# ---------------------------------------------------------------- round trip
+
+def equal(one, other):
+    assert set(one) == set(other) and all(torch.equal(one[n], other[n]) and one[n].dtype == other[n].dtype for n in one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_and_written_again_is_the_same_file_bit_for_bit(family, tmp_path):
+    tensors = write_folder(tmp_path / "in", FAMILIES[family])
+    config, _ = read_checkpoint(tmp_path / "in")
+    write_checkpoint(tmp_path / "out", load_model(tmp_path / "in"), shard_bytes=40_000, extra={"eos_token_id": 7})
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    out = {name: t for shard in shards for name, t in open_safetensors(shard).items()}
+    assert len(shards) > 1 and all(p.stat().st_size < 45_000 for p in shards) and json.loads(
+        (tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
+    if family != "mla, halves":                                          # is written with its pairs interleaved
+        equal(out, tensors)
+    again, loaded = read_checkpoint(tmp_path / "out")
+    assert again == config
+    equal(dict(loaded), dict(read_checkpoint(tmp_path / "in")[1]))
+
+
+def test_a_bf16_model_keeps_its_bits_and_its_fp32_router_bias(tmp_path):
+    def lower(tensors):
+        tensors |= {n: t.bfloat16() for n, t in tensors.items() if "bias" not in n}
+    tensors = write_folder(tmp_path / "in", MLA, lower)
+    for dtype in (torch.bfloat16, torch.float32):
+        write_checkpoint(tmp_path / str(dtype), load_model(tmp_path / "in", dtype), torch.bfloat16)
+        equal(open_safetensors(tmp_path / str(dtype) / "model.safetensors"), tensors)
+
+
+def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
+    model = Model(ModelConfig(vocab=64, dim=32, layers=2, q_lora=16, kv_lora=16, dense_ffn=32, expert_ffn=16, yarn_factor=2.0, context=32))
+    torch.nn.init.normal_(model.head.weight)
+    write_checkpoint(tmp_path / "out", model)
+    again = load_model(tmp_path / "out")
+    equal(again.state_dict(), model.state_dict())
+    tokens = torch.arange(50)[None]
+    assert again.config == model.config and torch.equal(again.logits(again(tokens)), model.logits(model(tokens)))
+    with pytest.raises(ValueError, match="not empty"):
+        write_checkpoint(tmp_path / "out", model)
+    with pytest.raises(ValueError, match="no published architecture"):
+        write_checkpoint(tmp_path / "gqa", Model(ModelConfig(attention="gqa")))
+
+
+def test_the_language_model_of_kimi_k25_is_found_among_its_other_tensors(tmp_path):
+    def wrap(tensors):
+        inner = dict(tensors)
+        tensors.clear()
+        tensors.update({"language_model." + n: t for n, t in inner.items()})
+        tensors.update({"vision_tower.patch.weight": torch.zeros(3), "mm_projector.proj.weight": torch.zeros(2, 2)})
+    write_folder(tmp_path / "plain", FAMILIES["kimi_k2"])
+    write_folder(tmp_path / "k25", FAMILIES["kimi_k2"], wrap)
+    (tmp_path / "k25" / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": FAMILIES["kimi_k2"]}))
+    config, tensors = read_checkpoint(tmp_path / "k25")
+    again, plain = read_checkpoint(tmp_path / "plain")
+    assert config == again
+    equal(dict(tensors), dict(plain))
+
+
+def test_layers_of_multi_token_prediction_and_a_tied_head_are_left_aside(tmp_path):
+    def more(tensors):
+        tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(4, 8), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    write_folder(tmp_path / "in", dict(MLA, num_nextn_predict_layers=1), more)
+    assert len(dict(read_checkpoint(tmp_path / "in")[1])) > 20
+    write_folder(tmp_path / "tied", FAMILIES["qwen3"], lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    model = load_model(tmp_path / "tied")
+    assert model.head.weight is model.embed.weight
+
+
+# ---------------------------------------------------------------- quantised weights
+
+def slow_fp8(weight, scale, block):
+    out = torch.empty(weight.shape)
+    for r in range(weight.shape[0]):
+        for c in range(weight.shape[1]):
+            out[r, c] = weight[r, c].float() * scale[r // block[0], c // block[1]]
+    return out
+
+
+def test_fp8_blocks_are_dequantised_as_a_slow_loop_does(tmp_path):
+    expected = {}
+
+    def quantise(tensors):
+        g = torch.Generator().manual_seed(1)
+        for name, t in list(tensors.items()):
+            if "_proj" in name and t.ndim == 2 and (".experts." not in name or ".experts.0." in name):
+                blocks = (-(-t.shape[0] // 16), -(-t.shape[1] // 20))                            # neither divides
+                tensors[name], tensors[name + "_scale_inv"] = (t * 50).to(torch.float8_e4m3fn), torch.rand(blocks, generator=g)
+                expected[name] = slow_fp8(tensors[name], tensors[name + "_scale_inv"], (16, 20))
+            else:
+                expected[name] = t
+    quant = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 20], "activation_scheme": "dynamic"}
+    write_folder(tmp_path / "fp8", dict(MLA, quantization_config=quant), quantise)
+    write_folder(tmp_path / "plain", MLA, lambda tensors: tensors.update(expected))
+    equal(dict(read_checkpoint(tmp_path / "fp8")[1]), dict(read_checkpoint(tmp_path / "plain")[1]))
+
+
+def test_packed_int4_experts_are_dequantised_as_a_slow_loop_does(tmp_path):
+    expected, raw = {}, dict(MLA, hidden_size=64, moe_intermediate_size=32)
+
+    def quantise(tensors):
+        for name, t in list(tensors.items()):
+            expected[name] = t
+            if ".experts." in name:
+                scale = (t.unflatten(1, (-1, 32)).abs().amax(-1) / 7).bfloat16()
+                q = (t / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).int()
+                expected[name] = q * scale.float().repeat_interleave(32, 1)
+                words = [[sum(row[c + i] + 8 << 4 * i for i in range(8)) for c in range(0, len(row), 8)] for row in q.tolist()]
+                words = torch.tensor([[w - (1 << 32) if w >= 1 << 31 else w for w in row] for row in words], dtype=torch.int32)
+                del tensors[name]
+                tensors |= {name + "_packed": words, name + "_scale": scale, name + "_shape": torch.tensor(t.shape)}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
+    quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+        "group_0": {"weights": weights, "format": "pack-quantized", "targets": ["Linear"]}}}
+    write_folder(tmp_path / "int4", dict(raw, quantization_config=quant), quantise)
+    write_folder(tmp_path / "plain", raw, lambda tensors: tensors.update(expected))
+    equal(dict(read_checkpoint(tmp_path / "int4")[1]), dict(read_checkpoint(tmp_path / "plain")[1]))
+
+
+# ---------------------------------------------------------------- hostile files
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def pack(header, data=b"\0" * 8, length=None):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
+
+
+HOSTILE = {
+    "empty": b"", "seven bytes": b"\1" * 7, "a header longer than the file": pack({"a": entry()}, length=10**6),
+    "an absurd length": pack({"a": entry()}, length=2**64 - 1), "no JSON": pack(b"{'a': 1}"), "no UTF-8": pack(b'{"\xff": 1}'),
+    "no object": pack(b"[1]"), "brackets without end": pack(b"[" * 100_000), "a number without end": pack(b'{"a": ' + b"9" * 5000 + b"}"),
+    "the same name twice": pack(json.dumps({"a": entry()}).encode()[:-1] + b', "a": ' + json.dumps(entry()).encode() + b"}"),
+    "the same key twice": pack(b'{"a": {"dtype": "F32", "dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "an entry that is a list": pack({"a": [1]}), "no dtype": pack({"a": {"shape": [2], "data_offsets": [0, 8]}}),
+    "an unknown dtype": pack({"a": entry("Q9")}), "a dtype that is a list": pack({"a": entry(["F32"])}),
+    "a negative size": pack({"a": entry(shape=(-1, -2))}), "True as a size": pack({"a": entry(shape=(True, 2))}),
+    "a size that overflows": pack({"a": entry(shape=(2**63, 2**63))}), "a fraction": pack({"a": entry(shape=(2.0,))}),
+    "many dimensions": pack({"a": entry(shape=(1,) * 100 + (2,))}), "a product that differs": pack({"a": entry(shape=(3,))}),
+    "three offsets": pack({"a": entry(offsets=(0, 8, 8))}), "offsets backwards": pack({"a": entry(offsets=(8, 0))}),
+    "offsets after the end": pack({"a": entry(offsets=(8, 16))}), "negative offsets": pack({"a": entry(offsets=(-8, 0))}),
+    "an overlap": pack({"a": entry(), "b": entry(offsets=(4, 12))}, b"\0" * 12), "a gap": pack({"a": entry(offsets=(4, 12))}, b"\0" * 12),
+    "two tensors in the same bytes": pack({"a": entry(), "b": entry()}), "bytes of nobody": pack({"a": entry()}, b"\0" * 9),
+    "a truncated file": pack({"a": entry()}, b"\0" * 7),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_safetensors_file_is_one_line_that_names_it(case, tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(HOSTILE[case])
+    with pytest.raises(ValueError, match="x.safetensors") as error:
+        open_safetensors(tmp_path / "x.safetensors")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_file_at_odd_offsets_with_empty_and_scalar_tensors_is_read(tmp_path):
+    data, path = torch.tensor([1.5, -2.0, 3.25]), tmp_path / "x.safetensors"
+    header = {"b": entry("U8", (1,), (0, 1)), "a": entry("F32", (3,), (1, 13)), "s": entry("F32", (), (13, 17)),
+              "e": entry("F32", (0, 5), (17, 17)), "__metadata__": {"format": "pt"}}
+    path.write_bytes(pack(header, b"\7" + data.numpy().tobytes() + data[:1].numpy().tobytes()))
+    found = open_safetensors(path)
+    assert torch.equal(found["a"], data) and found["s"].item() == 1.5 and found["e"].shape == (0, 5) and found["b"].item() == 7
+
+
+TINY = dict(MOE, num_hidden_layers=1, num_experts=2, num_experts_per_tok=1, hidden_size=8, intermediate_size=8, moe_intermediate_size=4,
+            head_dim=4, num_attention_heads=2, vocab_size=12, rope_scaling=YARN)
+
+
+def shatter(folder):
+    """A tiny folder in three shards. -> what it holds when read"""
+    write_folder(folder / "one", TINY)
+    write_checkpoint(folder / "many", load_model(folder / "one"), shard_bytes=900)
+    return folder / "many", dict(read_checkpoint(folder / "many")[1])
+
+
+def edit(path, change):
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+INDEX = {
+    "a way out of the folder": lambda home: home.update({next(iter(home)): "../one/model.safetensors"}),
+    "an absolute path": lambda home: home.update({next(iter(home)): "/etc/passwd.safetensors"}),
+    "a hidden folder": lambda home: home.update({next(iter(home)): "..safetensors"}),
+    "the index itself": lambda home: home.update({next(iter(home)): "model.safetensors.index.json"}),
+    "a shard that does not exist": lambda home: home.update({next(iter(home)): "model-9.safetensors"}),
+    "a shard that is a list": lambda home: home.update({next(iter(home)): ["model.safetensors"]}),
+    "another shard": lambda home: home.update({next(iter(home)): sorted(set(home.values()) - {home[next(iter(home))]})[0]}),
+    "a tensor too many": lambda home: home.update(ghost=next(iter(home.values()))), "one too few": lambda home: home.popitem(),
+    "a zero byte": lambda home: home.update({next(iter(home)): "a\0b.safetensors"}),
+}
+
+
+@pytest.mark.parametrize("case", INDEX)
+def test_a_hostile_index_is_one_line_that_names_tensor_and_file(case, tmp_path):
+    folder, _ = shatter(tmp_path)
+    edit(folder / "model.safetensors.index.json", lambda raw: INDEX[case](raw["weight_map"]))
+    with pytest.raises(ValueError, match=r"many.*(tensor|no such file)") as error:
+        read_checkpoint(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_that_is_a_link_to_itself_is_no_file(tmp_path):
+    folder, _ = shatter(tmp_path)
+    shard = next(folder.glob("*.safetensors"))
+    shard.unlink()
+    shard.symlink_to(shard.name)
+    with pytest.raises((ValueError, OSError), match=shard.name):
+        read_checkpoint(folder)
+
+
+WRONG = {
+    "an unknown architecture": ({"model_type": "mamba"}, "mamba.*deepseek_v3"), "no architecture": ({"model_type": None}, "model_type"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act.*gelu"), "a word for a number": ({"hidden_size": "8"}, "hidden_size.*'8'"),
+    "a million layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers"), "a thousand layers": ({"num_hidden_layers": 1000}, "layers"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"), "not a number": ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+    "more chosen than there are": ({"num_experts_per_tok": 3}, "config.json"), "heads that do not divide": ({"num_key_value_heads": 3}, "multiple"),
+    "a sliding window": ({"use_sliding_window": True}, "use_sliding_window"), "another scaling": ({"rope_scaling": {"type": "linear"}}, "linear"),
+    "a wider model": ({"hidden_size": 16}, r"safetensors.*model.embed_tokens.weight.*\(12, 8\).*\(12, 16\)"),
+    "one layer more": ({"num_hidden_layers": 2}, "model.layers.1.*missing"), "fewer experts": ({"num_experts": 1}, r"mlp.gate.weight.*\(2, 8\)"),
+    "layer types that are a number": ({"layer_types": 7}, "layer_types"), "dense layers that are a number": ({"mlp_only_layers": 3}, "mlp_only"),
+    "biases": ({"attention_bias": True}, "attention_bias"), "an unknown quantisation": ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_config_that_does_not_fit_is_one_line_that_says_where(case, tmp_path):
+    write_folder(tmp_path, TINY)
+    edit(tmp_path / "config.json", lambda raw: raw.update(WRONG[case][0]))
+    with pytest.raises(ValueError, match=WRONG[case][1]) as error:
+        read_checkpoint(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_tensor_nobody_asked_for_is_named(tmp_path):
+    write_folder(tmp_path, TINY, lambda tensors: tensors.update({"model.layers.0.mlp.experts.2.up_proj.weight": torch.zeros(4, 8)}))
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'model.layers.0.mlp.experts.2.up_proj.weight' is not part"):
+        read_checkpoint(tmp_path)
+
+
+def mutate(raw, rng, head):
+    """Bytes with one accident in their first `head`: a flipped bit, a cut, an absurd number, doubled or lost bytes"""
+    at, kind = rng.randrange(head), rng.randrange(5)
+    if kind == 0:
+        return raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1:]
+    if kind == 1:
+        return raw[:rng.randrange(len(raw))]
+    if kind == 2:
+        digits = [i for i in range(head) if raw[i:i + 1].isdigit()] or [at]
+        at = rng.choice(digits)
+        return raw[:at] + rng.choice([b"-1", b"99999999999999999999", b"1e999", b"null", b"NaN", b"[[]]", b"0"]) + raw[at + 1:]
+    return raw[:at] + raw[at:at + 9] * 2 + raw[at + 9:] if kind == 3 else raw[:at] + raw[at + rng.randrange(1, 40):]
+
+
+def test_four_hundred_accidents_are_each_a_clear_error_or_a_whole_load(tmp_path):
+    folder, whole = shatter(tmp_path)
+    rng, outcomes = random.Random(0), {"refused": 0, "read": 0}
+    files = [folder / "config.json", folder / "model.safetensors.index.json", *sorted(folder.glob("*.safetensors"))]
+    before = {path: path.read_bytes() for path in files}
+    for _ in range(400):
+        path = rng.choice(files)
+        raw = before[path]
+        head = len(raw) if path.suffix == ".json" else 8 + int.from_bytes(raw[:8], "little")
+        path.write_bytes(mutate(raw, rng, head))
+        try:
+            _, tensors = read_checkpoint(folder)
+            assert {n: t.shape for n, t in tensors} == {n: t.shape for n, t in whole.items()}
+            outcomes["read"] += 1
+        except ValueError as error:
+            assert str(folder) in str(error) and "\n" not in str(error) and len(str(error)) < 700, error
+            outcomes["refused"] += 1
+        finally:
+            path.write_bytes(raw)
+    assert outcomes["refused"] > 250 and outcomes["read"] > 5
+    assert sorted(p for p in folder.iterdir()) == sorted(files)
+
+
+def test_what_is_accepted_is_what_the_original_safetensors_reader_sees(tmp_path):
+    original = pytest.importorskip("safetensors.torch")
+    rng, path, raw = random.Random(1), tmp_path / "x.safetensors", pack(
+        {"a": entry("BF16", (4,)), "b": entry("I64", (2, 1), (8, 24))}, bytes(range(24)))
+    accepted = 0
+    for _ in range(400):
+        path.write_bytes(mutate(raw, rng, len(raw)))
+        try:
+            found = open_safetensors(path)
+        except ValueError:
+            continue
+        expected, accepted = original.load(path.read_bytes()), accepted + 1
+        assert set(found) == set(expected) and all(
+            torch.equal(t.view(torch.uint8), expected[n].view(torch.uint8)) and t.dtype == expected[n].dtype for n, t in found.items())
+    assert accepted > 5
+
+
+# ---------------------------------------------------------------- tokenizers
+
+MIXED = ("def f(x):\n    return x_1 + 12345  # it's   odd\t \r\n\r\n  naïve café e\u0301 Zoë's \u00a0x\u2003y "
+         "中文字符123和kana カタカナ・ひらがな가나 👩‍👩‍👧 😀!! ∑∂ don't I'LL  42  {\"k\": [1,2]}\n\n\n\t\tend   \n <|im_end|> <tool_call> ١٢٣ ǅ ᾳ a中b ")
+DEEPSEEK = [r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"]
+
+
+def texts(rng, n):
+    """Mixed text: runs of the sample above in another order, and random characters of several planes"""
+    planes = [(32, 127), (160, 600), (0x3040, 0x30FF), (0x4E00, 0x4F00), (0x1F600, 0x1F650), (9, 14), (0x2000, 0x2010), (0x300, 0x340)]
+    for _ in range(n):
+        a, b = sorted(rng.randrange(len(MIXED)) for _ in range(2))
+        yield MIXED[a:b] + "".join(chr(rng.randrange(*rng.choice(planes))) for _ in range(rng.randrange(30))) + MIXED[b:][:rng.randrange(40)]
+
+
+def trained(patterns, normalizer, folder, vocab=600):
+    """A byte-level BPE with these patterns, trained on the spot by the original library and saved as tokenizer.json"""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    steps = tokenizers.pre_tokenizers
+    split = [steps.Split(tokenizers.Regex(p), "isolated") for p in patterns]
+    made.pre_tokenizer = steps.Sequence([*split, steps.ByteLevel(add_prefix_space=False, use_regex=not patterns)])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    if normalizer:
+        made.normalizer = tokenizers.normalizers.NFC()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=steps.ByteLevel.alphabet(), show_progress=False)
+    made.train_from_iterator([*texts(random.Random(0), 100), *[MIXED] * 3], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+def special_tokens(folder, names):
+    def change(raw):
+        top = max(raw["model"]["vocab"].values()) + 1
+        raw["added_tokens"] = [{"id": top + i, "content": name, "special": True} for i, name in enumerate(names)]
+    edit(folder / "tokenizer.json", change)
+
+
+@pytest.mark.parametrize("name, patterns, nfc", [("Qwen", [rollout.Tokenizer.CUT], True), ("DeepSeek", DEEPSEEK, False), ("GPT-2", [], False),
+                                                 ("holes", [r"[a-z]+", r"\d"], False)])
+def test_ids_equal_those_of_the_original_tokenizer_on_mixed_text(name, patterns, nfc, tmp_path):
+    theirs = trained(patterns, nfc, tmp_path)
+    special_tokens(tmp_path, ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>"])
+    ours = rollout.Tokenizer.read(tmp_path, 640)
+    for text in texts(random.Random(2), 400):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text).ids, text
+        assert ours.decode(ids) == (unicodedata.normalize("NFC", text) if nfc else text)
+    again = rollout.Tokenizer(**ours.state_dict())
+    assert again.encode(MIXED) == ours.encode(MIXED) and again.id == ours.id and again.vocab == ours.vocab == 640
+
+
+def test_vocab_json_with_merges_txt_is_the_same_tokenizer(tmp_path):
+    theirs = trained([rollout.Tokenizer.CUT], True, tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in raw["model"]["merges"]))
+    ours = rollout.Tokenizer.read(tmp_path, 640)
+    assert all(ours.encode(text) == theirs.encode(text).ids for text in texts(random.Random(3), 100))
+
+
+def slow_bpe(piece, ranks):
+    parts = [bytes([b]) for b in piece]
+    while True:
+        pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:])) if a + b in ranks]
+        if not pairs:
+            return [ranks[p] for p in parts]
+        i = min(pairs)[1]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+
+
+def kimi(folder, vocab=400, named={}):
+    ranks = rollout.train_bpe([MIXED] * 3 + list(texts(random.Random(0), 30)), vocab + len(rollout.CONTROLS))
+    (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(t) + f" {i}\n".encode() for t, i in ranks.items()))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {
+        str(len(ranks) + i): {"content": name, "special": True} for i, name in enumerate(named)}}))
+    return ranks
+
+
+def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path):
+    own = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|tool_call_begin|>",
+           "<|tool_call_argument_begin|>"]
+    ranks = kimi(tmp_path, named=own)
+    ours = rollout.Tokenizer.read(tmp_path, len(ranks) + 256)
+    pieces = ["Hello", " world's", " ", "123", "45", "中文", "abc", "字", "'", " !!\n", "\t", " x"]      # by hand, from the pattern
+    assert ours.encode("".join(pieces)) == [t for piece in pieces for t in slow_bpe(piece.encode(), ranks)]
+    assert ours.id["<|end|>"] == len(ranks) + 2 and ours.id["<|user|>"] == len(ranks) + 3 and ours.id["<|text|>"] == len(ranks) + 1
+    assert ours.id["<|hint|>"] >= len(ranks) + len(own) and len(set(ours.id.values())) == len(rollout.CONTROLS)
+    for name in own:                                                     # text cannot forge one
+        assert max(ours.encode(f"a{name}b")) < len(ranks) and ours.decode(ours.encode(name)) == name
+    assert all(ours.decode(ours.encode(text)) == text for text in texts(random.Random(4), 100))
+
+
+def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path):
+    ranks = kimi(tmp_path)
+    with pytest.raises(ValueError, match="distinct rows"):
+        rollout.Tokenizer.read(tmp_path, len(ranks) + 255)
+    lines = (tmp_path / "tiktoken.model").read_bytes()
+    for bad in (lines[:-7], b"?? 0\n", lines + b"QQ== 3\n", b"", lines.replace(b" 5\n", b" -5\n")):
+        (tmp_path / "tiktoken.model").write_bytes(bad)
+        with pytest.raises(ValueError, match="cannot be read exactly") as error:
+            rollout.Tokenizer.read(tmp_path, len(ranks) + 256)
+        assert "\n" not in str(error.value)
+    (tmp_path / "tiktoken.model").unlink()
+    with pytest.raises(ValueError, match="merges.txt"):
+        rollout.Tokenizer.read(tmp_path, 600)
+
+
+def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    chars = [chr(b) for b in printable] + [chr(256 + i) for i in range(68)]
+    split = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated", "invert": False}
+    plain = {"model": {"type": "BPE", "vocab": {c: i for i, c in enumerate([*chars, "ab", "abc"])}, "merges": ["a b", ["ab", "c"]]},
+             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False,
+                                                                              "use_regex": False}]}, "added_tokens": []}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(plain))
+    assert rollout.Tokenizer.read(tmp_path, 300).encode("abc ab!") == [257, 220, 256, 0]
+    changes = {"Unigram": lambda r: r["model"].update(type="Unigram"), "fallback": lambda r: r["model"].update(byte_fallback=True),
+               "prefix": lambda r: r["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+               "removed": lambda r: r["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+               "order": lambda r: r["model"]["merges"].reverse(), "short": lambda r: r["model"]["merges"].pop(),
+               "no byte": lambda r: r["model"]["vocab"].pop("!"), "twice": lambda r: r["model"]["vocab"].update({"ab": 0}),
+               "lower": lambda r: r.update(normalizer={"type": "Lowercase"}), "regex": lambda r: r["pre_tokenizer"]["pretokenizers"][0].update(
+                   pattern={"Regex": "("}), "no model": lambda r: r.pop("model")}
+    for name, change in changes.items():
+        path.write_text(json.dumps(plain))
+        edit(path, change)
+        with pytest.raises(ValueError, match="cannot be read exactly") as error:
+            rollout.Tokenizer.read(tmp_path, 300)
+        assert "\n" not in str(error.value), name
