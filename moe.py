@@ -701,6 +701,8 @@ def check_entry(entry):
     for numbers, most in ((shape, 8), (offsets, 2)):                     # type(): True is an int as well
         if not isinstance(numbers, list) or len(numbers) > most or any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
             raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
+    if math.prod(n or 1 for n in shape) >= 1 << 60:                      # (0, 2^47, 2^47) holds nothing and overflows all the same
+        raise ValueError(f"impossible shape {shape!r:.60}")
     if len(offsets) != 2 or math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
         raise ValueError(f"{dtype} of shape {shape} does not fill the bytes {offsets}")
     return DTYPES[dtype], shape, *offsets
@@ -1059,9 +1061,10 @@ def config_json(config):
 def rope_json(c):
     if c.yarn_factor == c.yarn_amplitude == 1:
         return {"rope_theta": c.rope_theta}
-    heat = 1 if c.attention == "mla" else 0.1 * c.yarn_mscale * math.log(c.yarn_factor) + 1      # gqa: all of a head turns, so that
-    yarn = dict(type="yarn", rope_type="yarn", factor=float(c.yarn_factor), original_max_position_embeddings=c.context,    # it can
-                beta_fast=c.yarn_fast, beta_slow=c.yarn_slow, attention_factor=heat * c.yarn_amplitude)          # sit on cos and sin
+    # gqa turns whole heads, so the temperature on the scores can sit on cos and sin
+    heat = 1 if c.attention == "mla" else 0.1 * c.yarn_mscale * math.log(c.yarn_factor) + 1
+    yarn = dict(type="yarn", rope_type="yarn", factor=float(c.yarn_factor), original_max_position_embeddings=c.context,
+                beta_fast=c.yarn_fast, beta_slow=c.yarn_slow, attention_factor=heat * c.yarn_amplitude)
     if c.attention == "mla":
         yarn |= dict(mscale=c.yarn_mscale, mscale_all_dim=c.yarn_mscale)
     return {"rope_theta": c.rope_theta, "rope_scaling": yarn}
