@@ -62,7 +62,8 @@ def dollars(stats, price_in=0.5, price_out=2.5):
 def record(chain, price=(0.5, 2.5)):
     """What one pass leaves behind: plain numbers."""
     return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished),
-            "finished": bool(chain.finished), "effort": float(effort(chain.stats, Weights())), "cost": dollars(chain.stats, *price), **chain.stats}
+            "finished": bool(chain.finished), "effort": float(effort(chain.stats, Weights())),
+            "cost": dollars(chain.stats, *price), **chain.stats}
 
 
 def summary(records):
@@ -98,11 +99,7 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config, tokenizer = extra["config"], rollout.Tokenizer(extra["tokenizer"]["ranks"])
-    known = {k: v for k, v in config.items() if k in ModelConfig.__dataclass_fields__}
-    model = Model(ModelConfig(**{**known, "vocab": tokenizer.vocab}))
-    if config["stage"] != "pretrain":
-        model.extend(config["yarn"])
+    config, tokenizer, model = extra["config"], rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
 

@@ -24,6 +24,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -46,7 +47,7 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import Model, ModelConfig, balance
+from moe import Model, ModelConfig, balance, load_model, write_checkpoint
 from muon import Muon, check_parameters
 
 
@@ -59,6 +60,8 @@ class Config:
     start_from: str = ""          # folder of the run whose previous stage this stage starts from (default: out)
     resume: bool = False          # go on with the run in out (the same command does so too)
     data: str = ""                # folder of Python files to pretrain on (default: this Python's standard library)
+    init_from: str = ""           # folder of a published checkpoint to start from instead of noise; the model's sizes are then its own
+    export: str = ""              # write the last stage of the run in out to this folder, in the published format, and do nothing else
     tasks: str = ""               # file of tasks made by synth_tasks.py --repo (default: generated codebases)
     seed: int = 1337
     device: str = "auto"          # cpu, cuda or auto
@@ -152,8 +155,8 @@ STAGES = {
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
-NOT_COMPARED = {"processes", "out", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep", "dp_replicate",
-                "micro_tokens", "eval_tasks", "eval_samples", "workers", "staleness"}
+NOT_COMPARED = {"processes", "out", "export", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep",
+                "dp_replicate", "micro_tokens", "eval_tasks", "eval_samples", "workers", "staleness"}
 
 
 # ---------------------------------------------------------------- command line
@@ -582,13 +585,15 @@ class Run:
     def full_state(self):
         return hsdp.full_state(self.model)
 
-    def build(self, tokenizer):
-        """The same weights on every rank and in every layout: drawn on the CPU from the seed."""
+    def build(self, tokenizer, model=None):
+        """The same weights on every rank and in every layout: drawn on the CPU from the seed, or a published model's (whose window is
+        its own affair)."""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        model = Model(model_config(self.config, tokenizer.vocab))
-        if self.config.stage != "pretrain":
-            model.extend(self.config.yarn)
+        if model is None:
+            model = Model(model_config(self.config, tokenizer.vocab))
+            if self.config.stage != "pretrain":
+                model.extend(self.config.yarn)
         model = model.to(self.device).compute(self.dtype)
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
@@ -652,13 +657,24 @@ def train(config, interrupted):
             return True
     before = ORDER[:ORDER.index(stage)][-1:]
     origin = Path(config.start_from or config.out) / before[0] if before else None
-    if not extra and origin and not exists(origin):
+    published = not extra and config.init_from and not (origin and exists(origin))
+    if not extra and not published and origin and not exists(origin):
         stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start_from=FOLDER")
-    given = extra or (open_checkpoint(origin) if origin else None)
-    run.build(rollout.Tokenizer(given["tokenizer"]["ranks"]) if given else train_tokenizer(config))
+    given = extra or (open_checkpoint(origin) if origin and not published else None)
+    try:
+        if published:
+            model = load_model(config.init_from)
+            run.build(rollout.Tokenizer.read(config.init_from, model.config.vocab), model)
+        elif given:
+            model = Model(ModelConfig(**given["model"])) if given["config"]["init_from"] else None
+            run.build(rollout.Tokenizer(**given["tokenizer"]), model)
+        else:
+            run.build(train_tokenizer(config))
+    except ValueError as error:
+        stop(str(error))
     optimizer = run.make_optimizer()
     try:
-        if origin and not extra:
+        if given and not extra:
             hsdp.load(origin, run.model)
         source = STAGE[stage](run)
         if extra:
@@ -667,6 +683,19 @@ def train(config, interrupted):
     except ValueError as error:
         stop(str(error))
     return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
+
+
+def export(config):
+    """The run's last stage as the folder of a published model, weights as they are (fp32), the tokenizer's files from where it began."""
+    try:
+        model, tokenizer, saved = eval.load(config.out)
+        write_checkpoint(config.export, model, extra={"eos_token_id": tokenizer.id["<|end|>"]})
+    except (ValueError, OSError) as error:
+        stop(str(error))
+    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt"):
+        if saved["init_from"] and Path(saved["init_from"], name).is_file():
+            shutil.copyfile(Path(saved["init_from"], name), Path(config.export, name))
+    print(f"{config.export}: " + ", ".join(sorted(p.name for p in Path(config.export).iterdir())))
 
 
 def peak_memory():
@@ -707,7 +736,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         norm = hsdp.clip_grad_norm(run.model, config.clip)
         optimizer.step()
         optimizer.zero_grad()
-        worst = balance(run.model, config.balance_rate, hsdp.total)
+        worst = balance(run.model, config.balance_rate * (run.model.config.scoring == "sigmoid"), hsdp.total)
         source.after_step()
         step += 1
         log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
@@ -720,7 +749,8 @@ def loop(run, source, optimizer, step, interrupted, out):
         report(run, bar, log, log_file)
         stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
         if step % every == 0 or step == config.steps or stopping:
-            extra = {"config": asdict(config), "tokenizer": run.tokenizer.state_dict(), "step": step, "source": source.state_dict()}
+            extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(), "step": step,
+                     "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
         trimmed = trim(trimmed)
         if stopping:
@@ -811,7 +841,8 @@ def draw_losses(out):
         def curve(axis, key, **style):
             values = np.array([line[key] for line in lines])
             axis.plot(steps, [values[max(0, i - 4):i + 1].mean() for i in range(len(values))], **style)
-        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"),
+                           ("bad_tool", "with a wrong tool call")):
             curve(ax, key, label=label)
         curve(level, "level", color="gray", alpha=.5)
         ax.set_ylim(0, 1.05)
@@ -849,6 +880,8 @@ def main(argv):
         stop(f"unknown stage {stages[0]!r}: all, {', '.join(STAGES)}")
     configs = {stage: configure({**given, "stage": stage}, stage) for stage in stages}
     config = configs[stages[0]]
+    if config.export:
+        return export(config)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.out).close()

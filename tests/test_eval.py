@@ -153,10 +153,10 @@ def run(tmp_path_factory):
     sizes = dict(dim=16, layers=2, heads=2, kv_lora=8, qk_nope=4, qk_rope=4, v_dim=8, dense_ffn=16, experts=4, active=2,
             expert_ffn=8, context=400)
     for stage in ("sft", "rl"):
-        model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
+        model = Model(ModelConfig(vocab=tokenizer.vocab, yarn_factor=2.0, **sizes))
         torch.nn.init.normal_(model.head.weight)
         config = {**sizes, "stage": stage, "yarn": 2.0, "window": 800, "trigger": .7, "temperature": 1.0, "summarize": True, "turns": 3}
-        hsdp.save(folder / stage, model, None, {"config": config, "tokenizer": tokenizer.state_dict()})
+        hsdp.save(folder / stage, model, None, {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()})
     return folder, model, tokenizer
 
 

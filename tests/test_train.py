@@ -1,4 +1,5 @@
 """train.py: what a user types, right and wrong; exact resume; the same loss on one process and on two."""
+import base64
 import json
 import os
 import signal
@@ -164,6 +165,29 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
+
+
+def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path, capsys):
+    """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it, what is exported is what was trained."""
+    torch.manual_seed(0)
+    sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
+                              expert_ffn=16, context=4096)
+    folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
+    train.write_checkpoint(folder, train.Model(sizes))
+    common = [*(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))), f"--init_from={folder}", f"--out={out}"]
+    assert "tokenizer" in refused([*common, "--stage=sft", "--steps=1"], capsys)
+    (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    assert "config.json" in refused([*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"], capsys)
+    train.main([*common, "--stage=sft", "--steps=1"])
+    train.main([*common, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"])
+    train.main([f"--out={out}", f"--export={back}"])
+    mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3" and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
+    trained, start = train.eval.load(out)[0].state_dict(), train.load_model(folder).state_dict()
+    assert all(torch.equal(trained[name], t) for name, t in mine.state_dict().items() if not name.endswith("load"))
+    assert not torch.equal(trained["head.weight"], start["head.weight"])
+    capsys.readouterr()
+    assert "not empty" in refused([f"--out={out}", f"--export={back}"], capsys)
 
 
 def test_held_out_files_are_not_trained_on():
