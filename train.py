@@ -705,14 +705,11 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 
-def trim(last, seconds=4):
-    """Give freed memory back to the system, unless done less than `seconds` ago -> when it was done. Every batch has other sizes, and
-    glibc keeps the holes: gigabytes after minutes. Not after each step: taking the pages again costs a third of a short one."""
-    if time.time() - last < seconds:
-        return last
+def trim():
+    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after minutes. Not
+    after every step: taking the pages again costs a third of a short one."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return time.time()
 
 
 def exists(path):
@@ -721,7 +718,7 @@ def exists(path):
 
 def loop(run, source, optimizer, step, interrupted, out):
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
-    every, trimmed = config.save_every or max(1, config.steps // 10), 0
+    every = config.save_every or max(1, config.steps // 10)
     keep_lines(log_file, step) if run.rank == 0 else None
     bar = tqdm(total=config.steps, initial=step, desc=f"{config.stage:>14}", disable=run.rank > 0, dynamic_ncols=True)
     while step < config.steps:
@@ -752,7 +749,8 @@ def loop(run, source, optimizer, step, interrupted, out):
             extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(), "step": step,
                      "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
-        trimmed = trim(trimmed)
+        if step % 3 == 0:
+            trim()
         if stopping:
             bar.close()
             return False
