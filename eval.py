@@ -89,9 +89,11 @@ def by_level(records):
 
 # ---------------------------------------------------------------- policies
 
-def held_out(number, levels=LEVELS):
-    """`number` tasks per level that no training has seen: seeds, compositions of operations and names are all held out."""
-    return [synth_tasks.make_task(level, seed, "heldout") for level in levels for seed in range(number)]
+def held_out(number, levels=LEVELS, split="heldout"):
+    """`number` tasks per level that no training has seen: seeds, compositions of operations and names are all held out; with
+    split="train" seeds only, which tells what is missing apart from what does not carry over."""
+    first = 0 if split == "heldout" else 10 ** 12
+    return [synth_tasks.make_task(level, first + seed, split) for level in levels for seed in range(number)]
 
 
 def load(folder, device="cpu"):
@@ -303,6 +305,7 @@ def flags(argv):
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=None, help="of sampling (default: that of the run's RL)")
     parser.add_argument("--tasks", default="", help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases")
+    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="of generated tasks; train: only seeds are new")
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
     parser.add_argument("--out", default="out")
@@ -327,7 +330,7 @@ def main(argv):
         return demo()
     policies = {}
     try:
-        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number)
+        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, split=args.split)
         if not tasks:
             raise ValueError(f"{args.tasks}: holds no tasks")
         models = {run: load(run) for run in args.runs}
