@@ -707,7 +707,7 @@ def peak_memory():
 
 def trim():
     """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes: gigabytes after minutes. Not
-    after every step: taking the pages again costs a third of a short one."""
+    after every short step: taking the pages again costs a third of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -749,7 +749,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(), "step": step,
                      "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
-        if step % 3 == 0:
+        if step % 3 == 0 or log["seconds"] > 2:
             trim()
         if stopping:
             bar.close()
