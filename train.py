@@ -20,6 +20,7 @@ Left out: data mixing, deduplication, multi-token prediction, and every private 
 import contextlib
 import ctypes
 import difflib
+import gc
 import json
 import os
 import random
@@ -896,6 +897,8 @@ def main(argv):
             if int(os.environ.get("RANK", 0)) == 0:
                 print(f"stopped; to go on: python train.py --resume --out={config.out}", file=sys.stderr)
             raise SystemExit(128 + max(interrupted, default=0))
+        gc.collect()                                             # what a stage held, before the next one begins
+        trim()
     if dist.is_initialized():
         dist.destroy_process_group()
 
