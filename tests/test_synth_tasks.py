@@ -603,7 +603,9 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
 
 def test_an_interrupted_run_leaves_the_tasks_verified_so_far(repository, tmp_path):
     out = tmp_path / "tasks.jsonl"
-    run = subprocess.Popen([sys.executable, st.__file__, "--repo", str(repository), "--out", str(out)], stderr=subprocess.PIPE)
+    listens = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)       # what a shell starts in the background ignores Ctrl-C
+    run = subprocess.Popen([sys.executable, st.__file__, "--repo", str(repository), "--out", str(out)], stderr=subprocess.PIPE,
+                           preexec_fn=listens)
     while run.poll() is None and not (out.exists() and out.read_text().count("\n")):
         time.sleep(.05)
     run.send_signal(signal.SIGINT)
