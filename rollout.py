@@ -856,11 +856,6 @@ def pack(episodes, advantage, multiple=1):
     return batch
 
 
-def target_logprobs(logits, targets, temperature=1.0):
-    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T)"""
-    return -F.cross_entropy(logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none").view(targets.shape)
-
-
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
     """-J of the batch, summed: the caller's `normaliser` is (rollouts) x L over all ranks and micro-batches. logp (B, T) with
     gradient; the k1 penalty enters the advantage, token by token, without gradient."""
@@ -977,7 +972,7 @@ def rescore(model, episode):
     """Log-probs of the sampled tokens by the trainer's forward, replaying the recorded experts."""
     batch = pack([episode], [1.0])
     with torch.no_grad():
-        logp = target_logprobs(model.logits(model(batch["tokens"], None, batch["experts"])), batch["targets"])
+        logp = model.logprobs(model(batch["tokens"], None, batch["experts"]), batch["targets"])
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 
 import rollout
 from moe import Model, ModelConfig
-from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent,
-        choose,
-                     demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, target_logprobs, train_bpe,
-                             write_action)
+from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent, choose,
+                     demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, train_bpe, write_action)
 from summarize import Compact
 from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task
 
@@ -32,6 +30,11 @@ TASKS = [Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {}) for i, prom
 
 
 # ---------------------------------------------------------------- tokenizer
+
+def target_logprobs(logits, targets, temperature=1.0):
+    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the oracle"""
+    return -F.cross_entropy(logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none").view(targets.shape)
+
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "trained"])
 def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_control_token(tokenizer):
