@@ -510,6 +510,7 @@ class Sampler:
         heads = sorted((group[0] for group in same.values()), key=lambda row: len(row.context) - row.cached)
         while heads:
             width = len(heads[-1].context) - heads[-1].cached - 1
+            width += -width % 32                                 # few different shapes: see moe.filled
             batch, heads = heads[-max(1, 4096 // width):], heads[:-max(1, 4096 // width)]
             chunks = [row.context[row.cached:-1] for row in batch]
             tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)
@@ -540,9 +541,10 @@ class Sampler:
         if not live:
             return
         position = [row.cached - (not row.sampling) for row in rows]
-        tokens = torch.tensor([[row.context[p]] for row, p in zip(rows, position)], device=self.device)
+        free = [0] * min(-len(rows) % 8, self.rows - len(rows))                      # nobody's rows; again few different shapes
+        tokens = torch.tensor([row.context[p] for row, p in zip(rows, position)] + free, device=self.device)[:, None]
         record = []
-        hidden = self.feed(tokens, slice(0, len(rows)), torch.tensor(position, device=self.device), record)
+        hidden = self.feed(tokens, slice(0, len(tokens)), torch.tensor(position + free, device=self.device), record)
         self.steps, self.idle = self.steps + 1, self.idle + len(rows) - len(live)
         self.keep([rows[i] for i in live], [r[live] for r in record], [1] * len(live))
         uniform = torch.tensor([rows[i].rng.random() for i in live], device=self.device)

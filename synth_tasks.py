@@ -442,6 +442,7 @@ MEANING = {"add": lambda xs, k: [x + k for x in xs], "subtract": lambda xs, k: [
            "list": list, "sum": sum, "count": len, "largest": lambda xs: max(xs, default=0)}
 VERBS = "bring build catch clean count drop find give hold join lift make move open send turn".split()
 NOUNS = "apple boat book cloud coin door field flower garden horse lake moon paper river stone tree".split()
+WORDS = {*VERBS, *NOUNS, *"23456789"}           # what a task does not share with the others: names and constants
 
 
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests"); named: prompt names the target

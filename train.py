@@ -48,7 +48,7 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import Model, ModelConfig, balance, load_model, write_checkpoint
+from moe import Model, ModelConfig, balance, filled, load_model, write_checkpoint
 from muon import Muon, check_parameters
 
 
@@ -98,6 +98,7 @@ class Config:
     context: int = 256            # tokens of a sequence
     batch_tokens: int = 4096      # per step, over all ranks
     micro_tokens: int = 4096      # per forward
+    grow: float = 0.25            # share of pretrain's and sft's steps with a shorter window: a quarter of it, then half
     yarn: float = 2.0             # window stretch of the long stage
     # sft
     demos: int = 8000             # distinct expert transcripts
@@ -105,6 +106,7 @@ class Config:
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
+    copy_loss: float = 4.0        # weight of the names and constants it wrote, while the window is short: what tests decide on
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
@@ -148,13 +150,13 @@ SCALES = {
 }
 STAGES = {
     "pretrain": dict(steps=120),
-    "long": dict(steps=20, lr=0.004, adam_lr=2e-3),
-    "sft": dict(steps=850),
-    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
+    "sft": dict(steps=1000, micro_tokens=2048),
+    "rl": dict(steps=32, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
-    ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150),
+    ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
 NOT_COMPARED = {"processes", "out", "export", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep",
                 "dp_replicate", "micro_tokens", "eval_tasks", "eval_samples", "workers", "staleness"}
@@ -269,25 +271,26 @@ class Text:
         self.run, config = run, run.config
         self.window = int(config.context * (config.yarn if config.stage == "long" else 1))
         tokenizer = run.tokenizer
-        stream = lambda texts: torch.tensor([t for text in texts for t in (*tokenizer.encode(text), tokenizer.id["<|text|>"])])
+        stream = lambda texts: torch.cat([torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts])
         train, held = python_sources(config.data)
         self.train, self.held = stream(train), stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             stop(f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}")
-        self.rows = max(1, config.batch_tokens // self.window)
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of all ranks."""
-        rng = np.random.default_rng((self.run.config.seed, ORDER.index(self.run.config.stage), step))
-        starts = rng.integers(0, len(self.train) - self.window - 1, self.rows)
-        yield from self.cross_entropy(self.train, starts, log)
+        config, fold = self.run.config, 2 * self.run.config.cp
+        window = self.window // shortened(step, config) // fold * fold or self.window
+        rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
+        starts = rng.integers(0, len(self.train) - window - 1, max(1, config.batch_tokens // window))
+        yield from self.cross_entropy(self.train, starts, window, log)
 
-    def cross_entropy(self, stream, starts, log):
-        run, total = self.run, len(starts) * self.window
+    def cross_entropy(self, stream, starts, window, log):
+        run, total = self.run, len(starts) * window
         mine = run.share(starts)
-        size = max(1, run.config.micro_tokens // self.window)
+        size = max(1, run.config.micro_tokens // window)
         for i in range(0, max(len(mine), 1), size):
-            rows = torch.stack([stream[s:s + self.window + 1] for s in mine[i:i + size]]).to(run.device)
+            rows = torch.stack([stream[s:s + window + 1] for s in mine[i:i + size]]).to(run.device)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
@@ -299,7 +302,7 @@ class Text:
         """Mean loss on held-out files, fixed windows."""
         log = {}
         starts = np.linspace(0, len(self.held) - self.window - 2, max(8, 32768 // self.window)).astype(int)
-        for _ in self.cross_entropy(self.held, starts, log):
+        for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
         return {"held_out_loss": self.run.sum(log["loss"])}
 
@@ -315,14 +318,25 @@ class Demonstrations:
         self.run, config = run, run.config
         mine = make_demonstrations(config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar)
         self.episodes = [e for _, episodes in sorted(run.gather(mine), key=lambda pair: pair[0]) for e in episodes]
-        self.batches = length_batches([len(e) for e in self.episodes], config.batch_tokens, config.steps, config.seed)
+        lengths, self.batches = np.array([len(e) for e in self.episodes]), []
+        parts = [shortened(step, config) for step in range(config.steps)]
+        for part in sorted(set(parts), reverse=True):
+            fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
+            groups = length_groups(lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part))
+            self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
+        self.copied = torch.zeros(run.model.config.vocab, dtype=torch.bool, device=run.device)
+        self.copied[[token for word, token in run.tokenizer.ranks.items()
+                     if word.decode(errors="ignore").strip(" ._`") in synth_tasks.WORDS]] = True
 
     def losses(self, step, log):
-        config, chosen = self.run.config, self.batches[step]
-        total = sum(int(rollout.flatten(self.episodes[i])[1].sum()) for i in chosen)
-        for batch in self.run.micro_batches([(self.episodes[i], 1.0) for i in chosen]):
-            logp = self.run.model.logprobs(self.run.hidden(batch), batch["targets"], where=batch["inside"] > 0)
-            weight = batch["mask"] + config.context_loss * (1 - batch["mask"]) * batch["inside"]
+        config, run, groups = self.run.config, self.run, [[self.episodes[i] for i in group] for group in self.batches[step]]
+        total = sum(int(rollout.flatten(e)[1].sum()) for group in groups for e in group)
+        mine = [(e, 1.0) for g, group in enumerate(groups) for j, e in enumerate(group) if (2 * j + g) % run.data == run.meshes.data_rank]
+        for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
+            logp = run.model.logprobs(run.hidden(batch), batch["targets"], where=batch["inside"] > 0)
+            copied = self.copied[batch["targets"]] & (shortened(step, config) > 1)
+            weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
+            weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
@@ -335,19 +349,25 @@ class Demonstrations:
     tensors = lambda self: {}
 
 
-def length_batches(lengths, tokens, steps, seed):
-    """Indices for each step: two groups of like length, `tokens` in all when padded, so that little of a batch is padding."""
-    rng, lengths, groups = np.random.default_rng((seed, 2)), np.array(lengths), []
-    while len(groups) < 2 * steps:
-        pools = np.array_split(rng.permutation(len(lengths)), max(1, lengths.sum() // (16 * tokens)))
+def shortened(step, config):
+    """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084): heads that look back and copy
+    form several times sooner where there is less to look at; without it they came late in some runs and in one not at all."""
+    return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
+
+
+def length_groups(lengths, tokens, number, seed):
+    """Groups of indices of like length, `tokens` in each when padded: little padding, and few different shapes."""
+    rng, groups = np.random.default_rng(seed), []
+    while len(groups) < number:
+        pools = np.array_split(rng.permutation(len(lengths)), max(1, lengths.sum() // (32 * tokens)))
         for pool in pools:
             pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
             while pool:
-                n = max(1, tokens // 2 // lengths[pool[-1]])
+                n = max(1, tokens // filled(lengths[pool[-1]]))
                 cut.append(pool[-n:])
                 del pool[-n:]
             groups += [cut[i] for i in rng.permutation(len(cut))]
-    return [groups[2 * i] + groups[2 * i + 1] for i in range(steps)]
+    return groups[:number]
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
@@ -369,6 +389,8 @@ class Reinforcement:
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
         self.run, config, self.asked = run, run.config, {}
+        if config.tasks_per_step < run.data:
+            stop(f"--tasks_per_step={config.tasks_per_step}: at least one for each of the {run.data} data ranks")
         self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
@@ -441,7 +463,7 @@ class Reinforcement:
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
         mismatch = kl = 0.0
-        for batch in run.micro_batches(items, share=False):
+        for batch in run.micro_batches(items, spare=items[0]):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted).to(run.device) if config.feedback else None
             expected = self.teacher(taught) if config.feedback else None
@@ -560,22 +582,18 @@ class Run:
         part = {k: hsdp.shard_sequence(v.to(self.device), self.meshes) if torch.is_tensor(v) else v for k, v in batch.items()}
         return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
 
-    def micro_batches(self, items, share=True):
-        """(episode, number) pairs -> packed batches of about micro_tokens tokens, short episodes together. Every rank makes as
-        many: one that has fewer goes on at weight zero."""
-        items = sorted(items, key=lambda item: len(item[0]))
-        spare, batches = items[:1], []
-        if share:                                                # a stretch of like lengths for each rank, equal in tokens
-            ends = np.cumsum([len(item[0]) for item in items])
-            items = [item for item, rank in zip(items, (ends - 1) * self.data // ends[-1]) if rank == self.meshes.data_rank]
+    def micro_batches(self, items, spare):
+        """(episode, number) pairs of this rank -> packed batches of about micro_tokens tokens, short episodes together. Every rank
+        makes as many: one that has fewer goes on with `spare` at weight zero."""
+        items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
-            n = max(1, self.config.micro_tokens // (-(-len(items[-1][0]) // 32) * 32))
+            n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
         most = max(self.gather([len(batches)]))
         for i in range(most):
-            part = batches[i] if i < len(batches) else spare
-            batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 32 * self.config.cp)
+            part = batches[i] if i < len(batches) else [spare]
+            batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp)
             yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
 
     # model

@@ -1,5 +1,6 @@
 """train.py: what a user types, right and wrong; exact resume; the same loss on one process and on two."""
 import base64
+import collections
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -193,6 +195,43 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path,
 def test_held_out_files_are_not_trained_on():
     texts, held = train.python_sources(str(ROOT))
     assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
+
+
+def test_the_window_is_a_quarter_then_half_then_whole():
+    config = train.configure({"stage": "sft", "steps": 10, "grow": .4}, "sft")
+    assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+
+
+def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
+    lengths = np.random.default_rng(0).integers(50, 500, 400)
+    groups = train.length_groups(lengths, 2048, 150, 7)
+    assert sum(map(len, groups[:50])) <= len(lengths) and len(groups) == 150
+    assert max(collections.Counter(i for g in groups for i in g).values()) <= 3 < 150 * 4 // 400 + 3
+    for group in groups:
+        longest = -(-max(lengths[i] for i in group) // 64) * 64
+        assert len(group) <= 2048 // longest and max(lengths[i] for i in group) - min(lengths[i] for i in group) < 300
+    assert all(len(g) for g in groups) and [list(g) for g in groups] == [list(g) for g in train.length_groups(lengths, 2048, 150, 7)]
+
+
+@pytest.mark.parametrize("step, copied", [(0, 3), (3, 1)])
+def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step, copied, run):
+    """The loss that is trained, token by token from the model's full distribution, against the one of the stage."""
+    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3", "--context_loss=.2"]), "sft")
+    one = train.Run(config)
+    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    torch.nn.init.normal_(one.model.head.weight, std=.1)         # it starts at zero: every token would be equally likely
+    source = train.Demonstrations(one)
+    with torch.no_grad():
+        got, expected, written, episodes = float(sum(source.losses(step, {}))), 0, 0, source.batches[step]
+        for episode in (source.episodes[i] for group in episodes for i in group):
+            tokens, mask, *_ = train.rollout.flatten(episode)
+            logp = one.model.logits(one.model(torch.tensor(tokens)[None]))[0].log_softmax(-1)
+            for place, (token, own) in enumerate(zip(tokens[1:].tolist(), mask[1:])):
+                word = "" if token in one.tokenizer.name else one.tokenizer.decode([token]).strip(" ._`")
+                expected -= float(logp[place, token]) * ((copied if word in train.synth_tasks.WORDS else 1) if own else .2)
+                written += own
+    assert abs(got - expected / written) < 1e-4
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
