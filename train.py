@@ -101,7 +101,7 @@ class Config:
     grow: float = 0.25            # share of pretrain's and sft's steps with a shorter window: a quarter of it, then half
     yarn: float = 2.0             # window stretch of the long stage
     # sft
-    demos: int = 8000             # distinct expert transcripts
+    demos: int = 12000            # distinct expert transcripts
     sloppy: float = 1.0           # how often the expert errs
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
@@ -151,8 +151,8 @@ SCALES = {
 STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
-    "sft": dict(steps=1000, micro_tokens=2048),
-    "rl": dict(steps=32, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "sft": dict(steps=1300, micro_tokens=2048),
+    "rl": dict(steps=36, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
