@@ -197,10 +197,10 @@ def grouped_swiglu(x, counts, w_gate, w_up, w_down, precision=""):
     return mm(q(F.silu(mm(x, w_gate)) * mm(x, w_up)), w_down)
 
 
-def filled(number, grain=64):
-    """The next multiple. On a CPU, oneDNN compiles a kernel for every shape it meets and keeps a thousand of them: ragged numbers of
-    rows cost this small model half of its time and gigabytes."""
-    return -(-number // grain) * grain
+def filled(number):
+    """The next multiple of 64. On a CPU, oneDNN compiles a kernel for every shape it meets and keeps a thousand of them: ragged
+    numbers of rows cost this small model half of its time and gigabytes."""
+    return -(-number // 64) * 64
 
 
 def looped_swiglu(x, counts, w_gate, w_up, w_down):
