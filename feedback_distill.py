@@ -127,12 +127,13 @@ def unfinished(chain, e, i):
 RULES = {rule.__name__: rule for rule in (unavailable_tool, malformed_arguments, code_style, effort, unfinished, communication)}
 
 
-def name_span(tokenizer, turn):
-    """(first, end), among the turn's sampled tokens, of the name of the first tool that is not there. On whether to call at
-    all, and on the arguments of a tool that does not exist, a reminder of the tools has nothing to say."""
+def call_span(tokenizer, turn):
+    """(first, end), among the turn's sampled tokens, of the call of the first tool that is not there: the token that begins a
+    call, for there may be none to make, and the name. On the arguments of a tool that does not exist, a reminder of the tools
+    has nothing to say."""
     body, number = turn.tokens[1:], [call.error for call in turn.calls].index("unknown_tool")
-    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number] + 1
-    return first, next(i for i in range(first, len(body)) if body[i] in tokenizer.name)
+    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number]
+    return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
 
 
 @dataclass

@@ -440,8 +440,10 @@ MEANING = {"add": lambda xs, k: [x + k for x in xs], "subtract": lambda xs, k: [
            "raise": lambda xs, k: [max(x, k) for x in xs], "multiples": lambda xs, k: [x for x in xs if x % k == 0],
            "above": lambda xs, k: [x for x in xs if x > k], "below": lambda xs, k: [x for x in xs if x < k],
            "list": list, "sum": sum, "count": len, "largest": lambda xs: max(xs, default=0)}
-VERBS = "bring build catch clean count drop find give hold join lift make move open send turn".split()
-NOUNS = "apple boat book cloud coin door field flower garden horse lake moon paper river stone tree".split()
+VERBS = ("bake bring build carry catch clean climb count drop find follow give hide hold join lift make move open paint push send "
+         "turn wash").split()
+NOUNS = ("apple bell boat book cloud coin door field flower garden hill horse island key lake moon paper river stone table tower "
+         "train tree window").split()
 WORDS = {*VERBS, *NOUNS, *"23456789"}           # what a task does not share with the others: names and constants
 
 
@@ -812,13 +814,16 @@ class Expert:
     def slip(self, probability):
         return self.rng.random() < probability * self.sloppy
 
-    def turn(self, thought, *calls):
-        """One turn; now and then a call to a tool that is not there comes first."""
+    def stray(self):
+        """Now and then a call to a tool that is not there comes before a turn."""
         if self.slip(.15):
             name = self.rng.choice([tool for tool in TOOLS if not self.can[tool]] + list(PHANTOMS))
             argument = {"read_file": ("docs.md",), "open_file": ("docs.md",), "cat": ("tests.py",), "grep": (self.about,),
                         "search_codebase": (self.about,), "run_command": (self.task.test_command,)}
             yield from self.act(Action("", [(name, argument.get(name, ()))], bad_tool=True))
+
+    def turn(self, thought, *calls):
+        yield from self.stray()
         return (yield from self.act(Action(thought if self.rng.random() < .15 else "", list(calls))))
 
     def act(self, action):
@@ -860,7 +865,7 @@ class Expert:
         path, query = ("docs.md", f"{target.name}:") if self.where == "docs" else ("tests.py", f"test_{target.name}(")
         if self.docs_read and not self.slip(.15 * self.effort):
             return None
-        if not sure and self.slip(.12):
+        if not sure and self.slip(.16):
             self.guesses.add(target.name)
             return None
         reads = self.can["read_file"] and (self.prefers_reading or self.docs_read) and self.where == "docs"
@@ -930,7 +935,7 @@ def expert(task, rng, sloppy=1.0):
     ends with an Action without calls."""
     self = Expert(task, rng, sloppy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(.18) else len(targets)
+    quits = rng.randrange(len(targets)) if not named and self.slip(.22) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named
@@ -948,6 +953,7 @@ def expert(task, rng, sloppy=1.0):
     unsure = can["run_command"] and quits == len(targets)
     while unsure and not self.slip(.3):
         unsure = yield from self.fix_all()
+    yield from self.stray()
     yield Action(self.farewell(todo))
 
 

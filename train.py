@@ -282,14 +282,18 @@ class Text:
         config, fold = self.run.config, 2 * self.run.config.cp
         window = self.window // shortened(step, config) // fold * fold or self.window
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
-        starts = rng.integers(0, len(self.train) - window - 1, max(1, config.batch_tokens // window))
+        starts = rng.integers(0, len(self.train) - window - 1, self.rows(config.batch_tokens // window))
         yield from self.cross_entropy(self.train, starts, window, log)
+
+    def rows(self, n):
+        """n windows, or a few more: as many for each rank, since all have to run the same number of forwards."""
+        return max(1, -(-n // self.run.data)) * self.run.data
 
     def cross_entropy(self, stream, starts, window, log):
         run, total = self.run, len(starts) * window
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
-        for i in range(0, max(len(mine), 1), size):
+        for i in range(0, len(mine), size):
             rows = torch.stack([stream[s:s + window + 1] for s in mine[i:i + size]]).to(run.device)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
@@ -301,7 +305,7 @@ class Text:
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         log = {}
-        starts = np.linspace(0, len(self.held) - self.window - 2, max(8, 32768 // self.window)).astype(int)
+        starts = np.linspace(0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
         return {"held_out_loss": self.run.sum(log["loss"])}
@@ -457,7 +461,7 @@ class Reinforcement:
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text),
-                                           feedback_distill.name_span(run.tokenizer, episode.turns[h.turn]))
+                                           feedback_distill.call_span(run.tokenizer, episode.turns[h.turn]))
                                           for h in flagged if h.episode == e]
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
@@ -668,9 +672,9 @@ def train(config, interrupted):
     extra = open_checkpoint(out) if exists(out) else None
     if extra:
         for name, value in compared(config).items():
-            if extra["config"].get(name) != value:
-                stop(f"{out} was made with {name}={extra['config'].get(name)}, not {value}: take another --out "
-                     f"(--start_from={config.out} begins from its earlier stages)")
+            made = f"with {name}={extra['config'][name]}, not {value}" if name in extra["config"] else f"by a version without --{name}"
+            if extra["config"].get(name, ...) != value:
+                stop(f"{out} was made {made}: take another --out (--start_from={config.out} begins from its earlier stages)")
         if extra["step"] == config.steps:
             run.say(f"{stage}: finished already ({out})")
             return True
@@ -848,6 +852,7 @@ def draw_losses(out):
         lines = lines_of(out, stage)
         ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
         start += len(lines)
+    ax.set_yscale("log")
     ax.legend()
     figure.savefig(out / "loss.png", dpi=120)
     lines = lines_of(out, "rl")

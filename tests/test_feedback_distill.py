@@ -230,13 +230,13 @@ def batch_of(episodes):
 
 
 
-def test_a_reminder_of_the_tools_is_about_the_name_of_the_first_one_that_is_not_there():
+def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_there():
     tokenizer = SimpleNamespace(id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}, name={90: "", 91: "", END: ""})
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
     turn = SimpleNamespace(tokens=[ASSISTANT, *body], calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
                                                              Call("ls", [], error="unknown_tool")])
-    first, end = fd.name_span(tokenizer, turn)
-    assert body[first:end] == [40, 41]
+    first, end = fd.call_span(tokenizer, turn)
+    assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     cut = fd.splice(e, 1, [7, 7])
     whole, part = fd.pack([e], [(0, 1, [7, 7])]), fd.pack([e], [(0, 1, [7, 7], (first, end))])

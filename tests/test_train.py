@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,20 @@ def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
 
 def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
     assert "run the pretrain stage first" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
+
+
+def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypatch):
+    opened = train.open_checkpoint
+    without = lambda saved: {**saved, "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"}}
+    monkeypatch.setattr(train, "open_checkpoint", lambda path: without(opened(path)))
+    assert "by a version without --copy_loss" in refused([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys)
+
+
+def test_every_rank_gets_as_many_windows():
+    text = train.Text.__new__(train.Text)
+    for ranks, asked, given in ((1, 0, 1), (1, 16, 16), (2, 1, 2), (3, 16, 18), (4, 16, 16)):
+        text.run = SimpleNamespace(data=ranks)
+        assert text.rows(asked) == given
 
 
 def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsys):
