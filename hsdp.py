@@ -15,7 +15,8 @@ averaged; checkpoints that appear by rename; the planner's hardware. Engine: PyT
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
 
 Left out: overlap of the latents' gather with the query projection and of the token exchange with the shared expert (their time
-is on the clock), recomputation of activations (memory), weights initialised in pieces (every rank builds the model once).
+is on the clock), recomputation of activations (memory), random weights drawn in pieces (every rank draws the model once; a published
+one is read in pieces, moe.load_model with own_parts).
 
 Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D model width, E experts, R rows.
 
@@ -254,9 +255,24 @@ def _cut_experts(moe, meshes, policy):
     fully_shard(moe.experts, mesh=fsdp, shard_placement_fn=lambda p: Shard(1), mp_policy=policy)
 
 
+def own_parts(model):
+    """{name of a weight that is cut: a slice per dimension}, the stretch of the whole that this rank holds: what it has to read of a
+    published checkpoint. The two cuts of an expert stack lie in different dimensions."""
+    parts = {}
+    for name, p in model.named_parameters():
+        part = [slice(0, n) for n in p.shape]
+        for size, i, placement in zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements) if isinstance(p, DTensor) else ():
+            if placement.is_shard():
+                n = p.shape[placement.dim]
+                part[placement.dim] = slice(*(min(n, j * -(-n // size)) for j in (i, i + 1)))
+        parts |= {name: tuple(part)} if isinstance(p, DTensor) else {}
+    return parts
+
+
 def same_weights(model):
-    """Every rank has built the model itself. With different seeds it would train on, each rank on its piece of another model."""
-    if not dist.is_initialized():
+    """Every rank has built the model itself. With different seeds it would train on, each rank on its piece of another model.
+    A model on the meta device has no weights yet."""
+    if not dist.is_initialized() or next(model.parameters()).is_meta:
         return model
     low = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
     high = low.clone()

@@ -978,10 +978,11 @@ def surplus(config, get, prefix, names):
     return [name for name in names if not known(name)]
 
 
-def read_checkpoint(folder, dtype=None):
+def read_checkpoint(folder, dtype=None, wanted=None):
     """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and shapes are all checked before the
     first byte of data is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as stored;
-    what was quantised becomes fp32). Raises ValueError with the tensor and the file."""
+    what was quantised becomes fp32). wanted: {our name: a slice per dimension}, the stretch of a tensor that is wanted of it, asked
+    when its turn comes; of experts outside it nothing is read. Raises ValueError with the tensor and the file."""
     folder = Path(folder)
     config, get, prefix = read_config(folder / "config.json")
     quant, (tensors, files) = quantization(get), open_folder(folder)
@@ -990,52 +991,63 @@ def read_checkpoint(folder, dtype=None):
     plan, left = [], set(tensors)
     for ours, shape, theirs, theirs_shape in published(config):
         plan.append((ours, shape, [parts(tensors, prefix + name, theirs_shape, quant) for name in theirs], theirs_shape))
-        for name, (wanted, dtypes) in ((n, w) for pieces in plan[-1][2] for n, w in pieces.items()):
+        for name, (right, dtypes) in ((n, w) for pieces in plan[-1][2] for n, w in pieces.items()):
             if name not in tensors:
                 raise ValueError(f"{folder}: tensor {name!r} is missing")
             found = tensors[name]
-            if tuple(found.shape) != wanted or found.dtype not in dtypes:
-                raise ValueError(f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {wanted}")
+            if tuple(found.shape) != right or found.dtype not in dtypes:
+                raise ValueError(f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {right}")
             if name.endswith(".weight_shape") and tuple(found.tolist()) != theirs_shape:
                 raise ValueError(f"{files[name]}: tensor {name!r} says {found.tolist()}, expected {theirs_shape}")
             left.discard(name)
     for name in sorted(surplus(config, get, prefix, left)):
         raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
-    return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype)
+    return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype, {} if wanted is None else wanted)
 
 
-def load(config, tensors, plan, quant, interleaved, dtype):
+def load(config, tensors, plan, quant, interleaved, dtype, wanted):
     """The data behind read_checkpoint: a view is dropped once used, so that the pages of a finished file can go."""
     for ours, shape, theirs, theirs_shape in plan:
-        stack = None
-        for e, pieces in enumerate(theirs):
-            take = tensors.get if ours.endswith("attn.wk_b") else tensors.pop                # wv_b comes from the same tensor
-            x = dequantize([take(name) for name in pieces], theirs_shape, quant)
-            if len(theirs) == 1:
-                x = to_ours(config, ours, shape, x, interleaved)
-                break
-            stack = torch.empty(shape, dtype=dtype or x.dtype) if stack is None else stack
+        part, stack = wanted.get(ours, tuple(slice(0, n) for n in shape)), None
+        take = tensors.get if ours.endswith("attn.wk_b") else tensors.pop                    # wv_b comes from the same tensor
+        read = lambda pieces: dequantize([take(name) for name in pieces], theirs_shape, quant)
+        if len(theirs) == 1:
+            x = to_ours(config, ours, shape, read(theirs[0]), interleaved)[part]
+            yield ours, x.to(torch.float32 if ours.endswith("router.bias") else dtype or x.dtype, copy=True,
+                             memory_format=torch.contiguous_format)
+            continue
+        for e, pieces in enumerate(theirs[part[0]]):
+            x = read(pieces)[part[1:]]
+            stack = torch.empty(len(theirs[part[0]]), *x.shape, dtype=dtype or x.dtype) if stack is None else stack
             stack[e] = x
-        kind = torch.float32 if ours.endswith("router.bias") else dtype or x.dtype
-        yield ours, stack if stack is not None else x.to(kind, copy=True, memory_format=torch.contiguous_format)
+        yield ours, stack
 
 
-def load_model(folder, dtype=torch.float32):
-    """A published folder -> Model with weights in `dtype`. No weight is drawn at random first, none is held twice."""
-    config, tensors = read_checkpoint(folder, dtype)
+def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: {}):
+    """A published folder -> Model with weights in `dtype`. No weight is drawn at random first, none is held twice.
+    lay_out: cuts the model, which has no data yet, over ranks, and says which part of each weight is this rank's ({name: a slice
+    per dimension}; hsdp.py has one): nothing else is kept, and of other ranks' experts nothing is read."""
+    own = {}
+    config, tensors = read_checkpoint(folder, dtype, own)
     with torch.device("meta"):
-        model = Model(config)
+        model = Model(config).to(dtype)
+    own.update(lay_out(model))
+    if own:
+        model.to_empty(device=device)
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner)
-        setattr(owner, leaf, nn.Parameter(tensor) if leaf in owner._parameters else tensor)
-    if config.tie:
+        if name in own:
+            getattr(owner, leaf).detach().to_local().copy_(tensor)
+        else:
+            setattr(owner, leaf, nn.Parameter(tensor.to(device)) if leaf in owner._parameters else tensor.to(device))
+    if config.tie and not own:
         model.head.weight = model.embed.weight
     for block in model.layers:
         if isinstance(block.ffn, MoE):
-            block.ffn.router.load = torch.zeros(config.experts)
+            block.ffn.router.load = torch.zeros(config.experts, device=device)
             if config.scoring == "softmax":                              # has no bias to read
-                block.ffn.router.bias = torch.zeros(config.experts)
+                block.ffn.router.bias = torch.zeros(config.experts, device=device)
     model.extend(config.yarn_factor)                                     # its table of angles was on the meta device, too
     return model
 

@@ -865,7 +865,7 @@ class Expert:
         path, query = ("docs.md", f"{target.name}:") if self.where == "docs" else ("tests.py", f"test_{target.name}(")
         if self.docs_read and not self.slip(.15 * self.effort):
             return None
-        if not sure and self.slip(.16):
+        if not sure and self.slip(.2):
             self.guesses.add(target.name)
             return None
         reads = self.can["read_file"] and (self.prefers_reading or self.docs_read) and self.where == "docs"
@@ -935,7 +935,7 @@ def expert(task, rng, sloppy=1.0):
     ends with an Action without calls."""
     self = Expert(task, rng, sloppy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(.22) else len(targets)
+    quits = rng.randrange(len(targets)) if not named and self.slip(.3) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named

@@ -152,7 +152,7 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
-    "rl": dict(steps=36, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
@@ -608,20 +608,33 @@ class Run:
     def full_state(self):
         return hsdp.full_state(self.model)
 
-    def build(self, tokenizer, model=None):
-        """The same weights on every rank and in every layout: drawn on the CPU from the seed, or a published model's (whose window is
-        its own affair)."""
+    def build(self, tokenizer, shape=None):
+        """The same weights on every rank and in every layout, drawn on the CPU from the seed. shape: a published model's; where it is
+        cut nothing is drawn, since a checkpoint will fill it."""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        if model is None:
-            model = Model(model_config(self.config, tokenizer.vocab))
-            if self.config.stage != "pretrain":
-                model.extend(self.config.yarn)
-        model = model.to(self.device).compute(self.dtype)
+        with torch.device("meta" if shape and not self.replicas else "cpu"):
+            model = Model(shape or model_config(self.config, tokenizer.vocab))
+        if not shape and self.config.stage != "pretrain":
+            model.extend(self.config.yarn)
+        if not next(model.parameters()).is_meta:
+            self.model = self.lay_out(model.to(self.device))
+        else:
+            self.model = self.lay_out(model).to_empty(device=self.device)
+            self.model.extend(shape.yarn_factor)                         # its table of angles was on the meta device, too
+
+    def lay_out(self, model):
+        """The dtype of its products, its compiled blocks, its cut over the ranks."""
+        model.compute(self.dtype)
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
-        self.model = hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes)
+        return hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes)
+
+    def read(self, folder):
+        """A published model, of which each rank reads its own part."""
+        self.model = load_model(folder, device=self.device, lay_out=lambda model: hsdp.own_parts(self.lay_out(model)))
+        self.tokenizer = rollout.Tokenizer.read(folder, self.model.config.vocab)
 
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
@@ -686,11 +699,10 @@ def train(config, interrupted):
     given = extra or (open_checkpoint(origin) if origin and not published else None)
     try:
         if published:
-            model = load_model(config.init_from)
-            run.build(rollout.Tokenizer.read(config.init_from, model.config.vocab), model)
+            run.read(config.init_from)
         elif given:
-            model = Model(ModelConfig(**given["model"])) if given["config"]["init_from"] else None
-            run.build(rollout.Tokenizer(**given["tokenizer"]), model)
+            shape = ModelConfig(**given["model"]) if given["config"]["init_from"] else None
+            run.build(rollout.Tokenizer(**given["tokenizer"]), shape)
         else:
             run.build(train_tokenizer(config))
     except ValueError as error:

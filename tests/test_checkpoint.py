@@ -8,8 +8,10 @@ import unicodedata
 import pytest
 import torch
 
+import hsdp
 import moe
 import rollout
+from conftest import run_ranks
 from moe import Cache, Model, ModelConfig, load_model, open_safetensors, read_checkpoint, write_checkpoint, write_safetensors
 
 MLA = dict(model_type="deepseek_v3", vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3,
@@ -151,6 +153,46 @@ def test_a_folder_saved_by_transformers_itself_is_read(family, tmp_path):
     config, loaded = read_checkpoint(tmp_path / "saved")
     again, expected = read_checkpoint(tmp_path / "in")
     assert config == again and all(torch.equal(a, b) and n == m for (n, a), (m, b) in zip(loaded, expected, strict=True)) and tensors
+
+
+# ---------------------------------------------------------------- many ranks
+
+def spoiled(folder, mine, experts):
+    """A copy of the folder with NaN in place of the experts that are not `mine`."""
+    other = folder.parent / f"{folder.name} {mine.start} {mine.stop}"
+    if not other.exists():
+        nan = lambda t: {n: x * torch.nan if any(f".experts.{e}." in n for e in set(range(experts)) - set(mine)) else x for n, x in t.items()}
+        write_folder(other, json.loads((folder / "config.json").read_text()), lambda tensors: tensors.update(nan(tensors)))
+    return other
+
+
+def read_own_parts(rank, world, folder, cases):
+    """-> by case, how far state and logits are from those of the model that one process reads, and this rank's share of the weights"""
+    found, tokens = {}, torch.arange(64)[None] % 96
+    for family, *sizes in cases:
+        meshes, whole = hsdp.make_meshes(world, *sizes, seconds=60), load_model(folder / family)
+        each = whole.config.experts // meshes.layout.ep
+        first = each * meshes.experts["ep"].get_local_rank() if meshes.layout.ep > 1 else 0
+        own = spoiled(folder / family, range(first, first + each), whole.config.experts) if meshes.layout.ep > 1 else folder / family
+        model = load_model(own, lay_out=lambda m: hsdp.own_parts(hsdp.parallelize(m, meshes)))
+        held = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+        with torch.no_grad():
+            logits = (model.logits(model(tokens)) - whole.logits(whole(tokens))).abs().max().item()
+        state, expected = hsdp.full_state(model), whole.state_dict()
+        found[(family, *sizes)] = state.keys() == expected.keys() and all(torch.equal(state[n], t) for n, t in expected.items()), logits, held
+    return found
+
+
+def test_every_rank_reads_its_own_part_and_no_expert_of_another(tmp_path):
+    cases = [("deepseek_v3", 1, 2, 1), ("deepseek_v3", 1, 1, 2), ("deepseek_v3", 1, 4, 1), ("qwen3_moe", 1, 4, 1), ("qwen3", 1, 1, 1)]
+    for family in {family for family, *_ in cases}:
+        write_folder(tmp_path / family, FAMILIES[family])
+    for family, _, ep, _ in cases:
+        for i in range(ep if ep > 1 else 0):
+            spoiled(tmp_path / family, range(8 // ep * i, 8 // ep * (i + 1)), 8)
+    for found in run_ranks(4, read_own_parts, tmp_path, cases):
+        for case, (equal, logits, held) in found.items():
+            assert equal and logits < 1e-5 and held < (.56 if case[3] == 2 else .3), (case, equal, logits, held)
 
 
 # ---------------------------------------------------------------- round trip

@@ -13,7 +13,7 @@ from conftest import run_ranks
 
 import hsdp
 from hsdp import Layout, parallelize
-from moe import Model, ModelConfig, balance
+from moe import Model, ModelConfig, balance, mtp_loss
 from muon import Muon, check_parameters
 
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))            # (cp, ep, dp_replicate): all 16 fit 8 ranks
@@ -86,6 +86,16 @@ def compare(mine, one):
             max(far(mine[2][n], t) for n, t in one[2].items() if n.endswith("bias")))
 
 
+def draft_gradients(meshes):
+    """Gradients of the main loss and of the MTP head's, each rank on its rows."""
+    model = parallelize(build(ModelConfig(**{**vars(CONFIG), "mtp": 1})), meshes)
+    rows = torch.randint(0, CONFIG.vocab, (8, 17), generator=torch.Generator().manual_seed(5)).chunk(meshes.layout.data)[meshes.data_rank]
+    hidden = model(rows[:, :-1])
+    nll = F.cross_entropy(model.logits(hidden).flatten(0, 1), rows[:, 1:].flatten())
+    ((nll + mtp_loss(model, rows[:, :-1], hidden)) / meshes.layout.data).backward()
+    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+
+
 # ---------------------------------------------------------------- what the 8 ranks do
 
 def eight(rank, world, one, folder):
@@ -96,6 +106,8 @@ def eight(rank, world, one, folder):
         found[check.__name__] = check(world)
     starved = zip(starved_gradients(make_meshes(8, 1, 4)), one[3], strict=True)
     found["starved"] = max(float((mine - alone).abs().max()) for mine, alone in starved)
+    drafted = draft_gradients(make_meshes(8, 1, 4, 2))
+    found["drafted"] = max(float((drafted[n] - g).abs().max() / g.abs().max()) for n, g in one[4].items())
     found["saved"] = save_and_go_on(make_meshes(8, 2, 8), folder)
     return found
 
@@ -214,7 +226,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """Everything 8 ranks report (rank 0's answers; refusals of all)."""
-    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes())), folder,
+    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes()), draft_gradients(make_meshes())), folder,
                         timeout=500, collective_timeout=200)
     return {**answers[0], "refusals": [a["refusals"] for a in answers]}
 
@@ -235,6 +247,10 @@ def test_copied_experts_pure_copies_and_long_rings_equal_one_process_too(found, 
 
 def test_a_rank_whose_experts_get_no_token_still_takes_part(found):
     assert found["starved"] < 1e-6
+
+
+def test_the_drafting_heads_gradients_equal_one_process_too(found):
+    assert found["drafted"] < 1e-5
 
 
 def test_a_bf16_wire_changes_no_number_and_saves_bytes(found):

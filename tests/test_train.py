@@ -15,6 +15,7 @@ import torch
 
 import hsdp
 import train
+from conftest import run_ranks
 
 ROOT = Path(train.__file__).parent
 SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--processes=1", "--demos=12", "--window=1024",
@@ -183,8 +184,16 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
 
 
+def commands(rank, world, *lists):
+    """What torchrun would do, in ranks that are forked already."""
+    os.environ["RANK"] = str(rank)
+    for words in lists:
+        train.main(words)
+
+
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path, capsys):
-    """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it, what is exported is what was trained."""
+    """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it, what is exported is what was trained.
+    Two ranks with half of the experts each do the same."""
     torch.manual_seed(0)
     sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
                               expert_ffn=16, context=4096)
@@ -196,6 +205,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path,
     assert "config.json" in refused([*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"], capsys)
     train.main([*common, "--stage=sft", "--steps=1"])
     train.main([*common, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"])
+    two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
+    with pytest.MonkeyPatch.context() as patch:                  # one process group for both stages
+        patch.setattr(train.dist, "destroy_process_group", lambda: None)
+        run_ranks(2, commands, [*two, "--stage=sft", "--steps=1"], [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
+    read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
+    assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(read(out, "sft")["loss"], abs=1e-4) and read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
     mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
     assert config["model_type"] == "deepseek_v3" and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
