@@ -113,6 +113,24 @@ def test_logits_equal_those_of_transformers_also_beyond_the_old_window(family, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_and_a_hundred_greedy_tokens_equal_those_of_transformers(family, tmp_path):
+    write_folder(tmp_path / "in", FAMILIES[family])
+    theirs, _ = reference(tmp_path / "in")
+    ours, tokens = load_model(tmp_path / "in"), torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(2))
+    real = torch.arange(64) < torch.tensor([[64], [41]])
+    with torch.inference_mode():
+        expected = theirs(torch.where(real, tokens, 0), attention_mask=real.long()).logits
+        assert (ours.logits(ours(torch.where(real, tokens, 0))) - expected)[real].abs().max() < 1e-4
+        greedy = theirs.generate(tokens[:1, :20], max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)[0].tolist()
+        mine, cache = tokens[0, :20].tolist(), Cache(ours, 1, 120)
+        hidden = ours.decode(tokens[:1, :20], cache, slice(0, 1), torch.zeros(1, dtype=torch.long))
+        while len(mine) < 120:
+            mine.append(int(ours.logits(hidden[:, -1]).argmax()))
+            hidden = ours.decode(torch.tensor([mine[-1:]]), cache, slice(0, 1), torch.full((1,), len(mine) - 1))
+    assert mine == greedy[:120] and len(set(mine)) > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_exported_folder_loads_in_transformers_whole_and_with_the_same_logits(family, tmp_path):
     write_folder(tmp_path / "in", FAMILIES[family])
     ours, tokens = load_model(tmp_path / "in"), torch.arange(64)[None] % 96
