@@ -127,13 +127,13 @@ ROWS = {"solved": ("solved", "{:.3f}"), "pass@1": ("pass@1", "{:.3f}"), "tokens"
         "finished": ("ended by itself", "{:.3f}")}
 
 
-def table(policies):
-    """{name: records} -> the text of the table"""
+def table(policies, kind="held-out"):
+    """{name: records}, and which tasks these were -> the text of the table"""
     whole = {name: summary(records) for name, records in policies.items()}
     levels = {name: by_level(records) for name, records in policies.items()}
     any_one = next(iter(whole.values()))
     line = lambda label, cells: f"{label:32s}" + "".join(f"{cell:>14s}" for cell in cells)
-    text = [line(f"{any_one['tasks']} held-out tasks x {any_one['passes']}", policies)]
+    text = [line(f"{any_one['tasks']} {kind} tasks x {any_one['passes']}", policies)]
     text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
     text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
     for level in next(iter(levels.values())):
@@ -162,10 +162,11 @@ def draw(policies, folder):
     folder = Path(folder)
     levels = {name: by_level(records) for name, records in policies.items()}
     figure, ax = axes("Effort follows difficulty?", "level of the task", "sampled tokens per task")
-    for name, rows in levels.items():
+    for i, (name, rows) in enumerate(levels.items()):
         ax.plot(list(rows), [r["tokens"] for r in rows.values()], "o-", label=name)
-        for level, r in rows.items():
-            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
+        for level, r in rows.items():                            # labels of one above its points, of the next below
+            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, (6, -12)[i % 2]), ha="center",
+                        fontsize=7)
     ax.legend()
     figure.savefig(folder / "effort.png", dpi=120)
     figure, ax = axes("Score against tokens (one point per level)", "sampled tokens per task", "solved")
@@ -182,13 +183,49 @@ def draw(policies, folder):
     figure.savefig(folder / "score.png", dpi=120)
 
 
-def write(policies, folder, name, extra=None):
+def lines_of(run, stage):
+    """The step log of one stage of a run"""
+    path = Path(run, f"{stage}.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def draw_training(logs, folder):
+    """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL step. logs: {stage: its lines}"""
+    figure, ax = axes("Loss of the supervised stages", "step", "nats per token")
+    start = 0
+    for stage, lines in ((stage, lines) for stage, lines in logs.items() if stage != "rl"):
+        ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
+        start += len(lines)
+    ax.set_yscale("log")
+    ax.legend()
+    figure.savefig(Path(folder, "loss.png"), dpi=120)
+    lines = logs.get("rl")
+    if not lines:
+        return
+    figure, ax = axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
+    steps, level = [line["step"] for line in lines], ax.twinx()
+    curve = lambda axis, key, **style: axis.plot(steps, running([line[key] for line in lines]), **style)
+    for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+        curve(ax, key, label=label)
+    curve(level, "level", color="gray", alpha=.5)
+    ax.set_ylim(0, 1.05)
+    level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
+    ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
+    figure.savefig(Path(folder, "reward.png"), dpi=120)
+
+
+def running(values, window=5):
+    """Mean over the last `window` values"""
+    return [np.mean(values[max(0, i + 1 - window):i + 1]) for i in range(len(values))]
+
+
+def write(policies, folder, name, extra=None, kind="held-out"):
     """Table, JSON and figures of {name: records}."""
     folder = Path(folder)
     data = {"policies": {n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()}, **(extra or {})}
     (folder / name).write_text(json.dumps(data, indent=1))
     draw(policies, folder)
-    return table(policies)
+    return table(policies, kind)
 
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
@@ -243,7 +280,7 @@ def arm_folder(out, arm, seed):
 
 def outcome(folder, stage, curve, policy="after RL"):
     """The curve by step, and the numbers at the end, of one run."""
-    lines = [json.loads(line) for line in (folder / f"{'rl' if stage == 'all' else stage}.jsonl").read_text().splitlines()]
+    lines = lines_of(folder, "rl" if stage == "all" else stage)
     end = {"held-out loss": lines[-1].get("held_out_loss")}
     if stage in ("rl", "all"):
         after = json.loads((folder / "summary.json").read_text())["policies"][policy]
@@ -264,11 +301,11 @@ def compare(question, results):
     return "\n".join(rows)
 
 
-def draw_curves(question, curve, results, path, window=5):
-    """Mean over the seeds with the range between them, each a running mean of `window` steps"""
+def draw_curves(question, curve, results, path):
+    """Mean over the seeds with the range between them, each a running mean"""
     figure, ax = axes(question, "step", curve.replace("_", " "))
     for arm, runs in results.items():
-        rows = np.array([[np.mean(run["curve"][max(0, i + 1 - window):i + 1]) for i in range(len(run["curve"]))] for run in runs])
+        rows = np.array([running(run["curve"]) for run in runs])
         line = ax.plot(range(1, rows.shape[1] + 1), rows.mean(0), label=arm)[0]
         ax.fill_between(range(1, rows.shape[1] + 1), rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
     ax.legend(fontsize=8)
@@ -339,7 +376,8 @@ def main(argv):
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
-    print(write(policies, args.out, "eval.json"))
+    kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
+    print(write(policies, args.out, "eval.json", kind=kind))
     print(f"\n{args.out}/eval.json, effort.png, score.png")
 
 

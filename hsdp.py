@@ -15,13 +15,13 @@ averaged; checkpoints that appear by rename; the planner's hardware. Engine: PyT
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
 
 Left out: overlap of the latents' gather with the query projection and of the token exchange with the shared expert (their time
-is on the clock), recomputation of activations (memory), random weights drawn in pieces (every rank draws the model once; a published
-one is read in pieces, moe.load_model with own_parts).
+is on the clock), random weights drawn in pieces (every rank draws the model once; a published one is read in pieces).
 
 Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D model width, E experts, R rows.
 
     python hsdp.py                                            two grids on 8 ranks, bytes by layout, equality with one process
     python hsdp.py --plan --model=kimi-k2.5 --gpus=512        memory, bytes on the wire and optimizer step, three layouts
+    python hsdp.py --plan --init_from=DIR --gpus=8            does a published checkpoint fit, and on what layout?
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py --ep=8 --cp=2
 """
 import argparse
@@ -259,13 +259,13 @@ def own_parts(model):
     """{name of a weight that is cut: a slice per dimension}, the stretch of the whole that this rank holds: what it has to read of a
     published checkpoint. The two cuts of an expert stack lie in different dimensions."""
     parts = {}
-    for name, p in model.named_parameters():
+    for name, p in ((name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)):
         part = [slice(0, n) for n in p.shape]
-        for size, i, placement in zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements) if isinstance(p, DTensor) else ():
+        for size, i, placement in zip(p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements):
             if placement.is_shard():
                 n = p.shape[placement.dim]
                 part[placement.dim] = slice(*(min(n, j * -(-n // size)) for j in (i, i + 1)))
-        parts |= {name: tuple(part)} if isinstance(p, DTensor) else {}
+        parts[name] = tuple(part)
     return parts
 
 
@@ -546,24 +546,30 @@ def memory(config, shapes, layout, step, recompute=False):
         layers[layer_of(name)] += gathered(name, shape, layout)
     kinds["gathered for now"] = 8 * layers.pop("root") + (4 + 3 * step.weight) * max(layers.values())
     heads = c.heads * ((c.qk_nope + c.qk_rope) + c.v_dim + layout.cp * (c.qk_nope + c.qk_rope + c.v_dim))
-    layer = 4 * c.dim + step.act * (2 * c.dim + heads + (c.active + c.shared) * (2 * c.dim + 4 * c.expert_ffn))
-    kinds["activations (estimate)"] = step.tokens * (layer * (1 if recompute else c.layers) + 4 * c.dim * c.layers + 8 * c.vocab)
+    layer = lambda ffn: 4 * c.dim + step.act * (2 * c.dim + heads + ffn)
+    dense, moe = layer(2 * c.dim + 4 * c.dense_ffn), layer((c.active + c.shared) * (2 * c.dim + 4 * c.expert_ffn))
+    each = [dense] * c.dense_layers + [moe] * (c.layers - c.dense_layers)
+    kinds["activations (estimate)"] = step.tokens * ((max if recompute else sum)(each) + 4 * c.dim * c.layers + 8 * c.vocab)
     return kinds
 
 
-def parameter_shapes(name):
-    """A named model without its memory: moe.Model on the meta device. -> (ModelConfig, {parameter: shape})"""
-    from moe import Model, ModelConfig
-    if name not in MODELS:
+def parameter_shapes(name, folder=""):
+    """A named model, or that of a published folder, without its memory: moe.Model on the meta device. -> (ModelConfig, {parameter: shape})"""
+    from moe import Model, ModelConfig, read_config
+    if not folder and name not in MODELS:
         raise ValueError(f"unknown model {name!r}: {', '.join(MODELS)}")
-    config = ModelConfig(**MODELS[name])
+    config = read_config(Path(folder, "config.json"))[0] if folder else ModelConfig(**MODELS[name])
     with torch.device("meta"):
         return config, {n: tuple(p.shape) for n, p in Model(config).named_parameters()}
 
 
-def plan(name, gpus, cp, ep, step, hardware):
-    """Print what one model costs per GPU in three layouts. Copies of a narrow group span one node."""
-    config, shapes = parameter_shapes(name)
+def plan(name, folder, gpus, cp, ep, step, hardware):
+    """Print what one model costs per GPU in three layouts, and the command of the first that fits. Copies of a narrow group span one
+    node. cp and ep, where not given: 2 and 8; for a published folder 1, and as many as experts, GPUs and a node have in common."""
+    config, shapes = parameter_shapes(name, folder)
+    name, experts = folder or name, config.experts if any(map(is_expert, shapes)) else 1
+    cp = (1 if folder else 2) if cp is None else cp
+    ep = (math.gcd(gpus, experts, hardware.node) if folder else 8) if ep is None else ep
     h, nodes, giga = hardware, max(gpus // hardware.node, 1), lambda v: f"{v / 1e9:,.4g}"
     layouts = {"all narrow": Layout(gpus, cp, ep, nodes, max(gpus // max(h.node, ep), 1)),
                "dense narrow, experts wide": Layout(gpus, cp, ep, nodes), "all wide": Layout(gpus, cp, ep)}
@@ -579,8 +585,10 @@ def plan(name, gpus, cp, ep, step, hardware):
     row("GB of memory per GPU", [""] * 3)
     for what in kinds[0]:
         row(f"  {what}", (giga(k[what]) for k in kinds))
+    fits = []
     for what, again in (("  total", False), ("  total, if blocks are recomputed", True)):
         sums = [sum(memory(config, shapes, l, step, again).values()) for l in layouts.values()]
+        fits += [(l, again) for l, v in zip(layouts.values(), sums) if v <= 1e9 * h.memory and l.expert_replicate == 1]
         row(what, (giga(v) + (" fits" if v <= 1e9 * h.memory else " does not fit") for v in sums))
     row("GB received per GPU and step", [""] * 3)
     for rows in zip(*flows):
@@ -595,6 +603,12 @@ def plan(name, gpus, cp, ep, step, hardware):
     print(f"{name}: {numbers / 1e9:,.4g}B parameters, {experts / numbers:.0%} of them experts; {gpus} GPUs, cp={cp}, ep={ep}")
     print("assumed (flags): " + " ".join(f"--{k}={v:g}" for k, v in {**vars(step), **vars(h)}.items()))
     print("\n".join(f"{what:42s}" + "".join(f"{v:>28s}" for v in values) for what, values in table))
+    if fits:
+        (l, again), origin = fits[0], f"--scale={name}" if name in ("gpu", "laptop") else f"--init_from={folder or 'DIR'}"
+        print(f"fits: torchrun --nnodes={-(-gpus // h.node)} --nproc_per_node={min(gpus, h.node)} train.py {origin} --cp={cp} --ep={ep} "
+              f"--dp_replicate={l.dp_replicate}" + " --recompute" * again)
+    else:
+        print(f"fits in none of these layouts on {gpus} GPUs of {h.memory:g} GB: more GPUs, or fewer --tokens at a time")
     print("Cursor states 0.2 s for its 1T model, and neither its hardware nor its number of GPUs.")
     print(f"cp={cp} and ep={ep} as directions of one shared mesh need {cp * ep} GPUs; on two meshes {math.lcm(cp, ep)}.")
 
@@ -731,7 +745,8 @@ def main(argv):
     parser.error = refuse
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--model", default="kimi-k2.5", help=", ".join(MODELS))
-    for name, default in dict(gpus=512, cp=2, ep=8).items():
+    parser.add_argument("--init_from", default="", help="plan for the published checkpoint in this folder; only its config.json is read")
+    for name, default in dict(gpus=512, cp=None, ep=None).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for field in (*fields(Step), *fields(Hardware)):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
@@ -739,7 +754,7 @@ def main(argv):
     step, hardware = (kind(**{f.name: getattr(given, f.name) for f in fields(kind)}) for kind in (Step, Hardware))
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:
         raise ValueError("every assumption must be positive")
-    plan(given.model, given.gpus, given.cp, given.ep, step, hardware) if given.plan else demo()
+    plan(given.model, given.init_from, given.gpus, given.cp, given.ep, step, hardware) if given.plan else demo()
 
 
 if __name__ == "__main__":

@@ -25,16 +25,19 @@ E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
 
     python moe.py            trains 150 steps on real Python twice: expert load with and without the balancing bias (a figure),
                              what the small formats cost, how often the draft is right
-    python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs
+    python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs; transformers, if there
 """
 import argparse
+import importlib.util
 import json
 import math
 import mmap
 import re
 import sysconfig
+import tempfile
 import time
 import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +45,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -485,6 +489,16 @@ class Block(nn.Module):
         return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[1] == 1 and self.ffn.small)
 
 
+@contextmanager
+def again(block):
+    """While a block computes its activations once more, its router does not count the tokens once more."""
+    training, block.ffn.training = block.ffn.training, False
+    try:
+        yield
+    finally:
+        block.ffn.training = training
+
+
 class MTP(nn.Module):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): one block that sees the hidden state of a token and the token after
     it, and speaks of the one after that. Ours: the block is dense, so that replay and balancing do not meet it."""
@@ -521,7 +535,7 @@ class Cache:
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.dtype = config, torch.float32
+        self.config, self.dtype, self.recompute = config, torch.float32, False      # recompute: see Model.run
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(Block(config, dense=i < config.dense_layers) for i in range(config.layers))
         self.norm = Norm(config.dim, config.norm_eps)
@@ -569,8 +583,14 @@ class Model(nn.Module):
             chosen = None
             if isinstance(block.ffn, MoE):
                 chosen, moe = None if replay is None else replay[:, :, moe], moe + 1
-            x = block(x, cos, sin, mask, None, chosen, record)
+            x = self.run(block, x, cos, sin, mask, None, chosen, record)
         return x
+
+    def run(self, block, *inputs):
+        """One layer; with `recompute` only its input is kept, and its backward computes the rest again: memory for a third more work."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return block(*inputs)
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again(block)))
 
     def decode(self, tokens, cache, rows, start, record=None):
         """tokens (B, T) continue the cached sequences `rows` (an index tensor, or a slice) at start (B,) -> hidden (B, T, D).
@@ -738,7 +758,8 @@ def open_safetensors(path):
     for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if 8 + length + start != expected or 8 + length + stop > size:
             raise ValueError(f"{path}: tensor {name!r:.200}: bytes {start} to {stop} leave a gap, overlap, or end after the file")
-        tensors[name], expected = view(data, dtype, shape, expected), 8 + length + stop
+        tensors[name] = view(data, dtype, shape, expected)
+        tensors[name].mapped, expected = (data, expected, 8 + length + stop), 8 + length + stop
     if expected != size:
         raise ValueError(f"{path}: {size - expected} bytes that belong to no tensor")
     return tensors
@@ -752,6 +773,14 @@ def view(data, dtype, shape, start):
         warnings.simplefilter("ignore")                                  # "not writable": that is the point
         raw = torch.frombuffer(data, dtype=torch.uint8, count=math.prod(shape) * dtype.itemsize, offset=start)
     return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+
+
+def let_go(tensor):
+    """The pages a view was read from leave this process: else a model in one file would be held twice while it is loaded."""
+    data, start, stop = tensor.mapped
+    start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if hasattr(mmap, "MADV_DONTNEED") and start < stop:
+        data.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def open_folder(folder):
@@ -978,7 +1007,7 @@ def surplus(config, get, prefix, names):
     return [name for name in names if not known(name)]
 
 
-def read_checkpoint(folder, dtype=None, wanted=None):
+def read_checkpoint(folder, dtype=None, wanted={}):
     """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and shapes are all checked before the
     first byte of data is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as stored;
     what was quantised becomes fp32). wanted: {our name: a slice per dimension}, the stretch of a tensor that is wanted of it, asked
@@ -1002,25 +1031,27 @@ def read_checkpoint(folder, dtype=None, wanted=None):
             left.discard(name)
     for name in sorted(surplus(config, get, prefix, left)):
         raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
-    return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype, {} if wanted is None else wanted)
+    return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype, wanted)
 
 
 def load(config, tensors, plan, quant, interleaved, dtype, wanted):
-    """The data behind read_checkpoint: a view is dropped once used, so that the pages of a finished file can go."""
+    """The data behind read_checkpoint"""
     for ours, shape, theirs, theirs_shape in plan:
-        part, stack = wanted.get(ours, tuple(slice(0, n) for n in shape)), None
-        take = tensors.get if ours.endswith("attn.wk_b") else tensors.pop                    # wv_b comes from the same tensor
-        read = lambda pieces: dequantize([take(name) for name in pieces], theirs_shape, quant)
+        part = wanted.get(ours, tuple(slice(0, n) for n in shape))
+        read = lambda pieces: dequantize([tensors[name] for name in pieces], theirs_shape, quant)
         if len(theirs) == 1:
             x = to_ours(config, ours, shape, read(theirs[0]), interleaved)[part]
-            yield ours, x.to(torch.float32 if ours.endswith("router.bias") else dtype or x.dtype, copy=True,
-                             memory_format=torch.contiguous_format)
-            continue
-        for e, pieces in enumerate(theirs[part[0]]):
-            x = read(pieces)[part[1:]]
-            stack = torch.empty(len(theirs[part[0]]), *x.shape, dtype=dtype or x.dtype) if stack is None else stack
-            stack[e] = x
-        yield ours, stack
+            x = x.to(torch.float32 if ours.endswith("router.bias") else dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            mine, x = theirs[part[0]], None
+            for e, pieces in enumerate(mine):
+                expert = read(pieces)[part[1:]]
+                x = torch.empty(len(mine), *expert.shape, dtype=dtype or expert.dtype) if x is None else x
+                x[e] = expert
+        for pieces in theirs:
+            for name in pieces:
+                let_go(tensors[name])
+        yield ours, x
 
 
 def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: {}):
@@ -1271,6 +1302,46 @@ def bench():
         cache, start = Cache(model.eval(), 64, 512), torch.full((64,), 300, device=device)
         one, = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
     print(f"laptop model: {tokens.numel() / train:,.0f} tokens/s forward + backward, {64 / one:,.0f} tokens/s decoding 64 rows at 300")
+    against_transformers(device)
+
+
+def against_transformers(device, rows=16, prompt=64, new=64):
+    """Where transformers is installed: training steps and greedy decoding of one small random DeepSeek-V3 by both, in bf16."""
+    if not importlib.util.find_spec("transformers"):
+        return
+    import transformers
+    sizes = transformers.DeepseekV3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=None,
+        kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, first_k_dense_replace=1, max_position_embeddings=512)
+    theirs = {kind: transformers.AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16, experts_implementation=kind).to(device)
+              for kind in ("eager", "grouped_mm")}
+    with tempfile.TemporaryDirectory() as folder:
+        theirs["eager"].save_pretrained(folder)
+        ours = load_model(folder, device=device).compute(torch.bfloat16)
+        lean = load_model(folder, torch.bfloat16, device).compute(torch.bfloat16).eval()
+    tokens = torch.randint(0, 1024, (8, 256), device=device)
+    step = lambda logits: F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
+    trained = seconds(*(partial(lambda model: step(model(tokens, use_cache=False).logits), model) for model in theirs.values()),
+                      lambda: step(ours.logits(ours.train()(tokens))))
+    start = tokens[:, :prompt].repeat(rows // 8, 1)
+
+    @torch.inference_mode()
+    def decode():
+        cache, text = Cache(lean, rows, prompt + new + 1), start
+        hidden = lean.decode(start, cache, slice(0, rows), start.new_zeros(rows))
+        for i in range(new):
+            token = lean.logits(hidden[:, -1:]).argmax(-1)
+            text = torch.cat((text, token), 1)
+            hidden = lean.decode(token, cache, slice(0, rows), start.new_full((rows,), prompt + i))
+        return text
+    generate = lambda: theirs["eager"].eval().generate(start, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    decoded = seconds(generate, decode, repeat=3)
+    print(f"a small DeepSeek-V3, transformers {transformers.__version__} and ours")
+    for name, t in zip((*theirs, "ours"), trained):
+        print(f"  forward + backward, {name:16s} {tokens.numel() / t:8,.0f} tokens/s   {min(trained[:2]) / t:5.2f} x their faster one")
+    for name, t in zip(("generate", "ours"), decoded):
+        print(f"  decoding {rows} rows, {name:17s} {rows * new / t:8,.0f} tokens/s   {decoded[0] / t:5.2f} x theirs")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ class Config:
     context: int = 256            # tokens of a sequence
     batch_tokens: int = 4096      # per step, over all ranks
     micro_tokens: int = 4096      # per forward
+    recompute: bool = False       # of a layer only the input is kept, the rest computed again in the backward: memory for a third more work
     grow: float = 0.25            # share of pretrain's and sft's steps with a shorter window: a quarter of it, then half
     yarn: float = 2.0             # window stretch of the long stage
     # sft
@@ -128,6 +129,7 @@ class Config:
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 20               # of an agent in all
     curriculum: bool = True
+    hardest: int = 6              # the level up to which the curriculum makes harder tasks (0 to 5 are those of evaluation)
     # parallel (torchrun)
     cp: int = 1
     ep: int = 1
@@ -152,14 +154,14 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
-    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "rl": dict(steps=36, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
 NOT_COMPARED = {"processes", "out", "export", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep",
-                "dp_replicate", "micro_tokens", "eval_tasks", "eval_samples", "workers", "staleness"}
+                "dp_replicate", "micro_tokens", "recompute", "eval_tasks", "eval_samples", "workers", "staleness"}
 
 
 # ---------------------------------------------------------------- command line
@@ -220,6 +222,8 @@ def configure(given, stage):
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
+    if config.hardest >= len(synth_tasks.LEVELS):
+        stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
     if stage == "rl" and config.cp > 1:
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
@@ -401,7 +405,7 @@ class Reinforcement:
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
             tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
             temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
-        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum)
+        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum, config.hardest)
         self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
@@ -625,7 +629,7 @@ class Run:
 
     def lay_out(self, model):
         """The dtype of its products, its compiled blocks, its cut over the ranks."""
-        model.compute(self.dtype)
+        model.compute(self.dtype).recompute = self.config.recompute
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
@@ -784,7 +788,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(), "step": step,
                      "source": source.state_dict()}
             hsdp.save(out, run.model, optimizer, extra, source.tensors())
-        if step % 3 == 0 or log["seconds"] > 2:
+        if step % 20 == 0 or log["seconds"] > 2:
             trim()
         if stopping:
             bar.close()
@@ -839,50 +843,14 @@ def evaluate(config):
     memory = run.sum(peak_memory())
     if run.rank:
         return
-    text = eval.table(policies)
+    text = eval.table(policies, "given" if config.tasks else "held-out")
     minutes = (time.time() - START) / 60
     text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
-    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": last_lines(out)})
-    draw_losses(out)
+    logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
+    ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
+    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends})
+    eval.draw_training(logs, out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
-
-
-def lines_of(out, stage):
-    path = out / f"{stage}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def last_lines(out):
-    return {stage: lines[-1] for stage in ORDER if (lines := lines_of(out, stage))}
-
-
-def draw_losses(out):
-    """loss.png: the three supervised stages end to end; reward.png: reward, solved and wrong calls by RL step"""
-    figure, ax = eval.axes("Loss of the supervised stages", "step", "nats per token")
-    start = 0
-    for stage in ORDER[:3]:
-        lines = lines_of(out, stage)
-        ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
-        start += len(lines)
-    ax.set_yscale("log")
-    ax.legend()
-    figure.savefig(out / "loss.png", dpi=120)
-    lines = lines_of(out, "rl")
-    if lines:
-        figure, ax = eval.axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
-        steps, level = [line["step"] for line in lines], ax.twinx()
-
-        def curve(axis, key, **style):
-            values = np.array([line[key] for line in lines])
-            axis.plot(steps, [values[max(0, i - 4):i + 1].mean() for i in range(len(values))], **style)
-        for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"),
-                           ("bad_tool", "with a wrong tool call")):
-            curve(ax, key, label=label)
-        curve(level, "level", color="gray", alpha=.5)
-        ax.set_ylim(0, 1.05)
-        level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
-        ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
-        figure.savefig(out / "reward.png", dpi=120)
 
 
 def spread(argv, config):

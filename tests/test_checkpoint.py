@@ -3,6 +3,8 @@ import base64
 import json
 import math
 import random
+import subprocess
+import sys
 import unicodedata
 
 import pytest
@@ -171,6 +173,27 @@ def test_a_folder_saved_by_transformers_itself_is_read(family, tmp_path):
     config, loaded = read_checkpoint(tmp_path / "saved")
     again, expected = read_checkpoint(tmp_path / "in")
     assert config == again and all(torch.equal(a, b) and n == m for (n, a), (m, b) in zip(loaded, expected, strict=True)) and tensors
+
+
+PEAK = """
+import re, sys
+import torch
+import moe
+peak = lambda: 1024 * int(re.search("VmHWM: *(.*) kB", open("/proc/self/status").read())[1])     # getrusage knows the parent's, too
+moe.load_model(sys.argv[1] + "/small", torch.bfloat16)
+before = peak()
+model = moe.load_model(sys.argv[1] + "/large", torch.bfloat16)
+print((peak() - before) / sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are let go, and peaks counted, as Linux does")
+def test_loading_needs_little_more_memory_than_the_weights_it_leaves(tmp_path):
+    for name, raw in (("small", FAMILIES["deepseek_v3"]), ("large", dict(FAMILIES["deepseek_v3"], hidden_size=1024, vocab_size=20_000,
+                                                                        n_routed_experts=64, moe_intermediate_size=256))):
+        write_folder(tmp_path / name, raw, lambda tensors: tensors.update({n: t.to(torch.bfloat16) for n, t in tensors.items()}))
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], cwd=moe.__file__.rpartition("/")[0], capture_output=True, text=True)
+    assert 0.9 < float(done.stdout) < 1.2, done
 
 
 # ---------------------------------------------------------------- many ranks

@@ -13,7 +13,7 @@ from conftest import run_ranks
 
 import hsdp
 from hsdp import Layout, parallelize
-from moe import Model, ModelConfig, balance, mtp_loss
+from moe import Model, ModelConfig, balance, mtp_loss, write_checkpoint
 from muon import Muon, check_parameters
 
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))            # (cp, ep, dp_replicate): all 16 fit 8 ranks
@@ -63,9 +63,10 @@ def update(model, optimizer):
     return float(norm)
 
 
-def train(meshes, steps=3):
+def train(meshes, steps=3, recompute=False):
     """Three Muon steps, and the gradients of the fourth. -> losses and norms, whole gradients, whole state"""
     model = parallelize(build(), meshes)
+    model.recompute = recompute
     optimizer, numbers = make_optimizer(model), []
     for step in range(steps):
         numbers += [forward_backward(model, meshes, step), update(model, optimizer)]
@@ -106,6 +107,7 @@ def eight(rank, world, one, folder):
         found[check.__name__] = check(world)
     starved = zip(starved_gradients(make_meshes(8, 1, 4)), one[3], strict=True)
     found["starved"] = max(float((mine - alone).abs().max()) for mine, alone in starved)
+    found["recomputed"] = compare(train(make_meshes(8, 2, 4), recompute=True), one)
     drafted = draft_gradients(make_meshes(8, 1, 4, 2))
     found["drafted"] = max(float((drafted[n] - g).abs().max() / g.abs().max()) for n, g in one[4].items())
     found["saved"] = save_and_go_on(make_meshes(8, 2, 8), folder)
@@ -236,6 +238,11 @@ def found(folder):
 @pytest.mark.parametrize("sizes", TABLE, ids=lambda s: "cp{}-ep{}-copies{}".format(*s))
 def test_eight_ranks_equal_one_process_after_three_muon_steps(found, sizes):
     losses, gradients, weights, biases = found[Layout(8, *sizes)]
+    assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
+
+
+def test_activations_computed_again_change_nothing(found):
+    losses, gradients, weights, biases = found["recomputed"]
     assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
 
 
@@ -451,6 +458,19 @@ def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
     text = capsys.readouterr().out
     assert "--net=25" in text and "--share=" in text and "shared mesh need 16 GPUs; on two meshes 8." in text
     assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
+
+
+def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
+    write_checkpoint(tmp_path / "moe", build())
+    hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])
+    assert f"train.py --init_from={tmp_path}/moe --cp=1 --ep=4 --dp_replicate=1" in capsys.readouterr().out
+    write_checkpoint(tmp_path / "dense", build(ModelConfig(**{**vars(CONFIG), "dense_layers": 2})))
+    hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
+    assert f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --cp=1 --ep=1" in capsys.readouterr().out
+    hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"])
+    assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="config.json"):
+        hsdp.main(["--plan", f"--init_from={tmp_path}"])
 
 
 @pytest.mark.parametrize("flags, message", [

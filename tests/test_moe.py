@@ -408,6 +408,27 @@ def test_the_models_configuration_says_what_is_implausible():
         assert (not torch.equal(record[0].sort(-1)[0], replay)) == changed
 
 
+def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer_kept_bytes():
+    model, tokens, kept = build().train(), text(2, 16), []
+    routers = [block.ffn.router for block in model.layers if isinstance(block.ffn, MoE)]
+
+    def results():
+        sizes = []
+        for router in routers:
+            router.load = torch.zeros(6)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            model.logits(model(tokens)).square().sum().backward()
+        kept.append(sum(sizes))
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return grads, [router.load for router in routers]
+
+    (grads, loads), model.recompute = results(), True
+    again = results()
+    assert all(map(torch.equal, grads, again[0])) and all(map(torch.equal, loads, again[1])) and loads[0].sum() == 32 * SMALL.active
+    assert kept[1] < 0.3 * kept[0]
+
+
 def test_replayed_tokens_are_not_counted_as_load():
     model, tokens, record = build().train(), text(1, 8), []
     model(tokens, record=record)

@@ -1,4 +1,6 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
+import base64
+import importlib.util
 import json
 import os
 import random
@@ -14,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
@@ -516,6 +519,32 @@ def generated(repository, tmp_path_factory):
 
 def of_kind(generated, kind):
     return next(task for task in generated[0] if task.meta["kind"] == kind)
+
+
+def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_given_back(generated, tmp_path):
+    """A random model in DeepSeek-V3's format: two RL steps on a repository's tasks, evaluation on them, export."""
+    import train
+    sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
+                              expert_ffn=16, context=4096)
+    train.write_checkpoint(tmp_path / "in", train.Model(sizes))
+    (tmp_path / "in" / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    flags = ["--stage=rl", "--steps=2", f"--init_from={tmp_path}/in", f"--tasks={generated[2]}", f"--out={tmp_path}/out", "--device=cpu",
+             "--dtype=float32", "--processes=1", "--window=1024", "--turns=2", "--tasks_per_step=2", "--group=2", "--scale=tiny"]
+    train.main(flags)
+    log = [json.loads(line) for line in (tmp_path / "out" / "rl.jsonl").read_text().splitlines()]
+    assert len(log) == 2 and all(line["sampled"] > 0 and line["solved"] == 0 for line in log)
+    told = (tmp_path / "out" / "transcripts.jsonl").read_text()
+    assert any(json.dumps(task.problem_statement)[1:-1] in told for task in generated[0])
+    train.main([*flags, "--stage=eval", "--eval_samples=1"])
+    overall = json.loads((tmp_path / "out" / "summary.json").read_text())["policies"]["after RL"]["overall"]
+    assert overall["tasks"] == len(generated[0]) and overall["solved"] == 0
+    train.main([f"--out={tmp_path}/out", f"--export={tmp_path}/back"])
+    mine, trained = train.load_model(tmp_path / "back").state_dict(), train.eval.load(tmp_path / "out")[0].state_dict()
+    assert all(torch.equal(mine[name], t) for name, t in trained.items() if not name.endswith("load"))
+    if importlib.util.find_spec("transformers"):                         # .ci/run has it in its second round
+        import transformers
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", local_files_only=True, dtype=torch.float32)
+        assert torch.equal(theirs.lm_head.weight, mine["head.weight"])
 
 
 def test_verified_tasks_come_out_of_a_repository_and_hold_from_the_file_alone(generated):
