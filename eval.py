@@ -162,11 +162,12 @@ def draw(policies, folder):
     folder = Path(folder)
     levels = {name: by_level(records) for name, records in policies.items()}
     figure, ax = axes("Effort follows difficulty?", "level of the task", "sampled tokens per task")
-    for i, (name, rows) in enumerate(levels.items()):
+    for name, rows in levels.items():
         ax.plot(list(rows), [r["tokens"] for r in rows.values()], "o-", label=name)
-        for level, r in rows.items():                            # labels of one above its points, of the next below
-            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, (6, -12)[i % 2]), ha="center",
-                        fontsize=7)
+        for level, r in rows.items():
+            top = r["tokens"] >= max(other[level]["tokens"] for other in levels.values() if level in other)
+            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, 6 if top else -12),
+                        ha="center", fontsize=7)
     ax.legend()
     figure.savefig(folder / "effort.png", dpi=120)
     figure, ax = axes("Score against tokens (one point per level)", "sampled tokens per task", "solved")
