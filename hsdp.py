@@ -554,7 +554,7 @@ def memory(config, shapes, layout, step, recompute=False):
 
 
 def parameter_shapes(name, folder=""):
-    """A named model, or that of a published folder, without its memory: moe.Model on the meta device. -> (ModelConfig, {parameter: shape})"""
+    """A named model, or that of a published folder, on the meta device. -> (ModelConfig, {parameter: shape})"""
     from moe import Model, ModelConfig, read_config
     if not folder and name not in MODELS:
         raise ValueError(f"unknown model {name!r}: {', '.join(MODELS)}")

@@ -202,7 +202,8 @@ def spoiled(folder, mine, experts):
     """A copy of the folder with NaN in place of the experts that are not `mine`."""
     other = folder.parent / f"{folder.name} {mine.start} {mine.stop}"
     if not other.exists():
-        nan = lambda t: {n: x * torch.nan if any(f".experts.{e}." in n for e in set(range(experts)) - set(mine)) else x for n, x in t.items()}
+        foreign = [f".experts.{e}." for e in set(range(experts)) - set(mine)]
+        nan = lambda t: {n: x * torch.nan if any(e in n for e in foreign) else x for n, x in t.items()}
         write_folder(other, json.loads((folder / "config.json").read_text()), lambda tensors: tensors.update(nan(tensors)))
     return other
 
@@ -220,7 +221,8 @@ def read_own_parts(rank, world, folder, cases):
         with torch.no_grad():
             logits = (model.logits(model(tokens)) - whole.logits(whole(tokens))).abs().max().item()
         state, expected = hsdp.full_state(model), whole.state_dict()
-        found[(family, *sizes)] = state.keys() == expected.keys() and all(torch.equal(state[n], t) for n, t in expected.items()), logits, held
+        same = state.keys() == expected.keys() and all(torch.equal(state[n], t) for n, t in expected.items())
+        found[(family, *sizes)] = same, logits, held
     return found
 
 
