@@ -231,15 +231,20 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
-EXPERIMENTS = {     # name: question, the stage that differs (all: the whole recipe), the curve by step, {arm: flags of train.py}
-    "recipe": ("The whole recipe", "all", "solved", {"recipe": []}),
-    "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "pretrain", "loss", {
+# name: question, the curve by step, {arm: flags of train.py}, and where the arms begin: [] at the SFT of the default run, which is
+# itself the arm without flags; [flags] at an SFT of their own; None at the beginning, and pretraining is all they do
+EXPERIMENTS = {
+    "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
+    "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
         **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.0015, .003, .006)},
-        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--steps=80"] for lr in (.003, .006, .012)}}),
-    "feedback": ("How fast does a bad habit go?", "rl", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}),
-    "penalty": ("What does a price on effort do?", "rl", "effort", {
-        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.01", "--penalty_q=0"], "nonlinear": ["--length_penalty=0.1"]}),
-    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "rl", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}),
+        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--steps=80"] for lr in (.003, .006, .012)}}, None),
+    "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
+    "penalty": ("What does a price on effort do?", "effort", {
+        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.01", "--penalty_q=0"],
+        "nonlinear": ["--length_penalty=0.1"]}, []),
+    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}, []),
+    "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
+        "careless world": ["--harden=0"], "hardened world": ["--harden=1"]}, ["--harden=0"]),
 }
 
 
@@ -253,42 +258,50 @@ def train_py(*words):
 
 
 def experiment(name, seeds, out, flags):
-    """Every arm with every seed, each from the same earlier stages -> table, NAME.json, NAME.png in out/NAME. Killed, it goes on."""
-    question, stage, curve, arms = EXPERIMENTS[name]
-    out, jobs = Path(out, name), []
+    """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
+    Killed, it goes on."""
+    question, curve, arms, base = EXPERIMENTS[name]
+    out, jobs, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
-        base, common = str(out / f"base-{seed}"), [f"--seed={seed}", *flags]
-        jobs += [[f"--stage={s}", f"--out={base}", *common] for s in ("pretrain", "long", "sft") if stage == "rl"]
+        start, common = Path(out if base else out.parent, f"base-{seed}"), [f"--seed={seed}", *flags]
+        if base:
+            jobs += [[f"--stage={stage}", f"--out={start}", *common, *base] for stage in ("pretrain", "long", "sft")]
+        elif base is not None:
+            jobs.append([f"--out={start}", *common])
         for arm, changes in arms.items():
-            here = [f"--out={arm_folder(out, arm, seed)}", *common, *changes]
-            here += [f"--start_from={base}"] * (stage == "rl")
-            jobs += [[f"--stage={s}", *here] for s in ((stage, "eval") if stage == "rl" else (stage,))]
+            folders[arm].append(out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start)
+            here = [f"--out={folders[arm][-1]}", *common, *changes]
+            if base is None:
+                jobs.append(["--stage=pretrain", *here])
+            elif changes:
+                jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", *here]]
     for words in tqdm(jobs, desc=name):
         train_py(*words)
-    of = lambda arm, *policy: [outcome(arm_folder(out, arm, seed), stage, curve, *policy) for seed in seeds]
-    results = {arm: of(arm) for arm in arms}
+    results = {arm: [outcome(folder, curve) for folder in folders[arm]] for arm in arms}
+    out.mkdir(parents=True, exist_ok=True)
     draw_curves(question, curve, results, out / f"{name}.png")
-    if stage == "all":
-        results = {"before RL": of(name, "before RL"), "after RL": results[name]}
+    if name == "recipe":
+        results = {policy: [outcome(folder, curve, policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
     text = compare(question, results)
     (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
     print(f"{text}\n\n{out}/{name}.json, {name}.png")
 
 
-def arm_folder(out, arm, seed):
-    return out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}"
-
-
-def outcome(folder, stage, curve, policy="after RL"):
+def outcome(folder, curve, policy="after RL"):
     """The curve by step, and the numbers at the end, of one run."""
-    lines = lines_of(folder, "rl" if stage == "all" else stage)
-    end = {"held-out loss": lines[-1].get("held_out_loss")}
-    if stage in ("rl", "all"):
-        after = json.loads((folder / "summary.json").read_text())["policies"][policy]
-        whole, levels = after["overall"], list(after["levels"].values())
-        end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
-               "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
-    return {"curve": [line[curve] for line in lines], "end": end}
+    lines = lines_of(folder, "pretrain" if curve == "loss" else "rl")
+    values = [line[curve] for line in lines]
+    if curve == "loss":
+        return {"curve": values, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
+    after = json.loads((folder / "summary.json").read_text())["policies"][policy]
+    whole, levels = after["overall"], list(after["levels"].values())
+    end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
+           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
+    if curve == "bad_tool":                             # as a running mean; never: one step more than there were
+        end["a tenth at step"] = next((i + 1 for i, rate in enumerate(running(values)) if rate <= .1 * values[0]), len(values) + 1)
+    if curve == "cheats":
+        end["cheats: first 5"], end["last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+    return {"curve": values, "end": end}
 
 
 def compare(question, results):

@@ -58,7 +58,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from synth_tasks import SUMMARIZE, Rehearsal, Sandbox, Task, Workspace, call_tool, expert, judge, make_task
+from synth_tasks import (SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert, judge,
+                         make_task)
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -808,6 +809,13 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=N
     insert_hints(chain, hinted, make_turn(tokenizer, "hint", remind(task)) if hinted else None)
     chain.stats = effort_counts(chain)
     return chain
+
+
+def cheats(chain):
+    """Does the audit find a cheat in this rollout?"""
+    story = [(Action(turn.text, [(call.name, call.args) for call in turn.calls]), [call.output for call in turn.calls])
+             for turn in chain.turns if turn.role == "assistant"]
+    return any(finding.severity == "cheat" for finding in audit(chain.task, story, changes(chain.task.files, chain.files)))
 
 
 def insert_hints(chain, hinted, hint):

@@ -129,6 +129,7 @@ class Config:
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 20               # of an agent in all
     curriculum: bool = True
+    harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     hardest: int = 6              # the level up to which the curriculum makes harder tasks (0 to 5 are those of evaluation)
     # parallel (torchrun)
     cp: int = 1
@@ -154,7 +155,7 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
-    "rl": dict(steps=36, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
@@ -385,11 +386,16 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = synth_tasks.make_task(i % LEVELS, (config.seed << 24) + i)
+        task = make_task(config, i % LEVELS, (config.seed << 24) + i)
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, feedback_distill.available_tools,
                                     config.hints, config.neutral_hints)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
+
+
+def make_task(config, level, seed):
+    task = synth_tasks.make_task(level, seed)
+    return task if config.harden else synth_tasks.unharden(task)
 
 
 class Reinforcement:
@@ -405,8 +411,11 @@ class Reinforcement:
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
             tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
             temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
-        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum, config.hardest)
-        self.tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else None
+        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        random.Random(config.seed).shuffle(tasks)
+        self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
+        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum, config.hardest,
+                                                 sizes={level: len(tasks) for level, tasks in self.tasks.items()})
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
@@ -414,13 +423,10 @@ class Reinforcement:
                                                        final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
 
     def draw(self, step):
-        """This step's tasks (equal on all ranks), easy ones first: each is used once."""
+        """This step's tasks (equal on all ranks), easy ones first."""
         rng = random.Random(f"{self.run.config.seed}/rl/{step}")
-        if self.tasks:
-            n = self.run.config.tasks_per_step
-            return [self.tasks[(step * n + i) % len(self.tasks)] for i in range(n)]
         drawn = sorted(self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step))
-        return [synth_tasks.make_task(level, seed) for level, seed in drawn]
+        return [self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number) for level, number in drawn]
 
     def shape(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
@@ -444,8 +450,7 @@ class Reinforcement:
             for chain in group:
                 self.shape(chain)
         for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
-            if not self.tasks:
-                self.curriculum.update(level, solved, config.group)
+            self.curriculum.update(level, solved, config.group)
         log["rollout_s"] = time.time() - start
         lag = rollout.staleness(groups, step)
         log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
@@ -510,13 +515,13 @@ class Reinforcement:
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
-        rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward}
-                                for g in groups for c in g])
+        rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
+                                 "cheats": rollout.cheats(c)} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
             rewards.setdefault(row["task"], []).append((row["reward"], row["solved"]))
-        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
+        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level", "cheats"):
             log[key] = mean(lambda row: row[key])
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
                    best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),

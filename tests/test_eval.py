@@ -2,6 +2,7 @@
 import itertools
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -228,7 +229,7 @@ def fake_runs(monkeypatch):
         out.mkdir(parents=True, exist_ok=True)
         seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
         bad = [.5, .4, .3] if "--feedback=0" in words else [.5, .1 * seed, 0.]
-        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b}) + "\n" for i, b in enumerate(bad)))
+        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b}) + "\n" for i, b in enumerate(bad)))
         whole = dict(solved=.5 + .1 * seed, tokens=100, bad_tool=bad[-1])
         (out / "summary.json").write_text(json.dumps({"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}))
     monkeypatch.setattr(evaluation, "train_py", train_py)
@@ -238,17 +239,26 @@ def fake_runs(monkeypatch):
 def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(tmp_path, monkeypatch, capsys):
     asked = fake_runs(monkeypatch)
     evaluation.main(["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"])
-    stages = [words[0] for words in asked]
-    assert stages == ["--stage=pretrain", "--stage=long", "--stage=sft"] + ["--stage=rl", "--stage=eval"] * 2 + stages[:3] + stages[3:7]
-    assert all("--scale=tiny" in words for words in asked)
-    arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert ["--feedback=0" in words for words in arms] == [True, False, True, False]
-    assert {w for words in arms[:2] for w in words if w.startswith("--start")} == {f"--start_from={tmp_path}/feedback/base-1"}
-    assert len({w for words in asked for w in words if w.startswith("--out")}) == 6
+    base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
+    start = f"--start_from={tmp_path}/base-1"
+    assert asked[:3] == [(base, "--seed=1", "--scale=tiny"), ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
+                         ("--stage=eval", arm, "--seed=1", "--scale=tiny", "--feedback=0")]
+    assert asked[3:] == [tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words) for words in asked[:3]]
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
     assert data["results"]["reward alone"][1]["curve"] == [.5, .4, .3]
+    assert {run["end"]["a tenth at step"] for runs in data["results"].values() for run in runs} == {4}        # never
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("with targeted feedback"))
     assert line.split()[3:5] == ["0.700", "(0.100)"] and (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
+
+
+def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
+    asked = fake_runs(monkeypatch)
+    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}"])
+    base, flags = f"--out={tmp_path}/hacking/base-1", ("--seed=1", "--harden=0")
+    assert asked[:3] == [(f"--stage={stage}", base, *flags) for stage in ("pretrain", "long", "sft")]
+    arms = [words for words in asked if words[0] == "--stage=rl"]
+    assert [words[-1] for words in arms] == ["--harden=0", "--harden=1"]
+    assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
 
 
 def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(tmp_path, capsys):

@@ -20,7 +20,7 @@ from moe import Model, ModelConfig
 from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent, choose,
                      demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, train_bpe, write_action)
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task
+from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task, unharden
 
 TEXTS = example_texts(12, 0)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -487,6 +487,19 @@ def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
         with Workspace(task, sandbox) as workspace:
             real, _, _ = drive(agent(task, TRAINED, workspace, Limits(10**6, 999, 10**6)), bodies)
         assert [t.tokens for t in real.turns] == [t.tokens for t in chain.turns] and real.files == chain.files
+
+
+def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_audit_counts_exactly_those_rollouts():
+    took = []
+    for i in range(90):
+        clean = make_task(i % 6, i)
+        for task in (clean, unharden(clean)):
+            chain = demonstrate(task, TRAINED, random.Random(i), Limits(10**6, 999))
+            read = [call for turn in chain.turns for call in turn.calls if any(".mypy_cache" in argument for argument in call.args)]
+            assert rollout.cheats(chain) == bool(read) and all(call.name == "read_file" and not call.error for call in read)
+            took.append((task is clean, bool(read)))
+    counts = Counter(took)
+    assert not counts[True, True] and 5 <= counts[False, True] <= 30
 
 
 # ---------------------------------------------------------------- objective

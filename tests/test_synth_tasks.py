@@ -374,6 +374,22 @@ def test_a_resumed_curriculum_draws_what_the_first_would_have_drawn_and_never_a_
     assert first + walk(resumed, rng, 30) == drawn and len({seed for _, seed in drawn}) == 60
 
 
+def test_of_a_file_each_task_comes_once_before_any_comes_again_and_those_that_teach_come_first():
+    first, rng = [], random.Random(0)
+    for trial in range(20):
+        curriculum = st.Curriculum(sizes={2: 40, 5: 40, 7: 3}, seed=trial)
+        for level, solved in [(2, 8), (5, 4), (7, 0)] * 5:
+            curriculum.update(level, solved, 8)
+        drawn = [curriculum.next(rng) for _ in range(40)]
+        again = st.Curriculum(sizes={2: 40, 5: 40, 7: 3})
+        again.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+        drawn += [again.next(rng) for _ in range(43 + 83)]
+        assert sorted(drawn) == sorted([(level, i) for level, n in ((2, 40), (5, 40), (7, 3)) for i in range(n)] * 2)
+        assert len(set(drawn[:83])) == 83 and max(again.levels) == 7
+        first += [level for level, _ in drawn[:20]]
+    assert first.count(5) > 5 * first.count(2)
+
+
 def test_levels_always_won_or_never_are_left_and_a_harder_one_is_made():
     curriculum, rng, counts = st.Curriculum(), random.Random(0), {}
     for _ in range(300):
