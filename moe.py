@@ -377,7 +377,7 @@ class MoE(nn.Module):
         counts = torch.bincount(choice.flatten(), minlength=len(self.router.bias))   # (E,)
         if self.training and replay is None:
             self.router.load += counts
-        back = order.argsort()
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         y = self.dispatch(Spread.apply(flat, order, back, self.router.k), counts, self.experts)
         y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
         return y if self.shared is None else y + self.shared(x)
@@ -1275,24 +1275,27 @@ def seconds(*calls, repeat=5):
 
 def bench():
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)                                     # as in train.py's processes: one for each core
     dtype, T, D, Fe, E, K = torch.bfloat16, 4096, 256, 512, 16, 2
     torch.manual_seed(0)
     config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=Fe, shared=0)
-    moe, dense = MoE(config).to(device), FFN(D, K * Fe).to(device)
+    moe, master, dense = MoE(config).to(device), MoE(config).to(device), FFN(D, K * Fe).to(device, dtype)
+    moe.experts.to(dtype)
     x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
     y, counts = torch.randn(T * K, D, device=device, dtype=dtype), torch.full((E,), T * K // E, device=device)
     weights = (moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down)
 
     def both(layer):
-        for leaf in (x, *moe.parameters(), *dense.parameters()):
+        for leaf in (x, *moe.parameters(), *master.parameters(), *dense.parameters()):
             leaf.grad = None
         out = layer()
         out.backward(torch.ones_like(out))
     layers = {"dense layer of equal active FLOPs": lambda: dense(x), "MoE layer": lambda: moe(x),
-              "experts, grouped_mm": lambda: grouped_swiglu(y, counts, *weights),
+              "MoE layer, weights kept in fp32": lambda: master(x), "experts, grouped_mm": lambda: grouped_swiglu(y, counts, *weights),
               "experts, loop": lambda: looped_swiglu(y, counts, *weights)}
     times = seconds(*(partial(both, layer) for layer in layers.values()))
-    print(f"{device}, {dtype}, T={T} D={D} E={E} K={K} F={Fe}, forward + backward")
+    where = "one core" if device == "cpu" else torch.cuda.get_device_name()
+    print(f"{where}, {dtype}, T={T} D={D} E={E} K={K} F={Fe}, forward + backward")
     for name, t in zip(layers, times):
         print(f"  {name:36s} {1e3 * t:8.2f} ms   {t / times[0]:5.2f} x dense")
     model = Model(ModelConfig()).to(device).compute(dtype)

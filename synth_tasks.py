@@ -1777,6 +1777,7 @@ def stated(files):
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
     tests, ran = [path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", path)], (r"\d+ passed", "pass")
+    tests.sort(key=lambda path: "test" not in path.partition("/")[0])                       # benchmarks are not the suite
     modules = [path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__") for path in sources(files)]
     modules = sorted((name for name in modules if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
                       and name.split(".")[0] in modules), key=lambda name: name.count("."))

@@ -499,7 +499,7 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
             assert rollout.cheats(chain) == bool(read) and all(call.name == "read_file" and not call.error for call in read)
             took.append((task is clean, bool(read)))
     counts = Counter(took)
-    assert not counts[True, True] and 5 <= counts[False, True] <= 30
+    assert not counts[True, True] and 3 <= counts[False, True] <= 20
 
 
 # ---------------------------------------------------------------- objective
