@@ -38,6 +38,7 @@ subclass inherits as hidden tests, repositories over 5,000 files.
 import argparse
 import ast
 import configparser
+import copy
 import difflib
 import functools
 import hashlib
@@ -1236,9 +1237,10 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     failing = sum(outcome == "failed" for outcome in first["outcomes"].values())
     if not stable or failing > len(passing):
         raise Refusal(f"{repo}: its own suite does not pass ({failing} of {len(first['outcomes'])} tests fail)")
-    start = time.perf_counter()
     touched = run_suite(files, sandbox, stable, trace=True).get("touched", {})
-    patience = min(time_limit, 3 + 3 * (time.perf_counter() - start))       # longer than this hangs
+    start = time.perf_counter()
+    run_suite(files, sandbox, stable)
+    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))       # longer than this hangs
     found, wanted = definitions(files), imported_names(files)
     for one in found:
         parts = [one] if one.kind != "class" else methods(one, found)
@@ -1263,8 +1265,9 @@ def imported_names(files):
             for node in ast.walk(parsed(text)) if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
+@functools.lru_cache(64)
 def parsed(text):
-    """The syntax tree, empty where the text has none."""
+    """The syntax tree (shared: not to be changed), empty where the text has none."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):
@@ -1456,7 +1459,7 @@ def with_twins(text, groups, draw):
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
         start, one, two, copies = first_line(node), *draw.sample(range(10, 100), 2), []
-        old, node = node.name, Wary(plain).visit(node)
+        old, node = node.name, Wary(plain).visit(copy.deepcopy(node))
         new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
         body = list(node.body)
         for node.name, number in ((new, one), (twin, two)):
