@@ -236,8 +236,8 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
-        **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.0015, .003, .006)},
-        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--steps=80"] for lr in (.003, .006, .012)}}, None),
+        **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
+        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.01", "--penalty_q=0"],

@@ -1110,7 +1110,7 @@ def telltales(files, names):
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
-SUITE = """import json, os, sys
+SUITE = """import json, os, signal, sys
 order = json.load(sys.stdin)
 mouth, root = os.dup(1), os.getcwd()
 os.dup2(os.open(os.devnull, os.O_RDWR), 0), os.dup2(0, 1), os.dup2(0, 2)
@@ -1123,6 +1123,9 @@ def trace(frame, event, argument):
     if code.co_filename.startswith(root):
         now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
 
+def late(*_):
+    raise TimeoutError
+
 class Plugin:
     def pytest_collection_modifyitems(self, items):
         only = order["only"] and set(order["only"])
@@ -1132,7 +1135,9 @@ class Plugin:
     def pytest_runtest_logstart(self, nodeid):
         now.clear()
         sys.settrace(trace if order["trace"] else None)
+        signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
     def pytest_runtest_logfinish(self, nodeid):
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.settrace(None)
         touched[nodeid] = sorted(now)
     def pytest_runtest_logreport(self, report):
@@ -1140,7 +1145,8 @@ class Plugin:
             outcomes[report.nodeid] = "xfail" if hasattr(report, "wasxfail") else report.outcome
             seconds[report.nodeid] = report.duration
 
-arguments = ["-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--continue-on-collection-errors"]
+signal.signal(signal.SIGALRM, late)
+arguments = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--continue-on-collection-errors"]
 sys.settrace(trace if order["trace"] else None)
 pytest.main([*arguments, *["-x"] * order["brief"], "--rootdir", root, *order["paths"]], plugins=[Plugin()])
 answer = dict(key=order["key"], outcomes=outcomes, seconds=seconds, touched=touched if order["trace"] else {})
@@ -1150,14 +1156,16 @@ os._exit(0)
 """
 
 
-def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False):
+def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False, limit=True):
     """What pytest says about these files: outcomes, seconds and touched code by node id; {} if it was stopped or said nonsense.
 
     The answer must carry a key drawn here and read by the child before any code of the repository is imported. Nobody reads
-    the messages, so asserts are not rewritten, which would be half of the work; `brief` stops at the first failure."""
+    the messages, so asserts are not rewritten, which would be half of the work; `brief` stops at the first failure, `limit` fails a
+    test that takes a quarter of the time of all (a deletion often leaves an endless loop)."""
     key = os.urandom(16).hex()
     paths = sorted({node.split("::")[0] for node in only}) if only is not None else []
-    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths))
+    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths,
+                            limit=sandbox.time_limit / 4 * limit))
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", SUITE], order)
     try:
         answer = json.loads(result.output)
@@ -1220,7 +1228,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
     sandbox = sandbox or repository_sandbox(files, time_limit)
-    runs = [run_suite(files, sandbox), run_suite(files, sandbox, reverse=True)]
+    runs = [run_suite(files, sandbox, reverse=reverse, limit=False) for reverse in (False, True)]
     for run in runs:
         if run.get("timed_out"):
             raise Refusal(f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s")
