@@ -985,7 +985,8 @@ class Curriculum:
     are drawn, or come from a file with `sizes` (level -> number of tasks in it)."""
 
     def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None):
-        self.levels, self.on, self.hardest, self.forget = sorted(sizes or levels), on, hardest, forget
+        self.levels, self.on, self.forget = sorted(sizes or levels), on, forget
+        self.hardest = self.levels[-1] if sizes else hardest    # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}
         self.seed, self.drawn, self.sizes, self.taken = seed, 0, sizes, {level: 0 for level in sizes or ()}
 
@@ -1010,7 +1011,7 @@ class Curriculum:
         won, lost = self.counts[level]
         self.counts[level] = [self.forget * won + solved + 1 - self.forget, self.forget * lost + total - solved + 1 - self.forget]
         top = max(self.levels)
-        if self.on and not self.sizes and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .85:
+        if self.on and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .85:
             self.levels.append(top + 1)
             self.counts[top + 1] = [1.0, 1.0]
 

@@ -394,6 +394,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 
 
 def make_task(config, level, seed):
+    """A generated task, in the world that the run trains in."""
     task = synth_tasks.make_task(level, seed)
     return task if config.harden else synth_tasks.unharden(task)
 
