@@ -765,7 +765,7 @@ def draw_timeline(events, path):
         for begin, end, color, label in bars:
             axes.barh(task, mark[end] - mark[begin], left=mark[begin], color=color, label=label if task == min(marks) else None)
     axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks), title="One task's shards travel, another multiplies")
-    axes.invert_yaxis(), axes.legend(loc="lower right", fontsize=8)
+    axes.invert_yaxis(), axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
