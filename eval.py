@@ -232,7 +232,8 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
 # name: question, the curve by step, {arm: flags of train.py}, and where the arms begin: [] at the SFT of the default run, which is
-# itself the arm without flags; [flags] at an SFT of their own; None at the beginning, and pretraining is all they do
+# itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; None at the beginning, and
+# pretraining is all they do
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
@@ -265,7 +266,8 @@ def experiment(name, seeds, out, flags):
     for seed in seeds:
         start, common = Path(out if base else out.parent, f"base-{seed}"), [f"--seed={seed}", *flags]
         if base:
-            jobs += [[f"--stage={stage}", f"--out={start}", *common, *base] for stage in ("pretrain", "long", "sft")]
+            jobs += [[f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common] for stage in ("pretrain", "long")]
+            jobs.append(["--stage=sft", f"--start_from={out.parent}/base-{seed}", f"--out={start}", *common, *base])
         elif base is not None:
             jobs.append([f"--out={start}", *common])
         for arm, changes in arms.items():

@@ -16,9 +16,8 @@ architecture). Ours: the sizes, fp32 residual stream, initialisation, the balanc
     drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) speaks of x_t+2; learned from the main head's logits at t+1
     balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice, no auxiliary loss bends the gradient
 
-Left out: dropout, and kernels of the small formats (their values are emulated, their speed is not). The model knows no ranks:
-hsdp.py replaces two attributes, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents of the whole
-sequence), whose defaults do nothing.
+Left out: dropout, and a backward in the small formats. The model knows no ranks: hsdp.py replaces two attributes, MoE.dispatch
+(tokens travel to their experts) and Attention.gather (latents of the whole sequence), whose defaults do nothing.
 
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value dims, C latent dims,
 E experts, K chosen experts, F expert width, M = B * T tokens, S cache rows.
@@ -159,30 +158,42 @@ def nearest(x, mantissa, lowest):
     return (x / step).round() * step
 
 
-def mxfp8(x):
-    """The values MXFP8 can hold: E4M3, and for every 32 of the last axis a power of two that takes the largest to at most 448."""
+def mxfp8_parts(x):
+    """-> numbers of E4M3 (..., C/32, 32), and a power of two for every 32 (..., C/32, 1) that takes the largest to at most 448."""
     blocks = x.float().unflatten(-1, (-1, 32))
     fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
     scale = power_of_two((exponent - 9 + (fraction > 0.875)).clamp(min=-126))        # 448 = 0.875 * 2^9: rounded up, no saturation
-    return (nearest(blocks / scale, 3, -6) * scale).flatten(-2).to(x.dtype)
+    return nearest(blocks / scale, 3, -6), scale
 
 
-def nvfp4(x):
-    """E2M1 with an E4M3 scale per 16, and Cursor's variant: the FP32 scale belongs to the row (token), not to the tensor, so that
-    no token's value depends on the others in its batch."""
+def nvfp4_parts(x):
+    """-> numbers of E2M1 (..., C/16, 16), an E4M3 scale for every 16 (..., C/16, 1), and an FP32 one. That is Cursor's variant: it
+    belongs to the row (token), not to the tensor, so that no token's value depends on the others in its batch: (..., 1, 1)"""
     blocks = x.float().unflatten(-1, (-1, 16))
     top = blocks.abs().amax(-1, keepdim=True)
     row = (top.amax(-2, keepdim=True) / (6 * 448)).clamp(min=1e-30)
     scale = nearest(top / 6 / row, 3, -6).clamp(2 ** -9, 448)
-    return (nearest(blocks / (scale * row), 1, 0).clamp(-6, 6) * scale * row).flatten(-2).to(x.dtype)
+    return nearest(blocks / (scale * row), 1, 0).clamp(-6, 6), scale, row
+
+
+def mxfp8(x):
+    """x (..., C) rounded to what MXFP8 can hold"""
+    numbers, scale = mxfp8_parts(x)
+    return (numbers * scale).flatten(-2).to(x.dtype)
+
+
+def nvfp4(x):
+    """x (..., C) rounded to what NVFP4 can hold"""
+    numbers, scale, row = nvfp4_parts(x)
+    return (numbers * scale * row).flatten(-2).to(x.dtype)
 
 
 FORMATS = {"": lambda x: x, "mxfp8": mxfp8, "nvfp4": nvfp4}
 
 
 class Quantize(torch.autograd.Function):
-    """Emulated on every device: the values are those of the format, the products run in the dtype of x. The gradient passes
-    straight through (Cursor computes it in MXFP8: left out)."""
+    """The values are those of the format, the products run in the dtype of x. The gradient passes straight through (Cursor computes
+    it in MXFP8: left out)."""
     @staticmethod
     def forward(ctx, x, precision):
         return FORMATS[precision](x)
@@ -192,13 +203,61 @@ class Quantize(torch.autograd.Function):
         return grad, None
 
 
+def tiled(scale):
+    """Block scales (R, S) as the products want them: tiles of 128 rows by 4, row r of a tile at 16 (r mod 32) + 4 (r div 32)
+    (cuBLAS documentation, "1D block scaling factors layout")."""
+    tiles = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    return tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+
+
+def packed(x, precision):
+    """x (R, C) as the operand of a scaled product: numbers (R, C), or two to a byte, block scales in tiles, and rows' scales (R, 1)."""
+    if precision == "mxfp8":
+        numbers, scale = mxfp8_parts(x)
+        return numbers.flatten(1).to(torch.float8_e4m3fn), tiled(scale[..., 0].to(torch.float8_e8m0fnu)), scale.new_ones(len(x), 1)
+    numbers, scale, row = nvfp4_parts(x)
+    size = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=x.device)
+    code = (torch.bucketize(numbers.abs(), size) + 8 * (numbers < 0)).flatten(1).to(torch.uint8)
+    return (code[:, ::2] | code[:, 1::2] << 4).view(torch.float4_e2m1fn_x2), tiled(scale[..., 0].to(torch.float8_e4m3fn)), row[..., 0]
+
+
+class ScaledProduct(torch.autograd.Function):
+    """x (M, C) sorted by expert, w (E, R, C) -> (M, R), on tensor cores that take the small formats, an expert at a time. The gradient
+    is that of the emulation: products of the rounded values in the dtype of x."""
+    @staticmethod
+    def forward(ctx, x, w, counts, precision):
+        ctx.save_for_backward(x, w, counts)
+        ctx.precision = precision
+        kind = F.ScalingType.BlockWise1x32 if precision == "mxfp8" else F.ScalingType.BlockWise1x16
+        order, y = F.SwizzleType.SWIZZLE_32_4_4, x.new_empty(len(x), w.shape[1])
+        for rows, weight, out in zip(x.split(counts.tolist()), w, y.split(counts.tolist())):
+            if len(rows):
+                (a, a_scale, a_row), (b, b_scale, b_row) = packed(rows, precision), packed(weight, precision)
+                product = F.scaled_mm(a, b.t(), a_scale, kind, b_scale, kind, order, order, output_dtype=torch.bfloat16)
+                out.copy_(product * a_row * b_row.T)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, counts = ctx.saved_tensors
+        offsets, q = counts.cumsum(0).to(torch.int32), FORMATS[ctx.precision]
+        return F.grouped_mm(grad, q(w), offs=offsets), F.grouped_mm(grad.t(), q(x), offs=offsets), None, None
+
+
+def scales_in_hardware(device):
+    """Do the tensor cores of this device multiply MXFP8 and NVFP4? Compute capability 10 (B200) and later."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
 def grouped_swiglu(x, counts, w_gate, w_up, w_down, precision=""):
-    """x (M, D) sorted by expert, counts (E,): rows per expert. One grouped GEMM per matrix instead of E small ones."""
+    """x (M, D) sorted by expert, counts (E,): rows per expert. One grouped GEMM per matrix instead of E small ones. precision: in
+    hardware where there is any, else emulated: the same numbers multiplied in the dtype of x."""
     offsets = counts.cumsum(0).to(torch.int32)
     q = lambda t: Quantize.apply(t, precision) if precision else t
-    mm = lambda a, w: F.grouped_mm(a, q(w.to(a.dtype)).transpose(-2, -1), offs=offsets)
-    x = q(x)
-    return mm(q(F.silu(mm(x, w_gate)) * mm(x, w_up)), w_down)
+    mm = lambda a, w: F.grouped_mm(q(a), q(w.to(a.dtype)).transpose(-2, -1), offs=offsets)
+    if precision and scales_in_hardware(x.device):
+        mm = lambda a, w: ScaledProduct.apply(a, w.to(a.dtype), counts, precision)
+    return mm(F.silu(mm(x, w_gate)) * mm(x, w_up), w_down)
 
 
 def filled(number):

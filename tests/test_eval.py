@@ -254,8 +254,9 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
     evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}"])
-    base, flags = f"--out={tmp_path}/hacking/base-1", ("--seed=1", "--harden=0")
-    assert asked[:3] == [(f"--stage={stage}", base, *flags) for stage in ("pretrain", "long", "sft")]
+    begun = [("--stage=pretrain", f"--out={tmp_path}/base-1", "--seed=1"), ("--stage=long", f"--out={tmp_path}/base-1", "--seed=1")]
+    assert asked[:3] == [*begun, ("--stage=sft", f"--start_from={tmp_path}/base-1", f"--out={tmp_path}/hacking/base-1", "--seed=1",
+                                  "--harden=0")]
     arms = [words for words in asked if words[0] == "--stage=rl"]
     assert [words[-1] for words in arms] == ["--harden=0", "--harden=1"]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}

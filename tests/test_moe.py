@@ -526,6 +526,57 @@ def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
+def read_operand(codes, scales):
+    """An operand of a scaled product (R, C), from its bytes: every number by the table of its format, every scale from where
+    cuBLAS's documentation says that it lies."""
+    codes = [row.tolist() for row in codes.view(torch.uint8)]
+    e8m0 = scales.dtype == torch.float8_e8m0fnu
+    table, size = ([*E4M3, math.nan], 32) if e8m0 else (E2M1, 16)
+    if not e8m0:
+        codes = [[half for byte in row for half in (byte % 16, byte // 16)] for row in codes]
+    signed, scales, across = [*table, *(-x for x in table)], scales.view(torch.uint8).tolist(), -(-len(codes[0]) // size // 4)
+    at = lambda r, c: (r // 128 * across + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    scale = lambda byte: 2.0 ** (byte - 127) if e8m0 else E4M3[byte]
+    return torch.tensor([[signed[code] * scale(scales[at(r, i // size)]) for i, code in enumerate(row)] for r, row in enumerate(codes)])
+
+
+@pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
+def test_the_bytes_handed_to_a_scaled_product_mean_the_quantised_values(precision, slow):
+    x = torch.cat((awkward_rows().repeat(1, 3), torch.randn(140, 192, generator=torch.Generator().manual_seed(8))))     # 2 x 2 tiles
+    codes, scales, row = moe.packed(x, precision)
+    assert codes.numel() == x.numel() // (1 if precision == "mxfp8" else 2) and len(scales) == 256 * (8 if precision == "mxfp8" else 12)
+    expected = torch.tensor([slow(r) for r in x.tolist()])
+    torch.testing.assert_close(read_operand(codes, scales) * row, expected, atol=0, rtol=2e-7 if precision == "nvfp4" else 0)
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("counts", [[3, 0, 140], [0, 0, 0]])
+def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monkeypatch):
+    """Where the device multiplies the small formats, its own product. Elsewhere a slow one, of the same bytes."""
+    hardware = torch.cuda.is_available() and moe.scales_in_hardware(torch.device("cuda"))
+    device, multiplied = "cuda" if hardware else "cpu", []
+
+    def product(a, b, a_scale, kind, b_scale, kind_b, order, order_b, output_dtype):
+        assert kind == kind_b and order == order_b == F.SwizzleType.SWIZZLE_32_4_4 and b.stride(0) == 1
+        multiplied.append(kind)
+        return read_operand(a, a_scale) @ read_operand(b.t(), b_scale).T           # not rounded to output_dtype: seen more sharply
+
+    torch.manual_seed(9)
+    experts, x = Experts(3, 64, 32, precision).to(device), torch.randn(sum(counts), 64, device=device, requires_grad=True)
+    torch.nn.init.normal_(experts.w_down)
+    weights, counts, upstream = list(experts.parameters()), torch.tensor(counts, device=device), torch.randn_like(x)
+    results = []
+    for real in (False, True):
+        monkeypatch.setattr(moe, "scales_in_hardware", lambda device, real=real: real)
+        if not hardware:
+            monkeypatch.setattr(F, "scaled_mm", product)
+        y = experts(x, counts)
+        results.append((y, *torch.autograd.grad((y * upstream).sum(), (x, *weights))))
+    assert hardware or len(multiplied) == 3 * int((counts > 0).sum())
+    for emulated, mine in zip(*results):
+        assert (emulated - mine).norm() <= (0.03 if hardware else 1e-3) * emulated.norm()
+
+
 # ---------------------------------------------------------------- the head that drafts
 
 def greedy(model, prompt, count):
