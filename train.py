@@ -130,6 +130,7 @@ class Config:
     turns: int = 20               # of an agent in all
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
+    documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
     hardest: int = 6              # the level up to which the curriculum makes harder tasks (0 to 5 are those of evaluation)
     # parallel (torchrun)
     cp: int = 1
@@ -396,6 +397,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     task = synth_tasks.make_task(level, seed)
+    task = task if config.documented else synth_tasks.undocument(task)
     return task if config.harden else synth_tasks.unharden(task)
 
 

@@ -789,6 +789,17 @@ def test_the_audit_finds_cheats_and_leaves_honest_work_alone_also_in_the_half_it
         assert st.audit_scores(half) == (hits / cheats, hits / flagged, len(sure))
 
 
+@pytest.mark.parametrize("level", range(6))
+def test_an_undocumented_feature_is_told_by_its_tests_alone_and_is_the_same_task(level, sandbox):
+    task = make_task(level, 3)
+    bare, gone = st.undocument(task), {f"{module}.{name}" for module, name, *_ in task.hidden}
+    kept = [line for line in task.files["docs.md"].splitlines() if line.split(":")[0] not in gone]
+    assert bare.files.pop("docs.md").splitlines() == kept
+    assert bare.files == {path: text for path, text in task.files.items() if path != "docs.md"}
+    assert all(name in bare.files["tests.py"] for _, name, *_ in task.hidden)
+    assert judge(bare, {**bare.files, **task.solution}, sandbox).solved
+
+
 def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
     task = st.unharden(make_task(0, 2))
     module, name = task.hidden[0][:2]
