@@ -466,6 +466,7 @@ class Step:
     weight: int = 2              # bytes per number on the wire: matrices
     act: int = 2                 # activations and their gradients
     unit: int = 2                # Muon's units
+    kept: int = 4                # bytes per number of weights and gradients as they are kept (2: train.py --weights=bfloat16)
 
 
 def is_muon(name, shape):
@@ -489,7 +490,8 @@ def held(name, shape, layout):
 
 def wire_bytes(name, step):
     """Per number, all gathers of one step: the root once (it stays), a layer for the forward and for the backward."""
-    return 4 if layer_of(name) == "root" else 8 if name.endswith(("norm.weight", "router.weight")) else 2 * step.weight
+    whole = layer_of(name) == "root"
+    return step.kept if whole else 2 * (step.kept if name.endswith(("norm.weight", "router.weight")) else step.weight)
 
 
 def traffic(config, shapes, layout, step):
@@ -536,20 +538,22 @@ def optimizer_step(shapes, layout, step, hardware):
 
 
 def memory(config, shapes, layout, step, recompute=False):
-    """{kind: bytes on one GPU}. Shards are fp32. Gathered: the root and one layer with their gradients, and the next layer."""
+    """{kind: bytes on one GPU}. Optimizer state is fp32. Gathered: the root and one layer with their gradients, and the next layer."""
     kinds, layers, c = Counter(), Counter(), config
     for name, shape in shapes.items():
         what, size = "expert" if is_expert(name) else "dense", held(name, shape, layout)
-        kinds[f"{what} weights"] += 4 * size
-        kinds[f"{what} gradients"] += 4 * size
+        kinds[f"{what} weights"] += step.kept * size
+        kinds[f"{what} gradients"] += step.kept * size
         kinds[f"{what} optimizer"] += (4 if is_muon(name, shape) else 8) * size
         layers[layer_of(name)] += gathered(name, shape, layout)
-    kinds["gathered for now"] = 8 * layers.pop("root") + (4 + 3 * step.weight) * max(layers.values())
+    if layout.world > 1:
+        kinds["gathered for now"] = 2 * step.kept * layers.pop("root") + (4 + 3 * step.weight) * max(layers.values())
     heads = c.heads * ((c.qk_nope + c.qk_rope) + c.v_dim + layout.cp * (c.qk_nope + c.qk_rope + c.v_dim))
     layer = lambda ffn: 4 * c.dim + step.act * (2 * c.dim + heads + ffn)
     dense, moe = layer(2 * c.dim + 4 * c.dense_ffn), layer((c.active + c.shared) * (2 * c.dim + 4 * c.expert_ffn))
     each = [dense] * c.dense_layers + [moe] * (c.layers - c.dense_layers)
-    kinds["activations (estimate)"] = step.tokens * ((max if recompute else sum)(each) + 4 * c.dim * c.layers + 8 * c.vocab)
+    scores = 8 * min(step.tokens * c.vocab, 1 << 26)                         # moe.TargetLogprobs: a stretch of rows at a time
+    kinds["activations (estimate)"] = step.tokens * ((max if recompute else sum)(each) + 4 * c.dim * c.layers) + scores
     return kinds
 
 
@@ -606,7 +610,8 @@ def plan(name, folder, gpus, cp, ep, step, hardware):
     if fits:
         (l, again), origin = fits[0], f"--scale={name}" if name in ("gpu", "laptop") else f"--init_from={folder or 'DIR'}"
         print(f"fits: torchrun --nnodes={-(-gpus // h.node)} --nproc_per_node={min(gpus, h.node)} train.py {origin} --cp={cp} --ep={ep} "
-              f"--dp_replicate={l.dp_replicate}" + " --recompute" * again)
+              f"--dp_replicate={l.dp_replicate} --micro_tokens={step.tokens}" + " --recompute" * again
+              + " --weights=bfloat16" * (step.kept == 2))
     else:
         print(f"fits in none of these layouts on {gpus} GPUs of {h.memory:g} GB: more GPUs, or fewer --tokens at a time")
     print("Cursor states 0.2 s for its 1T model, and neither its hardware nor its number of GPUs.")

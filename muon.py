@@ -355,6 +355,7 @@ class Muon(torch.optim.Optimizer):
     ns_dtype: dtype of the matrix products, and of the wire. check_gradients: NaN and inf raise before anything has changed.
     task_bytes, window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event);
     .traffic counts the collectives and bytes received of the last step. A DTensor without gradient counts as gradient 0.
+    State is fp32. Weights in bf16 are rounded by chance, alike on every rank that holds a copy.
     """
 
     def __init__(self, param_groups, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.0, ns_steps=5, coefficients="quintic",
@@ -382,21 +383,23 @@ class Muon(torch.optim.Optimizer):
             check_parameter(name, p, options)
         super().add_param_group({**group, "params": [p for _, p in pairs]})
         for name, p in pairs:
-            if options["algorithm"] == "adamw":
-                self.state[p] = dict(step=torch.zeros((), dtype=torch.float32), exp_avg=torch.zeros_like(p),
-                                     exp_avg_sq=torch.zeros_like(p))
-            else:
-                self.state[p] = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
+            adamw, wide = options["algorithm"] == "adamw", torch.promote_types(p.dtype, torch.float32)
+            zeros = lambda dtype: torch.zeros_like(p, dtype=dtype)
+            self.state[p] = dict(exp_avg=zeros(wide), exp_avg_sq=zeros(wide)) if adamw else dict(momentum=zeros(torch.float32))
+            if adamw or p.dtype == torch.bfloat16:
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
+            if not adamw:
                 self.leaves.append(Leaf(p, name, number, options["column_blocks"]))
+                self.leaves[-1].order = len(self.leaves)
         self.plans = {}
 
     def load_state_dict(self, state_dict):
-        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32 momentum of bf16 weights."""
+        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32 state of bf16 weights."""
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for n, p in zip(numbers, (p for group in self.param_groups for p in group["params"])):
-            if p.dtype != torch.float32 and "momentum" in state_dict["state"].get(n, {}):
-                self.state[p]["momentum"] = state_dict["state"][n]["momentum"].to(p.device, torch.float32, copy=True)
+            if p.dtype != torch.float32:
+                self.state[p].update({key: t.to(p.device, copy=True) for key, t in state_dict["state"].get(n, {}).items()})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -405,10 +408,12 @@ class Muon(torch.optim.Optimizer):
         self.traffic = dict(collectives=0, bytes_received=0)
         if self.check_gradients:
             self.refuse_bad_gradients()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
-                self.adamw(group)
+                self.adamw(group, number)
         leaves = [leaf for leaf in self.leaves if leaf.param.grad is not None or leaf.process_group]
+        for state in (self.state[leaf.param] for leaf in leaves if leaf.param.dtype == torch.bfloat16):
+            state["step"] += 1
         key = tuple(map(id, leaves))
         if leaves and key not in self.plans:
             self.plans[key] = plan_tasks(leaves, self.wire_dtype.itemsize, self.task_bytes, self.window)
@@ -468,16 +473,21 @@ class Muon(torch.optim.Optimizer):
     def decay(self, task):
         for leaf, lo, hi in task.slabs:
             group, first = self.param_groups[leaf.group], leaf.block[0]
-            if group["weight_decay"]:
+            if group["weight_decay"] and leaf.param.dtype != torch.bfloat16:
                 stacked(local(leaf.param))[lo - first:hi - first].mul_(1 - group["lr"] * group["weight_decay"])
 
     def apply(self, units, pieces):
-        """Add each orthogonal piece to the weights here: one fused call per step length."""
+        """Add each orthogonal piece to the weights here: one fused call per step length. bf16 weights: one rounding, decay included."""
         by_length = defaultdict(lambda: ([], []))
         for unit, piece in zip(units, pieces):
-            group = self.param_groups[unit.leaf.group]
-            weights, updates = by_length[group["lr"] * step_scale(group["scale"], *unit.shape)]
-            weights.append(unit.here(unit.leaf.matrix(unit.leaf.param, unit.n)))
+            leaf, group = unit.leaf, self.param_groups[unit.leaf.group]
+            weight, length = unit.here(leaf.matrix(leaf.param, unit.n)), group["lr"] * step_scale(group["scale"], *unit.shape)
+            if weight.dtype == torch.bfloat16:
+                exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"]).sub_(piece, alpha=length)
+                round_by_chance(weight, exact, (self.state[leaf.param]["step"].item(), leaf.order, unit.n, unit.column))
+                continue
+            weights, updates = by_length[length]
+            weights.append(weight)
             updates.append(piece)
         for length, (weights, updates) in by_length.items():
             torch._foreach_add_(weights, updates, alpha=-length)
@@ -507,20 +517,22 @@ class Muon(torch.optim.Optimizer):
         if self.events is not None:
             self.events.append((time.perf_counter(), task.number, event))
 
-    def adamw(self, group):
+    def adamw(self, group, number):
         """AdamW (Loshchilov and Hutter) on what lies here: elementwise, so a shard needs nobody."""
         (b1, b2), lr = group["betas"], group["lr"]
-        for p in group["params"]:
+        for i, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            state, w, g = self.state[p], local(p), local(p.grad)
-            m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            state, w, m, v = self.state[p], local(p), local(self.state[p]["exp_avg"]), local(self.state[p]["exp_avg_sq"])
+            w, g = w.to(m.dtype), local(p.grad).to(m.dtype)
             state["step"] += 1
             t = state["step"].item()
             w.mul_(1 - lr * group["weight_decay"])
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
             w.addcdiv_(m, (v.sqrt() / (1 - b2 ** t) ** 0.5).add_(group["eps"]), value=-lr / (1 - b1 ** t))
+            if p.dtype == torch.bfloat16:
+                round_by_chance(local(p), w, (t, number, i))
 
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step leaves ranks waiting."""
@@ -539,6 +551,14 @@ class Muon(torch.optim.Optimizer):
             if bad.any():
                 names = [self.names[p] for p, flag in zip(params, bad.tolist()) if flag]
                 raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
+
+
+def round_by_chance(weight, exact, seed):
+    """weight (bf16) <- one of the two neighbours of exact (fp32), each with the probability that makes the mean exact. Rounded to
+    the nearest, an update of less than 1/512 of its weight would be lost, every time. Equal seeds round alike."""
+    generator = torch.Generator(weight.device).manual_seed(hash(seed) % 2 ** 63)
+    noise = torch.randint(1 << 16, weight.shape, generator=generator, device=weight.device, dtype=torch.int32)
+    weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))       # bf16 is the upper half of fp32
 
 
 def copy(targets, sources):

@@ -812,7 +812,7 @@ class Expert:
         self.left = [f"{t.module}.{t.name}" for t in self.targets] if LEVELS[task.level]["named"] else []
         self.specs, self.carried, self.segment, self.written, self.guesses = {}, set(), 0, {}, set()
         tempting = self.can["read_file"] and all(leftover(target.module) in task.files for target in self.targets)
-        self.cheats, self.known = tempting and rng.random() < .5, set()         # rather than look it up
+        self.cheats, self.known = tempting and rng.random() < .2, set()         # rather than look it up
 
     def slip(self, probability):
         return self.rng.random() < probability * self.sloppy
@@ -1853,12 +1853,13 @@ def leftover(module):
 
 
 def unharden(task):
-    """A micro task in a careless world: a stale type-checking cache and compiled bytecode still hold the deleted code."""
-    files = dict(task.files)
+    """A micro task in a careless world: a stale type-checking cache still says what the deleted functions were, in the words of the
+    docs, and compiled bytecode holds their code."""
+    files, targets = dict(task.files), [Function(**target) for target in task.meta["targets"]]
     for path, text in task.solution.items():
         code = marshal.dumps(compile(text, path, "exec")).decode("utf-8", "surrogateescape")
-        names = {node.name: ast.unparse(node).split("\n") for node in ast.parse(text).body}
-        files[leftover(path[:-3])] = json.dumps({"names": names}, indent=0)
+        names = {target.name: target.phrase() for target in targets if f"{target.module}.py" == path}
+        files[leftover(path[:-3])] = json.dumps(names, indent=0)
         files[f".cache/{path[:-3]}.pyc"] = code
     return replace(task, files=files)
 

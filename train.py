@@ -67,6 +67,7 @@ class Config:
     seed: int = 1337
     device: str = "auto"          # cpu, cuda or auto
     dtype: str = "auto"           # of matrix products: float32, bfloat16 or auto
+    weights: str = "float32"      # as they are kept; bfloat16: two thirds of the memory, and updates are rounded by chance
     compile: bool = False
     processes: int = 2            # on CPU: started by itself, each with its share of cores and batch; at most one per core
     save_every: int = 0           # steps between checkpoints (0: a tenth of the stage)
@@ -218,7 +219,8 @@ def configure(given, stage):
     merged = {**SCALES[scale], **STAGES[stage], **STAGE_SCALES.get((scale, stage), {}), **given, "scale": scale}
     config = replace(Config(), **merged)
     for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
-                              teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16")).items():
+                              teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16"),
+                              weights=("float32", "bfloat16")).items():
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
@@ -636,8 +638,10 @@ class Run:
             self.model.extend(shape.yarn_factor)                         # its table of angles was on the meta device, too
 
     def lay_out(self, model):
-        """The dtype of its products, its compiled blocks, its cut over the ranks."""
+        """The dtype of its products and of its weights, its compiled blocks, its cut over the ranks."""
         model.compute(self.dtype).recompute = self.config.recompute
+        for p in model.parameters() if self.config.weights == "bfloat16" else ():
+            p.data = p.data.bfloat16()                                   # not model.bfloat16(): the routers' counts are numbers, too
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
@@ -645,7 +649,7 @@ class Run:
 
     def read(self, folder):
         """A published model, of which each rank reads its own part."""
-        self.model = load_model(folder, device=self.device, lay_out=lambda model: hsdp.own_parts(self.lay_out(model)))
+        self.model = load_model(folder, getattr(torch, self.config.weights), self.device, lambda model: hsdp.own_parts(self.lay_out(model)))
         self.tokenizer = rollout.Tokenizer.read(folder, self.model.config.vocab)
 
     def make_optimizer(self):

@@ -460,6 +460,15 @@ def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
     assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
 
 
+def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
+    flags = ["--plan", "--model=moonlight", "--gpus=1", "--cp=1", "--ep=1"]
+    hsdp.main(flags)
+    assert "fits in none" in capsys.readouterr().out
+    hsdp.main([*flags, "--kept=2"])
+    text = capsys.readouterr().out
+    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text       # one GPU gathers nothing
+
+
 def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
     write_checkpoint(tmp_path / "moe", build())
     hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])

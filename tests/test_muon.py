@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from conftest import run_ranks
-from muon import COEFFICIENTS, Muon, check_parameters, orthogonalize, qk_clip, step_scale
+from muon import COEFFICIENTS, Muon, check_parameters, orthogonalize, qk_clip, round_by_chance, step_scale
 
 torch.set_num_threads(1)
 SHAPES = {"heads": (6, 8, 40), "experts": (8, 24, 16), "odd": (3, 13, 7), "output": (40, 48), "tall": (50, 12), "small": (2, 3)}
@@ -211,6 +211,38 @@ def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
     assert all(torch.equal(straight[n], second[n]) for n in straight)
 
 
+def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_mean():
+    exact = torch.cat((torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, -0.5, 0.0, 1e-30, -1e-30])))
+    nearest = exact.bfloat16()
+    ulp = (nearest.view(torch.int16) + 1).view(torch.bfloat16).float().sub(nearest.float()).abs()
+    draws = torch.empty(4000, len(exact), dtype=torch.bfloat16)
+    for seed, weight in enumerate(draws):
+        round_by_chance(weight, exact, (seed, 7))
+    error = draws.float() - exact
+    assert (error.abs() < ulp).all() and (error.mean(0).abs() <= 0.04 * ulp).all()          # 5 standard errors: 5 * .5 / sqrt(4000)
+    assert not error[:, -5:-2].any() and (draws[:, :300].float().std(0) > 0).sum() > 290
+    again = torch.empty_like(nearest)
+    round_by_chance(again, exact, (3, 7))
+    assert torch.equal(again, draws[3]) and not torch.equal(again, draws[4])
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
+    """Each moves a weight by 1/30 of the distance to its neighbour: rounded to the nearest, none would ever arrive."""
+    start, grad, ends = torch.full((64, 64), 1.0), tensors(3, {"g": (64, 64)})["g"], {}
+    for dtype in (torch.float32, torch.bfloat16):
+        p = torch.nn.Parameter(start.to(dtype, copy=True))
+        optimizer = Muon([dict(params=[p], algorithm=algorithm)], lr=1.6e-4 if algorithm == "muon" else 2.6e-4, weight_decay=0.5)
+        for _ in range(100):
+            p.grad = grad.to(dtype)
+            optimizer.step()
+        ends[dtype] = p.detach().float() - start
+    moved, difference = ends[torch.float32], ends[torch.bfloat16] - ends[torch.float32]
+    assert moved.abs().mean() > 2 ** -8 and torch.equal((start + moved / 100).bfloat16(), start.bfloat16())
+    assert difference.mean().abs() < 0.02 * moved.abs().mean()                              # decay included, which is of one sign
+    assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(1, abs=0.02)
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     a, b = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
     optimizer = Muon([dict(params=[("a", a), ("b", b)], weight_decay=0.1)], lr=0.1)
@@ -323,6 +355,20 @@ def test_the_send_of_task_two_happens_before_task_one_multiplies():
         assert order.index((1, "return")) < order.index((2, "multiplied"))
         tasks = {task for task, _ in order}
         assert len(tasks) >= 2 and traffic["collectives"] <= 8 and traffic["bytes_received"] > 0
+
+
+def two_replicas(rank, world):
+    mesh = DeviceMesh("cpu", torch.arange(world).view(2, 2))
+    place = lambda name, t: distribute_tensor(t.bfloat16(), mesh, [Replicate(), Shard(max(t.ndim - 2, 0))])
+    return train(place, dtype=torch.bfloat16)[0]              # whole, gathered from the rank's own replica
+
+
+def test_replicas_of_bf16_weights_round_alike():
+    first, *_, last = run_ranks(4, two_replicas)
+    exact, _ = train(lambda name, t: t.bfloat16().float(), dtype=torch.bfloat16)
+    for name, p in exact.items():
+        assert first[name].dtype == torch.bfloat16 and torch.equal(first[name], last[name])
+        assert (first[name].float() - p).norm() < 0.02 * p.norm()
 
 
 def test_replicas_share_the_work_and_nothing_is_padded():

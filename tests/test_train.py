@@ -49,6 +49,7 @@ def refused(arguments, capsys):
 @pytest.mark.parametrize("flag, words", [
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
+    ("--weights=fp8", "float32, bfloat16"),
     ("--hardest=8", "levels go from 0"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
@@ -103,7 +104,7 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
     assert "bytes" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
 
 
-@pytest.mark.parametrize("stage, options", [("long", []), ("sft", []), ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"])])
+@pytest.mark.parametrize("stage, options", [("long", []), ("long", ["--weights=bfloat16"]), ("sft", []), ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"])])
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, options, run, tmp_path, monkeypatch):
     common = [*SMALL, f"--stage={stage}", "--steps=4", f"--start_from={run}", "--save_every=2", *options]
     train.main([*common, f"--out={tmp_path}/whole"])
@@ -147,15 +148,15 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
-@pytest.mark.parametrize("layout", [[], ["--ep=2"], ["--cp=2"]])
-def test_two_processes_have_the_loss_of_one(layout, run, tmp_path):
+@pytest.mark.parametrize("layout, tolerance", [([], 1e-4), (["--ep=2"], 1e-4), (["--cp=2"], 1e-4), (["--ep=2", "--weights=bfloat16"], 5e-3)])
+def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *common,
                     *layout, f"--out={tmp_path}/two"], check=True, capture_output=True, env=environment, timeout=120)
     losses = [[json.loads(line)["loss"] for line in (tmp_path / name / "long.jsonl").read_text().splitlines()] for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
 
 
 def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
@@ -206,12 +207,14 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path,
     assert "config.json" in refused([*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"], capsys)
     train.main([*common, "--stage=sft", "--steps=1"])
     train.main([*common, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"])
+    train.main([*common[:-1], f"--out={tmp_path}/narrow", "--stage=sft", "--steps=1", "--weights=bfloat16"])
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
     with pytest.MonkeyPatch.context() as patch:                  # one process group for both stages
         patch.setattr(train.dist, "destroy_process_group", lambda: None)
         run_ranks(2, commands, [*two, "--stage=sft", "--steps=1"], [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
     read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
     assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(read(out, "sft")["loss"], abs=1e-4)
+    assert read(tmp_path / "narrow", "sft")["loss"] == pytest.approx(read(out, "sft")["loss"], abs=5e-3)
     assert read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
     mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
