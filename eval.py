@@ -245,8 +245,8 @@ EXPERIMENTS = {
         "nonlinear": ["--length_penalty=0.1"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
-        "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--steps=30"],
-        "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--steps=30"]}, ["--harden=0"]),
+        "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
+        "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
 

@@ -190,11 +190,43 @@ class Tokenizer:
         return dict(ranks=cls._ranks(model["vocab"], model["merges"], added), pattern=cuts[-1], before=cuts[:-1], special=added,
                     nfc=kinds == ["NFC"])
 
+    def write(self, folder):
+        """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for transformers and its kin."""
+        letter = {b: c for c, b in self._letters().items()}
+        name = lambda token: "".join(letter[b] for b in token)
+        added = [dict(id=i, content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+                 for text, i in sorted(self.encoding._special_tokens.items(), key=lambda pair: pair[1])]
+        byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+        split = dict(type="Split", pattern={"Regex": self.pattern}, behavior="Isolated", invert=False)
+        model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
+                     byte_fallback=False, vocab={name(token): i for token, i in self.ranks.items()},
+                     merges=[[name(a), name(b)] for a, b in self.merges()])
+        whole = dict(version="1.0", truncation=None, padding=None, added_tokens=added, normalizer=None, post_processor=None,
+                     pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]), decoder=byte_level, model=model)
+        Path(folder, "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")))
+
+    def merges(self):
+        """The pair of tokens that each longer token is merged from: what is left of its bytes when every lower rank has been merged."""
+        for token, rank in sorted(self.ranks.items(), key=lambda pair: pair[1]):
+            parts = [bytes([b]) for b in token]
+            while len(parts) > 2:
+                pairs = [self.ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+                i = pairs.index(min(pairs))
+                parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            if len(parts) == 2:
+                yield parts
+
     @staticmethod
-    def _ranks(vocab, merges, added):
-        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id: the merges must make all longer tokens, in the order of the ids."""
+    def _letters():
+        """{character: byte} as GPT-2 writes bytes in its vocabulary"""
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))}
+        return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))}
+
+    @classmethod
+    def _ranks(cls, vocab, merges, added):
+        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id: the merges must make all longer tokens, in the order of the ids."""
+        byte = cls._letters()
         to_bytes = lambda text: bytes(byte[c] for c in text)
         ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
         made = [ranks[to_bytes("".join(m.split(" ") if isinstance(m, str) else m))] for m in merges]

@@ -132,7 +132,7 @@ class Config:
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
-    hardest: int = 6              # the level up to which the curriculum makes harder tasks (0 to 5 are those of evaluation)
+    hardest: int = 6              # the hardest level that rl may use (0 to 5 are those of evaluation; the curriculum opens more)
     # parallel (torchrun)
     cp: int = 1
     ep: int = 1
@@ -419,7 +419,7 @@ class Reinforcement:
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
-        self.curriculum = synth_tasks.Curriculum(range(LEVELS), config.seed, config.curriculum, config.hardest,
+        self.curriculum = synth_tasks.Curriculum(range(min(LEVELS, config.hardest + 1)), config.seed, config.curriculum, config.hardest,
                                                  sizes={level: len(tasks) for level, tasks in self.tasks.items()})
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
@@ -521,13 +521,14 @@ class Reinforcement:
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
-                                 "cheats": rollout.cheats(c)} for g in groups for c in g])
+                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
             rewards.setdefault(row["task"], []).append((row["reward"], row["solved"]))
-        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level", "cheats"):
+        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
             log[key] = mean(lambda row: row[key])
+        log["cheats"] = sum(row["cheats"] for row in rows) / max(1, sum(row["reads"] for row in rows))      # to cheat is to read
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
                    best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),
                    equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
@@ -737,14 +738,17 @@ def train(config, interrupted):
 
 
 def export(config):
-    """The run's last stage as the folder of a published model, weights as they are (fp32), the tokenizer's files from where it began."""
+    """The run's last stage as the folder of a published model, weights as they are (fp32); the tokenizer's files from where it began,
+    or, of a run from noise, its own."""
     try:
         model, tokenizer, saved = eval.load(config.out)
         write_checkpoint(config.export, model, extra={"eos_token_id": tokenizer.id["<|end|>"]})
     except (ValueError, OSError) as error:
         stop(str(error))
-    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt"):
-        if saved["init_from"] and Path(saved["init_from"], name).is_file():
+    if not saved["init_from"]:
+        tokenizer.write(config.export)
+    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt") if saved["init_from"] else ():
+        if Path(saved["init_from"], name).is_file():
             shutil.copyfile(Path(saved["init_from"], name), Path(config.export, name))
     print(f"{config.export}: " + ", ".join(sorted(p.name for p in Path(config.export).iterdir())))
 

@@ -632,6 +632,20 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
     assert all(ours.decode(ours.encode(text)) == text for text in texts(random.Random(4), 100))
 
 
+def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_path):
+    transformers, rng = pytest.importorskip("transformers"), random.Random(5)
+    source = open(rollout.__file__).read()
+    ours = rollout.Tokenizer.train([source, MIXED * 3, "aaaaaaa ababab --------\n" * 30], 900)
+    ours.write(tmp_path)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), rollout.Tokenizer.read(tmp_path, ours.vocab)
+    assert again.id == ours.id and len(theirs) == ours.vocab == 900 and theirs.eos_token_id == ours.id["<|end|>"]
+    runs = ["".join(rng.choice("ab -\n") * rng.randrange(1, 9) for _ in range(6)) for _ in range(300)]
+    for text in [source, *texts(rng, 300), *runs]:
+        ids = ours.encode(text)
+        assert ids == again.encode(text) and (ids == theirs.encode(text) or any(name in text for name in rollout.CONTROLS))
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
 def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path):
     ranks = kimi(tmp_path)
     with pytest.raises(ValueError, match="distinct rows"):

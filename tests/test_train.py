@@ -226,6 +226,15 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(tmp_path,
     assert "not empty" in refused([f"--out={out}", f"--export={back}"], capsys)
 
 
+def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
+    train.main([f"--out={run}", f"--export={tmp_path}/out"])
+    model, tokenizer, _ = train.eval.load(run)
+    again, text = train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab), Path(train.__file__).read_text()
+    assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
+    state = train.load_model(tmp_path / "out").state_dict()
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items() if not name.endswith("load"))
+
+
 def test_held_out_files_are_not_trained_on():
     texts, held = train.python_sources(str(ROOT))
     assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
