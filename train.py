@@ -528,7 +528,7 @@ class Reinforcement:
             rewards.setdefault(row["task"], []).append((row["reward"], row["solved"]))
         for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
             log[key] = mean(lambda row: row[key])
-        log["cheats"] = sum(row["cheats"] for row in rows) / max(1, sum(row["reads"] for row in rows))      # to cheat is to read
+        log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
                    best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),
                    equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
