@@ -191,7 +191,8 @@ class Tokenizer:
                     nfc=kinds == ["NFC"])
 
     def write(self, folder):
-        """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for transformers and its kin."""
+        """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for transformers and its kin (with which text
+        that holds the name of a control token encodes to that token: there, keep it out of what users and tools write)."""
         letter = {b: c for c, b in self._letters().items()}
         name = lambda token: "".join(letter[b] for b in token)
         added = [dict(id=i, content=text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
