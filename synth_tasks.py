@@ -227,11 +227,11 @@ class Sandbox:
         """Output up to the limit; the whole process group is killed at the deadline, at a flood, and at the end."""
         chunks, size, note, pipe = [], 0, "", child.stdout.fileno()
         while not note:
-            wait = min(0.1, deadline - time.perf_counter())
+            wait, ended = min(0.1, deadline - time.perf_counter()), child.poll() is not None
             chunk = os.read(pipe, 65536) if wait > 0 and select.select([pipe], [], [], wait)[0] else None
             chunks.append(chunk or b"")
             size += len(chunk or b"")
-            if chunk == b"" or (chunk is None and child.poll() is not None):
+            if chunk == b"" or (chunk is None and ended):   # ended before we looked: its last words would have been there
                 break
             note = ("timed out" if wait <= 0 else "output cut" if size > self.output else
                     "disk full" if chunk is None and weight(root) > self.disk else "")
