@@ -254,10 +254,11 @@ def grouped_swiglu(x, counts, w_gate, w_up, w_down, precision=""):
     hardware where there is any, else emulated: the same numbers multiplied in the dtype of x."""
     offsets = counts.cumsum(0).to(torch.int32)
     q = lambda t: Quantize.apply(t, precision) if precision else t
-    mm = lambda a, w: F.grouped_mm(q(a), q(w.to(a.dtype)).transpose(-2, -1), offs=offsets)
+    mm = lambda a, w: F.grouped_mm(a, q(w.to(a.dtype)).transpose(-2, -1), offs=offsets)
     if precision and scales_in_hardware(x.device):
-        mm = lambda a, w: ScaledProduct.apply(a, w.to(a.dtype), counts, precision)
-    return mm(F.silu(mm(x, w_gate)) * mm(x, w_up), w_down)
+        q, mm = lambda t: t, lambda a, w: ScaledProduct.apply(a, w.to(a.dtype), counts, precision)
+    x = q(x)
+    return mm(q(F.silu(mm(x, w_gate)) * mm(x, w_up)), w_down)
 
 
 def filled(number):

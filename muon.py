@@ -533,6 +533,8 @@ class Muon(torch.optim.Optimizer):
             w.addcdiv_(m, (v.sqrt() / (1 - b2 ** t) ** 0.5).add_(group["eps"]), value=-lr / (1 - b1 ** t))
             if p.dtype == torch.bfloat16:
                 round_by_chance(local(p), w, (t, number, i))
+            elif p.dtype != w.dtype:
+                local(p).copy_(w)
 
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step leaves ranks waiting."""

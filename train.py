@@ -747,8 +747,8 @@ def export(config):
         stop(str(error))
     if not saved["init_from"]:
         tokenizer.write(config.export)
-    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt") if saved["init_from"] else ():
-        if Path(saved["init_from"], name).is_file():
+    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt"):
+        if saved["init_from"] and Path(saved["init_from"], name).is_file():
             shutil.copyfile(Path(saved["init_from"], name), Path(config.export, name))
     print(f"{config.export}: " + ", ".join(sorted(p.name for p in Path(config.export).iterdir())))
 

@@ -243,6 +243,13 @@ def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
     assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(1, abs=0.02)
 
 
+def test_adamw_moves_fp16_weights_too():
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    p.grad = torch.ones_like(p)
+    Muon([dict(params=[p], algorithm="adamw", lr=0.25)]).step()
+    assert p.tolist() == [0.75] * 3
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     a, b = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
     optimizer = Muon([dict(params=[("a", a), ("b", b)], weight_decay=0.1)], lr=0.1)
