@@ -108,13 +108,12 @@ def load(folder, device="cpu"):
 
 def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None):
     """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts"""
-    compact = summarize.Compact(config["window"], int(config["trigger"] * config["window"])) if config["summarize"] else None
+    compact, limits = summarize.compact(config), rollout.Limits(config["window"], config["turns"], commands=config["commands"])
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
     sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"],
                               temperature=config["temperature"] if temperature is None else temperature)
-    groups = rollout.rollouts(sampler, tasks, passes, seed, rollout.Limits(config["window"], config["turns"]), synth_tasks.Sandbox(),
-                              compact, numbers)
+    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
     return [record(chain, price) for group in groups for chain in group]
 
 
@@ -147,13 +146,14 @@ def table(policies, kind="held-out"):
     return "\n".join(text)
 
 
-def axes(title, x, y):
+def axes(title, x, y, panels=1):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
-    ax.set(title=title, xlabel=x, ylabel=y)
-    ax.grid(alpha=.3)
+    figure, ax = plt.subplots(1, panels, figsize=(2 + 4 * panels, 4), layout="constrained")
+    for panel in np.atleast_1d(ax):
+        panel.grid(alpha=.3)
+    np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
     return figure, ax
 
 
@@ -241,13 +241,21 @@ EXPERIMENTS = {
         **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "penalty": ("What does a price on effort do?", "effort", {
-        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.01", "--penalty_q=0"],
-        "nonlinear": ["--length_penalty=0.1"]}, []),
+        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
+        "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6
+    "summary": ("Is a summary worth its tokens?", "named", {
+        "window 512": ["--commands=3", "--turns=30"],
+        "window 256": ["--commands=3", "--turns=30", "--window=256", "--trigger=0.6"],
+        "window 256, forgotten": ["--commands=3", "--turns=30", "--window=256", "--trigger=0.6", "--carry=0"]}, []),
+    "tasks": ("What are more tasks worth?", "reward", {
+        "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
         "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
         "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
+
+BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved"}       # these curves have a second panel: what comes out, by level
 
 
 def train_py(*words):
@@ -296,15 +304,18 @@ def outcome(folder, curve, policy="after RL"):
     values = [line[curve] for line in lines]
     if curve == "loss":
         return {"curve": values, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
-    after = json.loads((folder / "summary.json").read_text())["policies"][policy]
+    policies = json.loads((folder / "summary.json").read_text())["policies"]
+    after = policies[policy]
     whole, levels = after["overall"], list(after["levels"].values())
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
            "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
     if curve == "bad_tool":                             # as a running mean; never: one step more than there were
         end["a tenth at step"] = next((i + 1 for i, rate in enumerate(running(values)) if rate <= .1 * values[0]), len(values) + 1)
-    if curve == "cheats":
-        end["cheats: first 5"], end["last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
-    return {"curve": values, "end": end}
+    if curve == "reward":
+        end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
+    if curve in ("cheats", "named"):
+        end[f"{curve}: first 5"], end["last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+    return {"curve": values, "end": end, "levels": [level[BY_LEVEL[curve]] for level in levels] if curve in BY_LEVEL else []}
 
 
 def compare(question, results):
@@ -319,13 +330,18 @@ def compare(question, results):
 
 
 def draw_curves(question, curve, results, path):
-    """Mean over the seeds with the range between them, each a running mean"""
-    figure, ax = axes(question, "step", curve.replace("_", " "))
+    """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks"""
+    panels = 1 + (curve in BY_LEVEL)
+    figure, ax = axes(question, "step", curve.replace("_", " "), panels)
     for arm, runs in results.items():
-        rows = np.array([running(run["curve"]) for run in runs])
-        line = ax.plot(range(1, rows.shape[1] + 1), rows.mean(0), label=arm)[0]
-        ax.fill_between(range(1, rows.shape[1] + 1), rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
-    ax.legend(fontsize=8)
+        parts = [[running(run["curve"]) for run in runs], [run["levels"] for run in runs]]
+        for panel, rows, start in zip(np.atleast_1d(ax), map(np.array, parts), (1, 0)):
+            x = range(start, start + rows.shape[1])
+            line = panel.plot(x, rows.mean(0), label=arm)[0]
+            panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
+    if panels > 1:
+        ax[1].set(title="after RL", xlabel="level of held-out tasks", ylabel=ROWS[BY_LEVEL[curve]][0])
+    np.atleast_1d(ax)[-1].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

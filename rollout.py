@@ -365,6 +365,7 @@ class Limits:
     window: int = 512                   # tokens that the context may hold
     turns: int = 40                     # assistant turns per chain
     turn_tokens: int = 192              # sampled tokens per turn
+    commands: int = 0                   # run_command calls per chain that are answered (0: all)
 
 
 @dataclass
@@ -390,7 +391,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     turn it may return a query turn; the summary is then sampled in the same context, and a new episode starts from task + summary."""
     head = tokenizer.id["<|assistant|>"]
     chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
-    fresh, restart, wants_summary = [*chain.turns[0].tokens, head], True, False
+    fresh, restart, wants_summary, ran = [*chain.turns[0].tokens, head], True, False, 0
     for _ in range(limits.turns):
         episode = chain.episodes[-1]
         left = limits.window - len(episode) - 1
@@ -413,9 +414,13 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if not calls:
             chain.finished = True
             break
-        yield Work(calls, lambda: [run_tool(workspace, call) for call in calls],
-                   slow=any(call.name == "run_command" for call in calls))
-        outputs = [make_turn(tokenizer, "tool", call.output, limits.window // 3 // len(calls)) for call in calls]
+        commands = [call for call in calls if call.name == "run_command" in task.tools]
+        for call in commands[max(0, limits.commands - ran):] if limits.commands else ():
+            call.output, call.error = "No more commands.", "failed"
+        ran += len(commands)
+        yield Work(calls, lambda: [run_tool(workspace, call) for call in calls if not call.error], bool(commands))
+        room = min(limits.window // 3, compact.room(tokenizer, chain)) if compact else limits.window // 3
+        outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls)) for call in calls]
         episode.turns += outputs
         fresh = [t for turn in outputs for t in turn.tokens] + [head]
         query = compact(tokenizer, chain) if compact else None

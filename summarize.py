@@ -44,6 +44,10 @@ class Compact:
     trigger: int
     drop: bool = False
 
+    def room(self, tokenizer, chain):
+        """Tokens that the last turn's outputs may have, so that query and summary still find an eighth of the window"""
+        return max(16, self.window * 7 // 8 - len(chain.episodes[-1]) - len(tokenizer.encode(QUERY)) - 8)
+
     def __call__(self, tokenizer, chain):
         """After each turn's outputs: the query turn if the context has passed the trigger, else None."""
         if len(chain.episodes[-1]) >= self.trigger:
@@ -55,6 +59,25 @@ class Compact:
         head = tokenizer.encode(f"{len(chain.episodes)}\n")
         tokens = [tokenizer.id["<|summary|>"], *head, *carried, tokenizer.id["<|end|>"]]
         return [chain.episodes[0].turns[0], Turn("summary", tokens, tokenizer.decode(head + carried))]
+
+
+def compact(config):
+    """The hook of a run's configuration (a dict), None where the run does not summarise"""
+    return Compact(config["window"], int(config["trigger"] * config["window"]), not config["carry"]) if config["summarize"] else None
+
+
+def probe(chain):
+    """What is lost? -> summaries, their sampled tokens, and of the deleted functions that were not written yet when one was written
+    how many there were (left) and how many its condensed part names (named). Generated tasks only."""
+    gone, counts = {target["name"] for target in chain.task.meta.get("targets", ())}, dict(summaries=0, tokens=0, left=0, named=0)
+    for episode in chain.episodes[:-1]:
+        summary = episode.turns[-1]
+        edits = [call.args for turn in episode.turns for call in turn.calls if call.name == "edit_file" and not call.error]
+        gone -= {name for name in gone if any(f"def {name}(" in args[2] for args in edits)}
+        said = summary.text.split(SUMMARIZE)[-1]
+        counts = {"summaries": counts["summaries"] + 1, "tokens": counts["tokens"] + len(summary.tokens) - 1,
+                  "left": counts["left"] + len(gone), "named": counts["named"] + sum(name in said for name in gone)}
+    return counts
 
 
 def main():

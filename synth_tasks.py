@@ -982,19 +982,21 @@ class Curriculum:
 
     Per level a Beta posterior over the solve rate, with forgetting since the policy moves. A level is drawn with weight
     p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group can learn from. Tasks are made as they
-    are drawn, or come from a file with `sizes` (level -> number of tasks in it)."""
+    are drawn (`distinct` of each level, over and over; 0: never one twice), or come from a file with `sizes` (level -> number of
+    tasks in it)."""
 
-    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None):
+    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None, distinct=0):
         self.levels, self.on, self.forget = sorted(sizes or levels), on, forget
         self.hardest = self.levels[-1] if sizes else hardest    # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}
         self.seed, self.drawn, self.sizes, self.taken = seed, 0, sizes, {level: 0 for level in sizes or ()}
+        self.distinct = distinct or 10**6                       # seeds of one run; the next run's begin beyond them
 
     def next(self, rng):
-        """(level, seed), no seed ever twice; or (level, index) of a task of the file, each once before any comes again."""
+        """(level, seed), or (level, index) of a task of the file, each once before any comes again."""
         self.drawn += 1
         if not self.sizes:
-            return self.choose(rng, self.levels), self.seed * 1_000_003 + self.drawn
+            return self.choose(rng, self.levels), self.seed * 1_000_003 + self.drawn % self.distinct
         rounds = {level: taken // self.sizes[level] for level, taken in self.taken.items()}
         level = self.choose(rng, [level for level in self.levels if rounds[level] == min(rounds.values())])
         self.taken[level] += 1

@@ -127,11 +127,14 @@ class Config:
     penalty_q: float = 0.5
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
+    carry: bool = True            # 0: summaries are written, and forgotten
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 20               # of an agent in all
+    commands: int = 0             # run_command calls of an agent that are answered (0: all)
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
+    distinct: int = 0             # generated tasks of each level that rl draws from (0: never one twice)
     hardest: int = 6              # the hardest level that rl may use (0 to 5 are those of evaluation; the curriculum opens more)
     # parallel (torchrun)
     cp: int = 1
@@ -385,7 +388,7 @@ def length_groups(lengths, tokens, number, seed):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
-    limits = rollout.Limits(config.window, config.turns)
+    limits = rollout.Limits(config.window, config.turns, commands=config.commands)
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -414,13 +417,14 @@ class Reinforcement:
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
-            tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns), compact=run.compact,
+            tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns, commands=config.commands), compact=run.compact,
             temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
         self.curriculum = synth_tasks.Curriculum(range(min(LEVELS, config.hardest + 1)), config.seed, config.curriculum, config.hardest,
-                                                 sizes={level: len(tasks) for level, tasks in self.tasks.items()})
+                                                 sizes={level: len(tasks) for level, tasks in self.tasks.items()},
+                                                 distinct=config.distinct)
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
@@ -521,7 +525,8 @@ class Reinforcement:
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
-                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools} for g in groups for c in g])
+                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools,
+                                 **{f"probe_{k}": n for k, n in summarize.probe(c).items()}} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
@@ -529,6 +534,8 @@ class Reinforcement:
         for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
             log[key] = mean(lambda row: row[key])
         log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
+        probe = {key: sum(row[f"probe_{key}"] for row in rows) for key in ("summaries", "tokens", "left", "named")}
+        log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe["tokens"] / max(1, probe["summaries"])
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
                    best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),
                    equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
@@ -570,7 +577,7 @@ class Run:
         self.data = self.meshes.layout.data
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1         # nothing is cut: every rank holds all
         self.dtype = compute_dtype(config, self.device)
-        self.compact = summarize.Compact(config.window, int(config.trigger * config.window)) if config.summarize else None
+        self.compact = summarize.compact(asdict(config))
         self.tokenizer = self.model = None
 
     def bar(self, iterable, name):
@@ -849,11 +856,16 @@ def evaluate(config):
     if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
         run.say(json.loads((out / "summary.json").read_text())["table"])
         return
-    tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
+    given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
+    jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
+    if config.distinct and exists(out / "rl"):                   # the tasks that RL has seen, as many rollouts
+        n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
+        seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(LEVELS) for i in range(n)]
+        jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
     policies = {}
-    for name, path in run.bar(names.items(), "evaluation"):
+    for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
-        mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), config.eval_samples,
+        mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), passes,
                             temperature=config.temperature, numbers=run.share(range(len(tasks))))
         policies[name] = run.gather(mine)
     memory = run.sum(peak_memory())

@@ -201,6 +201,21 @@ def test_bad_calls_are_told_apart_and_answered():
     assert (chain.stats["bad_tools"], chain.stats["bad_arguments"], chain.stats["calls"], chain.stats["turns"]) == (2, 1, 5, 2)
 
 
+def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
+    task = Task("t", "x", {"a.py": "", "tests.py": "print('ran')\n"}, {}, tools=("read_file", "run_command"))
+    act = lambda *names: write_action(TRAINED, "", [(name, ("python tests.py" if name == "run_command" else "a.py",)) for name in names])
+    bodies = [act("run_command", "read_file"), act("run_command", "run_command"), act("run_command", "read_file"), act()]
+    said = lambda commands: [turn.text for turn in drive(agent(task, TRAINED, Rehearsal(task), Limits(900, commands=commands)), bodies)[0].turns
+                             if turn.role == "tool"]
+    for commands in (0, 1, 2, 3, 9):
+        ran = [i < commands or not commands for i in range(4)]
+        ran = ["ran" if right else "No more commands." for right in ran]
+        assert said(commands) == [ran[0], "", ran[1], ran[2], ran[3], ""]
+    without = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
+    chain, _, _ = drive(agent(without, TRAINED, Rehearsal(without), Limits(900, commands=1)), [act("run_command"), act("run_command"), act()])
+    assert [call.error for turn in chain.turns for call in turn.calls] == ["unknown_tool"] * 2
+
+
 def test_effort_is_counted_token_by_token_as_worked_by_hand():
     call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]

@@ -4,7 +4,7 @@ import random
 import numpy as np
 
 from rollout import Chain, Episode, Limits, Tokenizer, Turn, Work, agent, demonstrate, flatten, make_turn, write_action
-from summarize import QUERY, Compact, condensed
+from summarize import QUERY, Compact, compact, condensed, probe
 from synth_tasks import SUMMARIZE, Rehearsal, Task, example_texts, make_task
 
 TRAINED = Tokenizer.train(example_texts(24, 0), 500)
@@ -93,9 +93,8 @@ def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
         assert condensed(TRAINED, body, most) == expected
 
 
-def run(compact, bodies, limits=Limits(400)):
+def run(compact, bodies, limits=Limits(400), task=Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})):
     """The agent with given bodies -> (chain, its Requests)."""
-    task = Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})
     play, requests, bodies = agent(task, TRAINED, Rehearsal(task), limits, compact), [], iter(bodies)
     asked = next(play)
     try:
@@ -133,6 +132,33 @@ def test_a_dropped_summary_carries_the_count_and_nothing_else():
     chain, requests = run(Compact(400, 1, drop=True), [READ, SUMMARY, DONE])
     assert chain.episodes[1].turns[1].tokens == [ID["<|summary|>"], *ENC("1\n"), ID["<|end|>"]]
     assert chain.episodes[0].turns[-1].tokens[1:] == SUMMARY                              # written all the same
+
+
+def test_the_configuration_decides_over_the_hook():
+    config = dict(window=100, trigger=.5, summarize=True, carry=True)
+    assert compact(config) == Compact(100, 50) and compact({**config, "carry": False}) == Compact(100, 50, drop=True)
+    assert compact({**config, "summarize": False}) is None
+
+
+def test_the_probe_counts_what_is_left_and_what_the_summary_names():
+    names = ("first", "second", "third")
+    task = Task("t", "Put back", {"a.py": "x = 1\n"}, {}, meta={"targets": [{"name": name} for name in names]})
+    edit = lambda name, old="": write_action(TRAINED, "", [("edit_file", ("a.py", old, f"def {name}(x):\n    return x\n"))])
+    said = lambda text: write_action(TRAINED, f"{names[0]}?{SUMMARIZE}{text}", [])
+    bodies = [edit("first"), said("a.second: missing"), edit("second", "not there"), said("a.second"), edit("second"), said("a.third"), DONE]
+    chain = run(Compact(2000, 1), bodies, Limits(2000), task)[0]
+    tokens = sum(map(len, bodies[1:6:2]))
+    assert probe(chain) == dict(summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1)     # a failed edit wrote nothing
+    assert probe(run(Compact(2000, 10**6), [edit("first"), DONE], Limits(2000), task)[0]) == dict(summaries=0, tokens=0, left=0, named=0)
+
+
+def test_outputs_leave_room_for_query_and_summary():
+    task, window = Task("t", "x", {"a.py": "y = 2\n" * 300}, {}), 300
+    talk = write_action(TRAINED, "and so on " * 8, [("read_file", ("a.py",))])
+    bodies = [talk, talk, SUMMARY, DONE]
+    chain, requests = run(Compact(window, 210), bodies, Limits(window), task)
+    assert [r.summary for r in requests].count(True) == 1 and chain.finished
+    assert next(r.room for r in requests if r.summary) >= window // 8
 
 
 def test_calls_inside_a_summary_are_neither_run_nor_counted():
