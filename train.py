@@ -525,20 +525,21 @@ class Reinforcement:
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
-                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools,
-                                 **{f"probe_{k}": n for k, n in summarize.probe(c).items()}} for g in groups for c in g])
+                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools, "probe": summarize.probe(c),
+                                 "files": hash(frozenset(c.files.items()))} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
-            rewards.setdefault(row["task"], []).append((row["reward"], row["solved"]))
+            rewards.setdefault(row["task"], []).append((row["reward"], row["solved"], row["files"]))
         for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
             log[key] = mean(lambda row: row[key])
         log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
-        probe = {key: sum(row[f"probe_{key}"] for row in rows) for key in ("summaries", "tokens", "left", "named")}
+        probe = {key: sum(row["probe"][key] for row in rows) for key in ("summaries", "tokens", "left", "named")}
         log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe["tokens"] / max(1, probe["summaries"])
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),
-                   best=float(np.mean([max(solved for _, solved in g) for g in rewards.values()])),
-                   equal=float(np.mean([len({reward for reward, _ in g}) == 1 for g in rewards.values()])))
+                   best=float(np.mean([max(solved for _, solved, _ in g) for g in rewards.values()])),
+                   different=float(np.mean([len({files for _, _, files in g}) / len(g) for g in rewards.values()])),
+                   equal=float(np.mean([len({reward for reward, _, _ in g}) == 1 for g in rewards.values()])))
         log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, sum(row["turns"] for row in rows))
 
     def validate(self):
