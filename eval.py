@@ -240,6 +240,8 @@ EXPERIMENTS = {
         **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
         **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
+    "habits": ("Habits that cost nothing", "communication", {"reward alone": ["--feedback=0"], "with targeted feedback": ["--feedback=0.15"]},
+               ["--habits=unavailable_tool,communication,code_style"]),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
         "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6

@@ -46,6 +46,9 @@ STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 FINAL_WORDS = 16            # of the final message; the micro-world's is "Put back this, that."
 
 
+SILENT, RAMBLING = "Reminder: end with a short message that says what was done.", "Reminder: the final message must be short."
+
+
 def available_tools(task):
     return f"Reminder: Available tools: {', '.join(task.tools)}."
 
@@ -83,9 +86,9 @@ def last_word(chain, e, i):
 def communication(chain, e, i):
     turn = chain.episodes[e].turns[i]
     if last_word(chain, e, i) and (turn.calls or not turn.text.strip()):
-        return "Reminder: end with a short message that says what was done."
+        return SILENT
     if last_word(chain, e, i) and len(turn.text.split()) > FINAL_WORDS:
-        return "Reminder: the final message must be short."
+        return RAMBLING
 
 
 def effort(chain, e, i):
@@ -127,10 +130,18 @@ def unfinished(chain, e, i):
 RULES = {rule.__name__: rule for rule in (unavailable_tool, malformed_arguments, code_style, effort, unfinished, communication)}
 
 
-def call_span(tokenizer, turn):
-    """(first, end), among the turn's sampled tokens, of the call of the first tool that is not there: the token that begins a
-    call, for there may be none to make, and the name. On the arguments of a tool that does not exist, a reminder of the tools
-    has nothing to say."""
+# what a demonstration's hints say of the flaws that the expert shows (synth_tasks.Action): rule -> (task, flawed action) -> text
+REMINDERS = {"unavailable_tool": lambda task, action: available_tools(task),
+             "communication": lambda task, action: RAMBLING if action.text else SILENT,
+             "code_style": lambda task, action: f"Reminder: code style: {STYLE['comments'][0]}"}
+
+
+def span(tokenizer, turn, kind):
+    """(first, end), among the turn's sampled tokens, of what a hint of this kind speaks about: the whole turn, except of a tool that
+    is not there the call: the token that begins it, for there may be none to make, and the name. On the arguments of a tool that
+    does not exist, a reminder of the tools has nothing to say."""
+    if kind != "unavailable_tool":
+        return 0, len(turn.tokens) - 1
     body, number = turn.tokens[1:], [call.error for call in turn.calls].index("unknown_tool")
     first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number]
     return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)

@@ -58,7 +58,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from synth_tasks import (SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert, judge,
+from synth_tasks import (HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert, judge,
                          make_task)
 
 # ---------------------------------------------------------------- tokenizer
@@ -819,20 +819,21 @@ def effort_counts(chain):
                 bad_arguments=sum(call.error == "bad_arguments" for call in calls), finished=chain.finished)
 
 
-def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=None, hints=0.3, neutral=0.0):
-    """The scripted expert plays through the same agent and tools -> Chain. A wrong tool call is, with probability `hints`,
-    left out, and a hint `remind(task)` stands above the right one: so the model learns that hints are to be heeded. With
-    probability `neutral` one stands above a turn that was right anyway, final messages included: a hint about tools must
-    say nothing else, or its distillation drifts (a model that saw hints above calls only unlearned to finish)."""
-    play, moves = agent(task, tokenizer, Rehearsal(task), limits, compact), expert(task, rng, sloppy)
-    action, turn, hinted, chain = next(moves), 0, [], None
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0):
+    """The scripted expert plays through the same agent and tools -> Chain. A flawed turn is, with probability `hints`, left out, and
+    the hint remind[flaw](task, action) stands above the right one: so the model learns that hints are to be heeded. With
+    probability `neutral` the first of them stands above a turn that was right anyway, final messages included: a hint about tools
+    must say nothing else, or its distillation drifts (a model that saw hints above calls only unlearned to finish)."""
+    play = agent(task, tokenizer, Rehearsal(task), limits, compact)
+    moves = expert(task, rng, sloppy, untidy="code_style" in remind)
+    action, turn, hinted, chain = next(moves), 0, {}, None
     next(play)
     while chain is None:
-        if action.bad_tool and remind and rng.random() < hints:
-            action = moves.send([f"Tool not found: {name}" for name, _ in action.calls])
-            hinted.append(turn)
-        elif remind and neutral and not action.bad_tool and rng.random() < neutral:
-            hinted.append(turn)
+        while action.flaw in remind and rng.random() < hints:
+            hinted[turn] = remind[action.flaw](task, action)
+            action = moves.send([HINTED])
+        if turn not in hinted and remind and neutral and action.flaw not in remind and rng.random() < neutral:
+            hinted[turn] = next(iter(remind.values()))(task, action)
         body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
         try:
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
@@ -844,7 +845,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind=N
                 action = moves.send(outputs)
         except StopIteration as end:
             chain = end.value
-    insert_hints(chain, hinted, make_turn(tokenizer, "hint", remind(task)) if hinted else None)
+    insert_hints(chain, {number: make_turn(tokenizer, "hint", text) for number, text in hinted.items()})
     chain.stats = effort_counts(chain)
     return chain
 
@@ -856,14 +857,14 @@ def cheats(chain):
     return any(finding.severity == "cheat" for finding in audit(chain.task, story, changes(chain.task.files, chain.files)))
 
 
-def insert_hints(chain, hinted, hint):
-    """Put `hint` right above the assistant turns whose numbers are in `hinted`."""
+def insert_hints(chain, hints):
+    """Put a hint turn right above each assistant turn whose number is in `hints`."""
     number = -1
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
             number += turn.role == "assistant"
-            turns += [hint, turn] if turn.role == "assistant" and number in hinted else [turn]
+            turns += [hints[number], turn] if turn.role == "assistant" and number in hints else [turn]
         episode.turns = turns
 
 

@@ -118,7 +118,7 @@ class Action:
     """One turn of an agent: a thought (may be empty), then calls; without calls it is the final message."""
     text: str = ""
     calls: list = field(default_factory=list)       # [(tool, (argument, ...)), ...]
-    bad_tool: bool = False                          # the planted habit: a tool that is not there
+    flaw: str = ""                                  # a planted habit: the rule of feedback_distill.py that it breaks
 
 
 class ToolError(ValueError):
@@ -779,12 +779,11 @@ def play(task, agent, workspace):
     """[(Action, outputs)] of an agent (a generator of Actions) at work; the last one is its final message."""
     story, outputs = [], None
     while True:
-        try:
-            action = agent.send(outputs)
-        except StopIteration:
-            return story
+        action = agent.send(outputs)
         outputs = [call_tool(workspace, name, arguments)[0] for name, arguments in action.calls]
         story.append((action, outputs))
+        if not action.calls:
+            return story
 
 
 def demonstrate(task, rng, sloppy=1.0):
@@ -794,14 +793,15 @@ def demonstrate(task, rng, sloppy=1.0):
 
 
 # -------------------------------------------------------------------------------- the expert: competent, sloppy on purpose
+HINTED = "<|hint|>"             # sent to an expert after a flawed turn: that was not played, a hint took its place; do it right
 SUMMARIZE = "<|summary|>"       # sent to an expert: write a summary now; in its answer: the summary begins here
 
 
 class Expert:
     """State of one scripted episode. Each flaw has its own probability, so that each technique has something to remove."""
 
-    def __init__(self, task, rng, sloppy):
-        self.task, self.rng, self.sloppy = task, rng, sloppy
+    def __init__(self, task, rng, sloppy, untidy=False):
+        self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
         self.effort = rng.choice((.4, 1.0, 1.6))            # does not depend on difficulty: RL has to teach that
         self.targets = [Function(**target) for target in task.meta["targets"]]
         self.files, self.wrong, self.docs_read = dict(task.files), {}, False
@@ -823,11 +823,17 @@ class Expert:
             name = self.rng.choice([tool for tool in TOOLS if not self.can[tool]] + list(PHANTOMS))
             argument = {"read_file": ("docs.md",), "open_file": ("docs.md",), "cat": ("tests.py",), "grep": (self.about,),
                         "search_codebase": (self.about,), "run_command": (self.task.test_command,)}
-            yield from self.act(Action("", [(name, argument.get(name, ()))], bad_tool=True))
+            yield from self.act(Action("", [(name, argument.get(name, ()))], "unavailable_tool"))
 
     def turn(self, thought, *calls):
         yield from self.stray()
-        return (yield from self.act(Action(thought if self.rng.random() < .15 else "", list(calls))))
+        action = Action(thought if self.rng.random() < .15 else "", list(calls))
+        if self.untidy and any(name == "edit_file" for name, _ in calls) and self.slip(.3):     # a thought leaks into the code
+            leak = lambda name, words: (name, (*words[:2], f"{words[2]}# {thought}\n") if name == "edit_file" else words)
+            outputs = yield from self.act(Action(action.text, [leak(*call) for call in calls], "code_style"))
+            if outputs != [HINTED]:
+                return outputs
+        return (yield from self.act(action))
 
     def act(self, action):
         """Plays one action. Sent [SUMMARIZE, *outputs], it writes a summary before it goes on; what that leaves out is lost."""
@@ -930,17 +936,17 @@ class Expert:
         """One short line; missing or rambling now and then."""
         names = ", ".join(target.name for target in done)
         if self.slip(.1):
-            return ""
-        if self.slip(.1):
-            return ("I looked at the files, then I thought about what was missing, and then I wrote it. "
-                    f"Put back {names}. I hope this helps.")
-        return f"Put back {names}." if names else "Nothing done."
+            yield Action("", flaw="communication")
+        elif self.slip(.1):
+            yield Action("I looked at the files, then I thought about what was missing, and then I wrote it. "
+                         f"Put back {names}. I hope this helps.", flaw="communication")
+        yield Action(f"Put back {names}." if names else "Nothing done.")
 
 
-def expert(task, rng, sloppy=1.0):
-    """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if it shall sum up first);
-    ends with an Action without calls."""
-    self = Expert(task, rng, sloppy)
+def expert(task, rng, sloppy=1.0, untidy=False):
+    """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if it shall sum up first), or
+    [HINTED]; ends with an Action without calls. untidy: one edit in three leaves a comment in the code."""
+    self = Expert(task, rng, sloppy, untidy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
     quits = rng.randrange(len(targets)) if not named and self.slip(.3) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
@@ -961,7 +967,7 @@ def expert(task, rng, sloppy=1.0):
     while unsure and not self.slip(.3):
         unsure = yield from self.fix_all()
     yield from self.stray()
-    yield Action(self.farewell(todo))
+    yield from self.farewell(todo)
 
 
 def example_texts(number, seed):

@@ -119,6 +119,7 @@ class Config:
     workers: int = 0              # generation processes beside each training process; 0: it samples and updates in turn
     staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
     feedback: float = 0.15        # weight of the targeted distillation, 0 = off
+    habits: str = "unavailable_tool"    # what hints speak about in sft and rl, a list: communication, code_style
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
@@ -231,6 +232,9 @@ def configure(given, stage):
             stop(f"--{name} must be at least 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
+    habits = config.habits.split(",")
+    if not set(habits) <= set(feedback_distill.REMINDERS):
+        stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
     if stage == "rl" and config.cp > 1:
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
@@ -389,12 +393,12 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
     limits = rollout.Limits(config.window, config.turns, commands=config.commands)
+    remind = {habit: feedback_distill.REMINDERS[habit] for habit in config.habits.split(",")}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = make_task(config, i % LEVELS, (config.seed << 24) + i)
-        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, feedback_distill.available_tools,
-                                    config.hints, config.neutral_hints)
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, remind, config.hints, config.neutral_hints)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
 
@@ -475,11 +479,11 @@ class Reinforcement:
         items, hints = [], {}
         for group in groups:
             for chain, advantage in zip(group, rollout.advantages([c.reward for c in group])):
-                flagged = feedback_distill.detect(chain, ("unavailable_tool",)) if config.feedback else []
+                flagged = feedback_distill.detect(chain, config.habits.split(",")) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text),
-                                           feedback_distill.call_span(run.tokenizer, episode.turns[h.turn]))
+                                           feedback_distill.span(run.tokenizer, episode.turns[h.turn], h.kind))
                                           for h in flagged if h.episode == e]
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
@@ -526,6 +530,7 @@ class Reinforcement:
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
                                  "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools, "probe": summarize.probe(c),
+                                 "flaws": {hint.kind for hint in feedback_distill.detect(c, tuple(feedback_distill.REMINDERS))},
                                  "files": hash(frozenset(c.files.items()))} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
@@ -533,6 +538,7 @@ class Reinforcement:
             rewards.setdefault(row["task"], []).append((row["reward"], row["solved"], row["files"]))
         for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level"):
             log[key] = mean(lambda row: row[key])
+        log.update({habit: mean(lambda row: habit in row["flaws"]) for habit in ("communication", "code_style")})
         log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
         probe = {key: sum(row["probe"][key] for row in rows) for key in ("summaries", "tokens", "left", "named")}
         log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe["tokens"] / max(1, probe["summaries"])

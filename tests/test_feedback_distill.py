@@ -235,7 +235,7 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
     turn = SimpleNamespace(tokens=[ASSISTANT, *body], calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
                                                              Call("ls", [], error="unknown_tool")])
-    first, end = fd.call_span(tokenizer, turn)
+    first, end = fd.span(tokenizer, turn, "unavailable_tool")
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     cut = fd.splice(e, 1, [7, 7])

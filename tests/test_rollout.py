@@ -15,6 +15,7 @@ import regex
 import torch
 import torch.nn.functional as F
 
+import feedback_distill
 import rollout
 from moe import Model, ModelConfig
 from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent, choose,
@@ -463,7 +464,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
 
 # ---------------------------------------------------------------- demonstrations
 
-def hint_for(task):
+def hint_for(task, action=None):
     return f"Reminder: Available tools: {' '.join(task.tools)}"
 
 
@@ -472,7 +473,7 @@ def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wr
     hinted_turns = 0
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, hint_for, hints)
+        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, {"unavailable_tool": hint_for}, hints)
         hinted, plain = play(1.0), play(0.0)
         hints = [t for t in hinted.turns if t.role == "hint"]
         hinted_turns += len(hints)
@@ -491,6 +492,23 @@ def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wr
         assert all(b.role == "assistant" for b in above) and len(above) == len(hints) == sum(bool(t.calls) and any(
             c.error == "unknown_tool" for c in t.calls) for t in plain.turns)
     assert hinted_turns > 20
+
+
+def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_place_the_right_one_stands():
+    said, sandbox = Counter(), Sandbox()
+    for seed in range(60):
+        task = make_task(seed % 6, seed)
+        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, feedback_distill.REMINDERS, hints)
+        hinted, plain = play(1.0), play(0.0)
+        flagged = {hint.turn: hint.text for hint in feedback_distill.detect(plain, tuple(feedback_distill.REMINDERS))}
+        mine = [i for i, turn in enumerate(plain.turns) if turn.role == "assistant"]
+        texts = [flagged[i] for i, following in zip(mine, mine[1:] + [None])       # a stray call is left out; one hint stands above a turn
+                 if i in flagged and not ("tools" in flagged[i] and following in flagged)]
+        assert [t.text for t in hinted.turns if t.role == "hint"] == texts
+        assert not feedback_distill.detect(hinted, tuple(feedback_distill.REMINDERS))
+        assert judge(task, hinted.files, sandbox).solved == judge(task, plain.files, sandbox).solved       # no flaw decides on that
+        said.update(text.partition(", ")[0][:24] for text in texts)
+    assert len(said) == 4 and min(said.values()) > 3
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():

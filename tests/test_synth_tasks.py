@@ -125,9 +125,9 @@ def test_a_careful_expert_solves_everything_and_only_the_planted_habit_meets_mis
     for i in range(36):
         task = make_task(i % 6, i)
         story, files = demonstrate(task, random.Random(i), sloppy=0)
-        assert judge(task, files, sandbox).solved and not any(action.bad_tool for action, _ in story)
+        assert judge(task, files, sandbox).solved and not any(action.flaw for action, _ in story)
         for action, outputs in demonstrate(task, random.Random(i))[0]:
-            assert action.bad_tool == any(text.startswith("Tool not found") for text in outputs)
+            assert (action.flaw == "unavailable_tool") == any(text.startswith("Tool not found") for text in outputs)
 
 
 def test_sloppiness_is_visible_in_every_respect():
@@ -135,7 +135,7 @@ def test_sloppiness_is_visible_in_every_respect():
     tasks = [make_task(i % 6, i) for i in range(300)]
     right = [not run_trusted(files).exit_code for _, files in stories]
     assert .5 < sum(right) / 300 < .95
-    bad = sum(action.bad_tool for story, _ in stories for action, _ in story) / sum(len(story) for story, _ in stories)
+    bad = sum(action.flaw == "unavailable_tool" for story, _ in stories for action, _ in story) / sum(len(story) for story, _ in stories)
     assert .05 < bad < .2
     assert any(not story[-1][0].text for story, _ in stories) and any(len(story[-1][0].text) > 100 for story, _ in stories)
     assert any(call[0] == "edit_file" and call[1][1] for story, _ in stories for action, _ in story for call in action.calls)
