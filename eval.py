@@ -231,7 +231,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
-# name: question, the curve by step, {arm: flags of train.py}, and where the arms begin: [] at the SFT of the default run, which is
+# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the default run, which is
 # itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; None at the beginning, and
 # pretraining is all they do
 EXPERIMENTS = {
@@ -240,7 +240,9 @@ EXPERIMENTS = {
         **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
         **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
-    "habits": ("Habits that cost nothing", "communication", {"reward alone": ["--feedback=0"], "with targeted feedback": ["--feedback=0.15"]},
+    "habits": ("Habits that cost nothing", "communication,code_style", {
+        "reward alone": ["--habits=unavailable_tool,communication,code_style", "--feedback=0"],
+        "with targeted feedback": ["--habits=unavailable_tool,communication,code_style"]},
                ["--habits=unavailable_tool,communication,code_style"]),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
@@ -257,7 +259,7 @@ EXPERIMENTS = {
         "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
-BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved"}       # these curves have a second panel: what comes out, by level
+BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved"}       # beside these curves a panel shows what comes out, by level
 
 
 def train_py(*words):
@@ -272,7 +274,7 @@ def train_py(*words):
 def experiment(name, seeds, out, flags):
     """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
     Killed, it goes on."""
-    question, curve, arms, base = EXPERIMENTS[name]
+    question, curves, arms, base = EXPERIMENTS[name]
     out, jobs, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
         start, common = Path(out if base else out.parent, f"base-{seed}"), [f"--seed={seed}", *flags]
@@ -290,60 +292,61 @@ def experiment(name, seeds, out, flags):
                 jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", *here]]
     for words in tqdm(jobs, desc=name):
         train_py(*words)
-    results = {arm: [outcome(folder, curve) for folder in folders[arm]] for arm in arms}
+    results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
     out.mkdir(parents=True, exist_ok=True)
-    draw_curves(question, curve, results, out / f"{name}.png")
+    draw_curves(question, results, out / f"{name}.png")
     if name == "recipe":
-        results = {policy: [outcome(folder, curve, policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
+        results = {policy: [outcome(folder, [curves], policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
     text = compare(question, results)
     (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
     print(f"{text}\n\n{out}/{name}.json, {name}.png")
 
 
-def outcome(folder, curve, policy="after RL"):
-    """The curve by step, and the numbers at the end, of one run."""
-    lines = lines_of(folder, "pretrain" if curve == "loss" else "rl")
-    values = [line[curve] for line in lines]
-    if curve == "loss":
-        return {"curve": values, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
+def outcome(folder, names, policy="after RL"):
+    """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
+    lines = lines_of(folder, "pretrain" if names == ["loss"] else "rl")
+    curves, by_level = {name: [line[name] for line in lines] for name in names}, BY_LEVEL.get(names[0])
+    if names == ["loss"]:
+        return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
     policies = json.loads((folder / "summary.json").read_text())["policies"]
     after = policies[policy]
     whole, levels = after["overall"], list(after["levels"].values())
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
            "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
-    if curve == "bad_tool":                             # as a running mean; never: one step more than there were
-        end["a tenth at step"] = next((i + 1 for i, rate in enumerate(running(values)) if rate <= .1 * values[0]), len(values) + 1)
-    if curve == "reward":
-        end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
-    if curve in ("cheats", "named"):
-        end[f"{curve}: first 5"], end["last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
-    return {"curve": values, "end": end, "levels": [level[BY_LEVEL[curve]] for level in levels] if curve in BY_LEVEL else []}
+    for name, values in curves.items():
+        if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
+            end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)
+        if name == "reward":
+            end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
+        if name in ("cheats", "named", "communication", "code_style"):
+            end[f"{name[:10]}: first"], end[f"{name[:10]}: last"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+    return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
 
 
 def compare(question, results):
     """Mean and spread over the seeds, a line per arm"""
     columns = list(next(iter(results.values()))[0]["end"])
     rows = [f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)",
-            f"{'':28s}" + "".join(f"{column:>18s}" for column in columns)]
+            f"{'':28s}" + "".join(f"{column:>23s}" for column in columns)]
     for arm, runs in results.items():
         values = [[run["end"][column] for run in runs] for column in columns]
-        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):10.3f} ({np.std(v):5.3f})" for v in values))
+        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):15.3f} ({np.std(v):5.3f})" for v in values))
     return "\n".join(rows)
 
 
-def draw_curves(question, curve, results, path):
+def draw_curves(question, results, path):
     """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks"""
-    panels = 1 + (curve in BY_LEVEL)
-    figure, ax = axes(question, "step", curve.replace("_", " "), panels)
-    for arm, runs in results.items():
-        parts = [[running(run["curve"]) for run in runs], [run["levels"] for run in runs]]
-        for panel, rows, start in zip(np.atleast_1d(ax), map(np.array, parts), (1, 0)):
+    first = next(iter(results.values()))[0]
+    panels = [("curves", name, 1) for name in first["curves"]] + [("levels", name, 0) for name in first.get("levels", ())]
+    figure, ax = axes(question, "step", "", len(panels))
+    for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
+        for arm, runs in results.items():
+            rows = np.array([running(run[part][name]) if start else run[part][name] for run in runs])
             x = range(start, start + rows.shape[1])
             line = panel.plot(x, rows.mean(0), label=arm)[0]
             panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
-    if panels > 1:
-        ax[1].set(title="after RL", xlabel="level of held-out tasks", ylabel=ROWS[BY_LEVEL[curve]][0])
-    np.atleast_1d(ax)[-1].legend(fontsize=8)
+        panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
+    panel.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

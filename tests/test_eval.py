@@ -246,8 +246,8 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
                          ("--stage=eval", arm, "--seed=1", "--scale=tiny", "--feedback=0")]
     assert asked[3:] == [tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words) for words in asked[:3]]
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
-    assert data["results"]["reward alone"][1]["curve"] == [.5, .4, .3]
-    assert {run["end"]["a tenth at step"] for runs in data["results"].values() for run in runs} == {4}        # never
+    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [.5, .4, .3]}
+    assert {run["end"]["bad_tool: tenth at"] for runs in data["results"].values() for run in runs} == {4}        # never
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("with targeted feedback"))
     assert line.split()[3:5] == ["0.700", "(0.100)"] and (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
