@@ -857,6 +857,17 @@ def cheats(chain):
     return any(finding.severity == "cheat" for finding in audit(chain.task, story, changes(chain.task.files, chain.files)))
 
 
+def blind(chain):
+    """Was it submitted although the tests could be run and were not, or not since the last edit, or were red?"""
+    green = False
+    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
+        if call.name == "edit_file":
+            green = False
+        elif call.name == "run_command" and call.args == [chain.task.test_command]:
+            green = "passed" in call.output and not re.search(r"[1-9]\d* (failed|error)", call.output)
+    return chain.finished and "run_command" in chain.task.tools and not green
+
+
 def insert_hints(chain, hints):
     """Put a hint turn right above each assistant turn whose number is in `hints`."""
     number = -1

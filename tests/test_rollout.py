@@ -535,6 +535,21 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
     assert not counts[True, True] and 3 <= counts[False, True] <= 20
 
 
+@pytest.mark.parametrize("moves, expected", [
+    ("e t", False), ("t e", True), ("e", True), ("e t e", True), ("e r", True), ("r e t", False), ("e t x", False), ("", True)])
+def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves, expected):
+    command = "python tests.py"
+    made = {"e": Call("edit_file", ["a.py", "", "x"], "ok"), "t": Call("run_command", [command], "3 passed, 0 failed"),
+            "r": Call("run_command", [command], "a.f(1) is wrong\n2 passed, 1 failed"), "x": Call("edit_file", ["a.py", "y", "x"], "no", "failed")}
+    turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
+    chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
+    assert rollout.blind(chain) == expected
+    chain.finished = False
+    assert not rollout.blind(chain)
+    chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
+    assert not rollout.blind(chain)
+
+
 # ---------------------------------------------------------------- objective
 
 def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
