@@ -231,19 +231,18 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
-# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the default run, which is
-# itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; None at the beginning, and
-# pretraining is all they do
+# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
+# default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; None at the
+# beginning, and pretraining is all they do
+HABITS = "--habits=unavailable_tool,communication,code_style"
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
         **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
         **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
-    "habits": ("Habits that cost nothing", "communication,code_style", {
-        "reward alone": ["--habits=unavailable_tool,communication,code_style", "--feedback=0"],
-        "with targeted feedback": ["--habits=unavailable_tool,communication,code_style"]},
-               ["--habits=unavailable_tool,communication,code_style"]),
+    "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
+        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS]),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
         "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6

@@ -389,10 +389,14 @@ def length_groups(lengths, tokens, number, seed):
     return groups[:number]
 
 
+def agent_limits(config):
+    return rollout.Limits(config.window, config.turns, commands=config.commands)
+
+
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
-    limits = rollout.Limits(config.window, config.turns, commands=config.commands)
+    limits = agent_limits(config)
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in config.habits.split(",")}
     pairs = []
     for i in bar(numbers, "demonstrations"):
@@ -421,7 +425,7 @@ class Reinforcement:
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
-            tokenizer=run.tokenizer, group=config.group, limits=rollout.Limits(config.window, config.turns, commands=config.commands), compact=run.compact,
+            tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
             temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
@@ -866,7 +870,7 @@ def evaluate(config):
         return
     given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
     jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
-    if config.distinct and exists(out / "rl"):                   # the tasks that RL has seen, as many rollouts
+    if config.distinct and not config.tasks and exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
         seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(LEVELS) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))

@@ -159,6 +159,18 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
 
 
+def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(run, tmp_path):
+    words = [*SMALL, "--distinct=2", "--commands=1", "--carry=0", "--habits=communication,code_style", "--eval_tasks=3", f"--out={tmp_path}"]
+    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", f"--start_from={run}"])
+    train.main([*words, "--stage=eval"])
+    logged = set(json.loads((tmp_path / "rl.jsonl").read_text().splitlines()[0]))
+    curves = [curves.split(",") for _, curves, _, base in train.eval.EXPERIMENTS.values() if base is not None]
+    assert logged >= {name for names in curves for name in names} and len(curves) > 5
+    policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
+    assert {name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()} == {
+        "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+
+
 def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them end both."""
     def go(*words, processes):
