@@ -318,7 +318,7 @@ def outcome(folder, names, policy="after RL"):
         if name == "reward":
             end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
         if name in ("cheats", "named", "communication", "code_style"):
-            end[f"{name[:10]}: first"], end[f"{name[:10]}: last"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+            end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
     return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
 
 
@@ -326,10 +326,10 @@ def compare(question, results):
     """Mean and spread over the seeds, a line per arm"""
     columns = list(next(iter(results.values()))[0]["end"])
     rows = [f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)",
-            f"{'':28s}" + "".join(f"{column:>23s}" for column in columns)]
+            f"{'':28s}" + "".join(f"{column:>25s}" for column in columns)]
     for arm, runs in results.items():
         values = [[run["end"][column] for run in runs] for column in columns]
-        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):15.3f} ({np.std(v):5.3f})" for v in values))
+        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):17.3f} ({np.std(v):5.3f})" for v in values))
     return "\n".join(rows)
 
 
