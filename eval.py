@@ -101,7 +101,8 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config, tokenizer, model = extra["config"], rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    config = {"carry": True, "commands": 0, **extra["config"]}           # a run from before there were these knobs had them so
+    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
 

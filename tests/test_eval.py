@@ -156,8 +156,7 @@ def run(tmp_path_factory):
     for stage in ("sft", "rl"):
         model = Model(ModelConfig(vocab=tokenizer.vocab, yarn_factor=2.0, **sizes))
         torch.nn.init.normal_(model.head.weight)
-        config = {**sizes, "stage": stage, "yarn": 2.0, "window": 800, "trigger": .7, "temperature": 1.0, "summarize": True, "carry": True, "turns": 3,
-                  "commands": 0}
+        config = {**sizes, "stage": stage, "yarn": 2.0, "window": 800, "trigger": .7, "temperature": 1.0, "summarize": True, "turns": 3}
         hsdp.save(folder / stage, model, None, {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()})
     return folder, model, tokenizer
 
