@@ -110,7 +110,7 @@ class ModelConfig:
 def linear(x, weight):
     """x (..., C) @ weight (..., C) transposed, in x's dtype; a stack (H, R, C) gives (..., H, R)."""
     y = F.linear(x, weight.flatten(0, -2).to(x.dtype))
-    return y.unflatten(-1, weight.shape[:-1])
+    return y if weight.ndim == 2 else y.view(*x.shape[:-1], *weight.shape[:-1])
 
 
 def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
@@ -444,11 +444,13 @@ class MoE(nn.Module):
 
     def all_experts(self, x, choice, gates):
         """A decoding step reads nearly every expert's weights for its few tokens. Then one wide network, each expert a stretch of its
-        hidden units and those not chosen gated to zero, costs less than sorting. x (M, D), choice and gates (M, K) -> (M, D)"""
-        e = self.experts
-        gate = gates.new_zeros(len(x), len(e.w_gate)).scatter_(1, choice, gates)                   # (M, E)
-        hidden = F.silu(linear(x, e.w_gate)) * linear(x, e.w_up) * gate[..., None].to(x.dtype)     # (M, E, F)
-        y = hidden.flatten(1) @ e.w_down.to(x.dtype).transpose(1, 2).flatten(0, 1)
+        hidden units and those not chosen gated to zero, costs less than sorting. Weights stand on the left of every product, where a
+        CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
+        w_gate, w_up, w_down = (w.to(x.dtype) for w in (self.experts.w_gate, self.experts.w_up, self.experts.w_down))
+        gate = gates.new_zeros(len(w_gate), len(x)).scatter_(0, choice.T, gates.T).to(x.dtype)     # (E, M)
+        hidden = F.silu(w_gate.flatten(0, 1) @ x.T) * (w_up.flatten(0, 1) @ x.T)                   # (E * F, M)
+        y = torch.bmm(w_down, hidden.view(*w_gate.shape[:2], -1) * gate[:, None]).sum(0)
+        y = y.T.contiguous()                                                                       # (D, M) -> (M, D)
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -516,7 +518,7 @@ class Attention(nn.Module):
         heads line up along the query axis of one wide head. The values are the entries; their rotary part is dropped."""
         c, (B, H, T, _) = self.config, q.shape
         nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
-        nope = torch.einsum("bhtn,hnc->bhtc", nope, self.wk_b.to(q.dtype))
+        nope = torch.matmul(nope.transpose(0, 1).flatten(1, 2), self.wk_b.to(q.dtype)).view(H, B, T, -1).transpose(0, 1)
         q = torch.cat((nope, rope), -1).reshape(B, 1, H * T, -1)
         mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
         o = attend(q, entry[:, None], entry[:, None], mask, self.scale * self.q ** -0.5)
