@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import feedback_distill
 import hsdp
 import rollout
 import summarize
@@ -78,6 +79,8 @@ def summary(records):
               "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
               "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
               "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records]))}
+    if "moved" in records[0]:
+        result["moved"] = sum(r["moved"] for r in records) / max(1, sum(r["unflagged"] for r in records))
     for k in (2 ** i for i in range(6) if 2 ** i <= passes):
         result[f"pass@{k}"] = float(np.mean([pass_at_k(len(s), sum(s), k) for s in tasks.values()]))
     return result
@@ -107,15 +110,32 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
-def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None):
-    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts"""
+def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None, began=None):
+    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts. began: a
+    model; the records then say how far the policy has moved from it."""
     compact, limits = summarize.compact(config), rollout.Limits(config["window"], config["turns"], commands=config["commands"])
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
-    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"],
-                              temperature=config["temperature"] if temperature is None else temperature)
+    temperature = config["temperature"] if temperature is None else temperature
+    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature)
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
-    return [record(chain, price) for group in groups for chain in group]
+    moved = lambda chain: {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
+    return [{**record(chain, price), **moved(chain)} for group in groups for chain in group]
+
+
+@torch.no_grad()
+def drift(began, chain, temperature):
+    """How far has the policy that sampled this chain moved from the model `began`, where no rule finds fault? -> (k1 summed, tokens):
+    log-probability at sampling minus that under `began`, over the sampled tokens of turns that are not flagged. The mean estimates a
+    KL divergence in nats per token."""
+    flagged, total, count = {(h.episode, h.turn) for h in feedback_distill.detect(chain, tuple(feedback_distill.REMINDERS))}, 0.0, 0
+    for e, episode in enumerate(chain.episodes):
+        batch, (_, mask, _, turn) = rollout.pack([episode], [1.0], 64), rollout.flatten(episode)
+        keep = torch.from_numpy(mask * [(e, i) not in flagged for i in turn])[1:] > 0
+        tokens, targets = (batch[name].to(began.embed.weight.device) for name in ("tokens", "targets"))
+        gap = batch["logprobs"][0] - began.logprobs(began(tokens), targets, temperature)[0].cpu()
+        total, count = total + float(gap[:len(keep)][keep].sum()), count + int(keep.sum())
+    return total, count
 
 
 # ---------------------------------------------------------------- what one sees
@@ -243,7 +263,12 @@ EXPERIMENTS = {
         **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
-        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS]),
+        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
+    "teachers": ("Whose hints, and which divergence?", "bad_tool", {
+        "reward alone": ["--steps=20", "--feedback=0"], "EMA, reverse KL": ["--steps=20"], "current": ["--steps=20", "--teacher=current"],
+        "frozen": ["--steps=20", "--teacher=frozen"], "forward KL": ["--steps=20", "--divergence=forward"],
+        "JSD": ["--steps=20", "--divergence=jsd"], "empty hint": ["--steps=20", "--placebo=empty"],
+        "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
         "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6
@@ -312,7 +337,7 @@ def outcome(folder, names, policy="after RL"):
     after = policies[policy]
     whole, levels = after["overall"], list(after["levels"].values())
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
-           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"]}
+           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"], "moved": whole.get("moved", math.nan)}
     for name, values in curves.items():
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)

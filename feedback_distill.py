@@ -84,11 +84,11 @@ def last_word(chain, e, i):
 
 
 def communication(chain, e, i):
+    """Only where the policy ended by itself: to one that a limit cut off, "end with a message" would teach to give up."""
     turn = chain.episodes[e].turns[i]
-    if last_word(chain, e, i) and (turn.calls or not turn.text.strip()):
-        return SILENT
-    if last_word(chain, e, i) and len(turn.text.split()) > FINAL_WORDS:
-        return RAMBLING
+    if chain.finished and last_word(chain, e, i):
+        words = len(turn.text.split())
+        return SILENT if not words else RAMBLING if words > FINAL_WORDS else None
 
 
 def effort(chain, e, i):
@@ -145,6 +145,13 @@ def span(tokenizer, turn, kind):
     body, number = turn.tokens[1:], [call.error for call in turn.calls].index("unknown_tool")
     first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number]
     return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
+
+
+def placebo(chain, hint, kind):
+    """What a hint says in an ablation: "empty" nothing, "wrong" that the tools which are not there are; "" the truth."""
+    turn = chain.episodes[hint.episode].turns[hint.turn]
+    tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
+    return {"": hint.text, "empty": "", "wrong": f"Reminder: Available tools: {', '.join(tools)}."}[kind]
 
 
 @dataclass

@@ -822,10 +822,12 @@ def effort_counts(chain):
 def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0):
     """The scripted expert plays through the same agent and tools -> Chain. A flawed turn is, with probability `hints`, left out, and
     the hint remind[flaw](task, action) stands above the right one: so the model learns that hints are to be heeded. With
-    probability `neutral` the first of them stands above a turn that was right anyway, final messages included: a hint about tools
-    must say nothing else, or its distillation drifts (a model that saw hints above calls only unlearned to finish)."""
+    probability `neutral` one of them stands above a turn that was right anyway, calls and final messages alike: a hint must say
+    nothing but what it says, or its distillation drifts (a model that saw hints about tools above calls only unlearned to finish, and
+    one that saw hints about the final message above final messages only learned to quit)."""
     play = agent(task, tokenizer, Rehearsal(task), limits, compact)
     moves = expert(task, rng, sloppy, untidy="code_style" in remind)
+    texts = list(dict.fromkeys(tell(task, Action(words)) for tell in remind.values() for words in ("", "too many")))
     action, turn, hinted, chain = next(moves), 0, {}, None
     next(play)
     while chain is None:
@@ -833,7 +835,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
             hinted[turn] = remind[action.flaw](task, action)
             action = moves.send([HINTED])
         if turn not in hinted and remind and neutral and action.flaw not in remind and rng.random() < neutral:
-            hinted[turn] = next(iter(remind.values()))(task, action)
+            hinted[turn] = texts[0] if len(texts) == 1 else rng.choice(texts)
         body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
         try:
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))

@@ -120,6 +120,7 @@ class Config:
     staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
     feedback: float = 0.15        # weight of the targeted distillation, 0 = off
     habits: str = "unavailable_tool"    # what hints speak about in sft and rl, a list: communication, code_style
+    placebo: str = ""             # in rl, what stands in a hint's place: empty (nothing) or wrong (it names the tools that are not there)
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
@@ -224,7 +225,7 @@ def configure(given, stage):
     config = replace(Config(), **merged)
     for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
                               teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16"),
-                              weights=("float32", "bfloat16")).items():
+                              weights=("float32", "bfloat16"), placebo=("", "empty", "wrong")).items():
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
@@ -486,17 +487,18 @@ class Reinforcement:
                 flagged = feedback_distill.detect(chain, config.habits.split(",")) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
-                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, h.text),
+                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, feedback_distill.placebo(chain, h, config.placebo)),
                                            feedback_distill.span(run.tokenizer, episode.turns[h.turn], h.kind))
                                           for h in flagged if h.episode == e]
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
-        mismatch = kl = 0.0
+        mismatch = kl = read = 0.0
         for batch in run.micro_batches(items, spare=items[0]):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
-            taught = feedback_distill.pack(batch["episodes"], hinted).to(run.device) if config.feedback else None
+            taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
             expected = self.teacher(taught) if config.feedback else None
+            read += taught.tokens.numel() if config.feedback else 0
             reference = self.reference_logprobs(batch) if config.kl else None
             hidden = run.hidden(batch)
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
@@ -510,7 +512,7 @@ class Reinforcement:
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
-        log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets))
+        log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets), teacher_tokens=run.sum(read))
 
     def after_step(self):
         if self.teacher:
@@ -877,8 +879,10 @@ def evaluate(config):
     policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
+        origin = Path(saved["start_from"] or saved["out"], "sft")
+        began = eval.load(origin, run.device)[0].compute(run.dtype) if saved["stage"] == "rl" and exists(origin) else None
         mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), passes,
-                            temperature=config.temperature, numbers=run.share(range(len(tasks))))
+                            temperature=config.temperature, numbers=run.share(range(len(tasks))), began=began)
         policies[name] = run.gather(mine)
     memory = run.sum(peak_memory())
     if run.rank:

@@ -180,6 +180,26 @@ def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
     assert evaluation.attempt(model, tokenizer, config, tasks, 2, seed=1) != records
 
 
+def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_flags_and_not_at_all_from_itself(run):
+    model, tokenizer, config = evaluation.load(run[0])
+    tasks = [make_task(0, 10 ** 6 + i) for i in range(3)]
+    records = evaluation.attempt(model, tokenizer, config, tasks, 2, began=model)
+    assert all(abs(r["moved"]) < 1e-3 and 0 <= r["unflagged"] <= r["sampled"] for r in records) and any(r["unflagged"] for r in records)
+    assert abs(evaluation.summary(records)["moved"]) < 1e-4
+    other, _, _ = evaluation.load(run[0])
+    torch.nn.init.normal_(other.head.weight, std=0.3)
+    chain = rollout.Chain(tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True)
+    body = rollout.write_action(tokenizer, "Nothing done.", [])
+    chain.episodes[0].turns.append(rollout.Turn("assistant", [tokenizer.id["<|assistant|>"], *body], "Nothing done.", [], 0,
+                                                np.full(len(body), -1.5, dtype=np.float32), np.zeros(len(body))))
+    ids = torch.tensor([[t for turn in chain.turns for t in turn.tokens]])
+    logp = (other.logits(other(ids[:, :-1])) / 0.7).log_softmax(-1)[0].gather(1, ids[0, 1:, None])[-len(body):]
+    total, count = evaluation.drift(other, chain, 0.7)
+    assert count == len(body) and total == pytest.approx(float((-1.5 - logp).sum()), abs=1e-3)
+    chain.turns[-1].text = ""                                    # now the final message is missing, and the turn is flagged
+    assert evaluation.drift(other, chain, 0.7) == (0.0, 0)
+
+
 def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     tasks = evaluation.held_out(2)
     assert all(r["solved"] for r in evaluation.expert_records(0.0, tasks))

@@ -45,10 +45,11 @@ def do(*calls, text=""):
     return [say("assistant", text, *calls), *(say("tool", call.output) for call in calls)]
 
 
-def chain(*episodes, style=None, **task):
+def chain(*episodes, style=None, finished=True, **task):
     task = SimpleNamespace(tools=("read_file", "edit_file", "run_command"), test_command="python tests.py",
                            meta={} if style is None else {"style": style}, **task)
-    return SimpleNamespace(task=task, episodes=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in episodes])
+    return SimpleNamespace(task=task, finished=finished,
+                           episodes=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in episodes])
 
 
 def fired(c, rule):
@@ -110,13 +111,22 @@ def test_communication_wants_a_short_final_message():
     assert fired(chain([*do(GREEN), say("assistant", " ")]), "communication") == [(0, 3)]
     assert fired(chain([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication") == [(0, 3)]
     assert fired(chain([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication") == []
-    assert fired(chain([*do(EDIT), *do(GREEN)]), "communication") == [(0, 3)]                   # it never said anything
+    assert fired(chain([*do(EDIT), *do(GREEN)], finished=False), "communication") == []          # a limit cut it off
+    assert fired(chain([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication") == []
+
+
+def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
+    c = chain([*do(Call("grep", ["f"], "", "unknown_tool")), BYE])
+    hint, = fd.detect(c, ["unavailable_tool"])
+    texts = [fd.placebo(c, hint, kind) for kind in ("", "empty", "wrong")]
+    assert texts == [f"Reminder: Available tools: {words}." if words else "" for words in (
+        "read_file, edit_file, run_command", "", "read_file, edit_file, run_command, grep")]
 
 
 def test_a_summary_is_not_a_final_message():
     long = say("assistant", "word " * 100)
     assert fired(chain([*do(READ), say("query"), long], [*do(EDIT), BYE]), "communication") == []
-    assert fired(chain([*do(READ), say("query"), long]), "communication") == []                 # cut off while summarizing
+    assert fired(chain([*do(READ), say("query"), long], finished=False), "communication") == []  # cut off while summarizing
 
 
 def test_effort_finds_rereading_and_retesting_but_not_after_a_change():

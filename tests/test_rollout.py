@@ -511,6 +511,18 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
     assert len(said) == 4 and min(said.values()) > 3
 
 
+def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike():
+    above = {"call": Counter(), "final": Counter()}
+    for seed in range(60):
+        remind = feedback_distill.REMINDERS
+        chain = demonstrate(make_task(seed % 6, seed), TRAINED, random.Random(seed), Limits(10**6, 999), 0.0, None, remind, 0.3, 0.5)
+        for turn, following in zip(chain.turns, chain.turns[1:]):
+            if turn.role == "hint":
+                above["call" if following.calls else "final"][turn.text.partition(", ")[0][:24]] += 1
+    for kinds in above.values():
+        assert len(kinds) == 4 and min(kinds.values()) > .5 * sum(kinds.values()) / 4
+
+
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
     from synth_tasks import Workspace
     for level in (1, 4):
