@@ -253,14 +253,16 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
 # name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
-# default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; None at the
-# beginning, and pretraining is all they do
+# default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
+# the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
 HABITS = "--habits=unavailable_tool,communication,code_style"
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
         **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
-        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, None),
+        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, "pretrain"),
+    "pretraining": ("What is pretraining worth?", "reward", {
+        "30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]}, "all"),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
         "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
@@ -302,17 +304,19 @@ def experiment(name, seeds, out, flags):
     question, curves, arms, base = EXPERIMENTS[name]
     out, jobs, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
-        start, common = Path(out if base else out.parent, f"base-{seed}"), [f"--seed={seed}", *flags]
-        if base:
+        own, common = isinstance(base, list) and base, [f"--seed={seed}", *flags]
+        start = Path(out if own else out.parent, f"base-{seed}")
+        if own:
             jobs += [[f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common] for stage in ("pretrain", "long")]
-            jobs.append(["--stage=sft", f"--start_from={out.parent}/base-{seed}", f"--out={start}", *common, *base])
-        elif base is not None:
+            jobs.append(["--stage=sft", f"--start_from={out.parent}/base-{seed}", f"--out={start}", *common, *own])
+        elif base != "pretrain":
             jobs.append([f"--out={start}", *common])
         for arm, changes in arms.items():
             folders[arm].append(out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start)
             here = [f"--out={folders[arm][-1]}", *common, *changes]
-            if base is None:
-                jobs.append(["--stage=pretrain", *here])
+            if not isinstance(base, list) and changes:
+                rest = ("long", "sft", "rl", "eval") if base == "all" else ()
+                jobs += [["--stage=pretrain", *here], *([f"--stage={stage}", here[0], *common] for stage in rest)]
             elif changes:
                 jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", *here]]
     for words in tqdm(jobs, desc=name):
@@ -337,12 +341,15 @@ def outcome(folder, names, policy="after RL"):
     after = policies[policy]
     whole, levels = after["overall"], list(after["levels"].values())
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
-           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"], "moved": whole.get("moved", math.nan)}
+           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"],
+           "moved": whole.get("moved", math.nan)}
     for name, values in curves.items():
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)
         if name == "reward":
             end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
+            end["reward: last 5"] = float(np.mean(values[-5:]))
+            end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
         if name in ("cheats", "named", "communication", "code_style"):
             end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
     return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
@@ -350,7 +357,8 @@ def outcome(folder, names, policy="after RL"):
 
 def compare(question, results):
     """Mean and spread over the seeds, a line per arm"""
-    columns = list(next(iter(results.values()))[0]["end"])
+    all_ends = [run["end"] for runs in results.values() for run in runs]
+    columns = [column for column in all_ends[0] if not all(math.isnan(end[column]) for end in all_ends)]
     rows = [f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)",
             f"{'':28s}" + "".join(f"{column:>25s}" for column in columns)]
     for arm, runs in results.items():
@@ -360,10 +368,14 @@ def compare(question, results):
 
 
 def draw_curves(question, results, path):
-    """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks"""
+    """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks; where
+    the arms differ before RL, what the loss after SFT says of the reward"""
     first = next(iter(results.values()))[0]
     panels = [("curves", name, 1) for name in first["curves"]] + [("levels", name, 0) for name in first.get("levels", ())]
-    figure, ax = axes(question, "step", "", len(panels))
+    points = {arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "reward: last 5")]
+              for arm, runs in results.items()}
+    scatter = bool(np.isfinite(list(points.values())).all())
+    figure, ax = axes(question, "step", "", len(panels) + scatter)
     for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
         for arm, runs in results.items():
             rows = np.array([running(run[part][name]) if start else run[part][name] for run in runs])
@@ -372,6 +384,9 @@ def draw_curves(question, results, path):
             panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
         panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
     panel.legend(fontsize=8)
+    for arm, (losses, rewards) in points.items() if scatter else ():
+        ax[-1].plot(losses, rewards, "o", label=arm)
+        ax[-1].set(xlabel="loss after SFT, nats per token", ylabel="reward, last five steps")
     figure.savefig(path, dpi=120)
 
 

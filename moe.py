@@ -1367,7 +1367,21 @@ def bench():
         cache, start = Cache(model.eval(), 64, 512), torch.full((64,), 300, device=device)
         one, = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
     print(f"laptop model: {tokens.numel() / train:,.0f} tokens/s forward + backward, {64 / one:,.0f} tokens/s decoding 64 rows at 300")
+    loading()
     against_transformers(device)
+
+
+def loading():
+    """A checkpoint of 2 GB, whose pages the system still holds: into a model, and for comparison its bytes into memory."""
+    sizes = dict(vocab=32000, dim=1024, layers=6, dense_ffn=4096, experts=64, expert_ffn=896, heads=16, kv_lora=256, qk_nope=64, qk_rope=32)
+    with torch.device("meta"):
+        model = Model(ModelConfig(**sizes, v_dim=64)).to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder, "model"), model.to_empty(device="cpu"))
+        files = list(Path(folder, "model").iterdir())
+        size, _ = sum(path.stat().st_size for path in files) / 1e9, model.to("meta")
+        read, load = seconds(lambda: [path.read_bytes() for path in files], lambda: load_model(files[0].parent, torch.bfloat16))
+    print(f"a checkpoint of {size:.1f} GB is loaded at {size / load:.1f} GB/s, {read / load:.2f} x the speed of reading its files")
 
 
 def against_transformers(device, rows=16, prompt=64, new=64):

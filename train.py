@@ -233,14 +233,17 @@ def configure(given, stage):
             stop(f"--{name} must be at least 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
-    habits = config.habits.split(",")
-    if not set(habits) <= set(feedback_distill.REMINDERS):
+    if not set(habits(config)) <= set(feedback_distill.REMINDERS):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
     if stage == "rl" and config.cp > 1:
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
         stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
     return config
+
+
+def habits(config):
+    return config.habits.split(",")
 
 
 def model_config(config, vocab):
@@ -398,7 +401,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
     limits = agent_limits(config)
-    remind = {habit: feedback_distill.REMINDERS[habit] for habit in config.habits.split(",")}
+    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -484,12 +487,10 @@ class Reinforcement:
         items, hints = [], {}
         for group in groups:
             for chain, advantage in zip(group, rollout.advantages([c.reward for c in group])):
-                flagged = feedback_distill.detect(chain, config.habits.split(",")) if config.feedback else []
+                flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
-                    hints[id(episode)] = [(h.turn, feedback_distill.hint_tokens(run.tokenizer, feedback_distill.placebo(chain, h, config.placebo)),
-                                           feedback_distill.span(run.tokenizer, episode.turns[h.turn], h.kind))
-                                          for h in flagged if h.episode == e]
+                    hints[id(episode)] = [self.splice(chain, hint) for hint in flagged if hint.episode == e]
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
@@ -512,7 +513,14 @@ class Reinforcement:
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
-        log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets), teacher_tokens=run.sum(read))
+        log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
+                   teacher_tokens=run.sum(read))
+
+    def splice(self, chain, hint):
+        """-> the flagged turn's number, the hint's ids, and the stretch of the turn's sampled tokens that it speaks about"""
+        tokenizer, said = self.run.tokenizer, feedback_distill.placebo(chain, hint, self.run.config.placebo)
+        turn = chain.episodes[hint.episode].turns[hint.turn]
+        return hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint.kind)
 
     def after_step(self):
         if self.teacher:

@@ -249,7 +249,9 @@ def fake_runs(monkeypatch):
         out.mkdir(parents=True, exist_ok=True)
         seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
         bad = [.5, .4, .3] if "--feedback=0" in words else [.5, .1 * seed, 0.]
-        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b}) + "\n" for i, b in enumerate(bad)))
+        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b}) + "\n"
+                                              for i, b in enumerate(bad)))
+        (out / "sft.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": 1 / seed}) + "\n" for i in range(60)))
         whole = dict(solved=.5 + .1 * seed, tokens=100, bad_tool=bad[-1])
         (out / "summary.json").write_text(json.dumps({"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}))
     monkeypatch.setattr(evaluation, "train_py", train_py)
@@ -281,6 +283,19 @@ def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypat
     assert [words[4:] for words in arms] == [(harden, "--documented=0", "--curriculum=0", "--hardest=1")
                                              for harden in ("--harden=0", "--harden=1")]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
+
+
+def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_reward_against_the_loss_after_sft(tmp_path, monkeypatch):
+    asked = fake_runs(monkeypatch)
+    evaluation.main(["--experiment=pretraining", "--seeds", "2", f"--out={tmp_path}", "--dim=64"])
+    arm = lambda steps: f"--out={tmp_path}/pretraining/{steps}_steps-2"
+    assert asked == [(f"--out={tmp_path}/base-2", "--seed=2", "--dim=64"), *(
+        (f"--stage={stage}", arm(n), "--seed=2", "--dim=64", *[f"--steps={n}"] * (stage == "pretrain"))
+        for n in (30, 480) for stage in ("pretrain", "long", "sft", "rl", "eval"))]
+    data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
+    assert [run["end"]["loss after SFT"] for runs in data["results"].values() for run in runs] == [.5] * 3
+    assert data["results"]["30 steps"][0]["end"]["reward: last 5"] == pytest.approx(np.mean([.5, .8, 1.0]))
+    assert "loss after SFT" in data["table"] and "seen" not in data["table"] and "nan" not in data["table"]
 
 
 def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(tmp_path, capsys):
