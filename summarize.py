@@ -22,7 +22,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout import Episode, Limits, Tokenizer, Turn, demonstrate, make_turn
+import numpy as np
+import torch
+
+from rollout import Episode, Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
 from synth_tasks import LEVELS, SUMMARIZE, make_task
 
 QUERY = "Summarize."
@@ -64,6 +67,16 @@ class Compact:
 def compact(config):
     """The hook of a run's configuration (a dict), None where the run does not summarise"""
     return Compact(config["window"], int(config["trigger"] * config["window"]), not config["carry"]) if config["summarize"] else None
+
+
+def written(episodes, like):
+    """1 where the target is a token of a summary that the policy wrote, else 0: aligned with rollout.pack, (B, T) as `like`"""
+    found = torch.zeros_like(like)
+    for row, episode in zip(found, episodes):
+        asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
+        _, mask, _, index = flatten(episode)
+        row[:len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
+    return found
 
 
 def probe(chain):

@@ -107,6 +107,7 @@ class Config:
     sloppy: float = 1.0           # how often the expert errs
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
+    short: float = 0.0            # share of the demonstrations that have half of the window: so a policy learns to work in both
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     copy_loss: float = 4.0        # weight of the names and constants it wrote, while the window is short: what tests decide on
     # rl
@@ -130,6 +131,7 @@ class Config:
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
     carry: bool = True            # 0: summaries are written, and forgotten
+    learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 20               # of an agent in all
     commands: int = 0             # run_command calls of an agent that are answered (0: all)
@@ -400,13 +402,16 @@ def agent_limits(config):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
-    limits = agent_limits(config)
+    limits, half = agent_limits(config), replace(config, window=config.window // 2)
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = make_task(config, i % LEVELS, (config.seed << 24) + i)
-        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, compact, remind, config.hints, config.neutral_hints)
+        room = (limits, compact)
+        if config.short and rng.random() < config.short:
+            room = (agent_limits(half), summarize.compact(asdict(half)))
+        chain = rollout.demonstrate(task, tokenizer, rng, room[0], config.sloppy, room[1], remind, config.hints, config.neutral_hints)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
 
@@ -503,6 +508,8 @@ class Reinforcement:
             reference = self.reference_logprobs(batch) if config.kl else None
             hidden = run.hidden(batch)
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
+            if not config.learn_summaries:
+                batch["advantage"] = batch["advantage"] * (1 - summarize.written(batch["episodes"], batch["advantage"]))
             loss = rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:

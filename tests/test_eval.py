@@ -264,7 +264,7 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
     start = f"--start_from={tmp_path}/base-1"
     assert asked[:3] == [(base, "--seed=1", "--scale=tiny"), ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
-                         ("--stage=eval", arm, "--seed=1", "--scale=tiny", "--feedback=0")]
+                         ("--stage=eval", start, arm, "--seed=1", "--scale=tiny", "--feedback=0")]
     assert asked[3:] == [tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words) for words in asked[:3]]
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
     assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [.5, .4, .3]}

@@ -3,8 +3,8 @@ import random
 
 import numpy as np
 
-from rollout import Chain, Episode, Limits, Tokenizer, Turn, Work, agent, demonstrate, flatten, make_turn, write_action
-from summarize import QUERY, Compact, compact, condensed, probe
+from rollout import Chain, Episode, Limits, Tokenizer, Turn, Work, agent, demonstrate, flatten, make_turn, pack, write_action
+from summarize import QUERY, Compact, compact, condensed, probe, written
 from synth_tasks import SUMMARIZE, Rehearsal, Task, example_texts, make_task
 
 TRAINED = Tokenizer.train(example_texts(24, 0), 500)
@@ -186,3 +186,19 @@ def test_below_the_trigger_nobody_asks():
     chain.episodes[0].turns.append(Turn("tool", [0]))
     query = Compact(100, 10)(TRAINED, chain)
     assert query.role == "query" and query.tokens[0] == ID["<|query|>"] and query.tokens[-1] == ID["<|end|>"]
+
+
+def test_the_tokens_of_written_summaries_are_found_one_by_one():
+    episodes = [e for chain in CHAINS[:20] for e in chain.episodes]
+    batch, summaries = pack(episodes, [1.0] * len(episodes)), 0
+    found = written(episodes, batch["advantage"])
+    for row, mask, episode in zip(found.tolist(), batch["mask"].tolist(), episodes):
+        expected, asked = [], False
+        for turn in episode.turns:                               # by walking through the turns; the role token is never a target
+            summaries += asked
+            expected += [0] + [int(asked)] * (len(turn.tokens) - 1)
+            asked = turn.role == "query"
+        expected = expected[1:]
+        assert row[:len(expected)] == expected and not any(row[len(expected):])
+        assert all(m for m, one in zip(mask, row) if one)        # and all of them were sampled
+    assert summaries > 3 and 0 < found.sum() < batch["mask"].sum()

@@ -160,7 +160,8 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
 
 
 def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(run, tmp_path):
-    words = [*SMALL, "--distinct=2", "--commands=1", "--carry=0", "--habits=communication,code_style", "--eval_tasks=3", f"--out={tmp_path}"]
+    words = [*SMALL, "--distinct=2", "--commands=1", "--carry=0", "--learn_summaries=0",
+             "--habits=communication,code_style", "--eval_tasks=3", f"--out={tmp_path}"]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", f"--start_from={run}"])
     train.main([*words, "--stage=eval"])
     logged = set(json.loads((tmp_path / "rl.jsonl").read_text().splitlines()[0]))
