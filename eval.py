@@ -62,7 +62,9 @@ def dollars(stats, price_in=0.5, price_out=2.5):
 
 def record(chain, price=(0.5, 2.5)):
     """What one pass leaves behind: plain numbers."""
-    return {"task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished),
+    flaws = {hint.kind for hint in feedback_distill.detect(chain, ("communication", "code_style"))}
+    return {**{name: name in flaws for name in ("communication", "code_style")},
+            "task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished),
             "finished": bool(chain.finished), "effort": float(effort(chain.stats, Weights())),
             "cost": dollars(chain.stats, *price), **chain.stats}
 
@@ -78,7 +80,8 @@ def summary(records):
               "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
               "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
               "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
-              "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records]))}
+              "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
+              **{habit: mean(habit) for habit in ("communication", "code_style")}}
     if "moved" in records[0]:
         result["moved"] = sum(r["moved"] for r in records) / max(1, sum(r["unflagged"] for r in records))
     for k in (2 ** i for i in range(6) if 2 ** i <= passes):
@@ -256,6 +259,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
 HABITS, ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
+NARROW = ["--hardest=0", "--curriculum=0", "--steps=20"]
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
@@ -266,6 +270,9 @@ EXPERIMENTS = {
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
         "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
+    "sdft": ("No more comments in code: plain SFT or self-distillation, on level 0 alone?", "code_style", {
+        "plain SFT": [*NARROW, "--imitate=1", "--sloppy=0", "--feedback=0"],
+        "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"]}, [HABITS, "--neutral_hints=0.1"]),
     "teachers": ("Whose hints, and which divergence?", "bad_tool", {
         "reward alone": ["--steps=20", "--feedback=0"], "EMA, reverse KL": ["--steps=20"], "current": ["--steps=20", "--teacher=current"],
         "frozen": ["--steps=20", "--teacher=frozen"], "forward KL": ["--steps=20", "--divergence=forward"],
@@ -285,7 +292,7 @@ EXPERIMENTS = {
         "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
-BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved"}       # beside these curves a panel shows what comes out, by level
+BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved", "code_style": "solved"}       # beside these curves a panel shows what comes out, by level
 
 
 def train_py(*words):
@@ -343,6 +350,10 @@ def outcome(folder, names, policy="after RL"):
            "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"],
            "moved": whole.get("moved", math.nan)}
     end["before RL"] = policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
+    if names == ["code_style"] and "before RL" in policies:
+        for when, one in (("before", policies["before RL"]), ("after", after)):
+            end[f"comments {when}"] = one["overall"]["code_style"]
+            end[f"other levels {when}"] = float(np.mean([level["solved"] for level in list(one["levels"].values())[1:]]))
     for name, values in curves.items():
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)

@@ -148,10 +148,10 @@ def span(tokenizer, turn, kind):
 
 
 def placebo(chain, hint, kind):
-    """What a hint says in an ablation: "empty" nothing, "wrong" that the tools which are not there are; "" the truth."""
+    """What a hint says in an ablation: "empty" nothing, "wrong" that the tools which are not there are; "none" the truth."""
     turn = chain.episodes[hint.episode].turns[hint.turn]
     tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
-    return {"": hint.text, "empty": "", "wrong": f"Reminder: Available tools: {', '.join(tools)}."}[kind]
+    return {"none": hint.text, "empty": "", "wrong": f"Reminder: Available tools: {', '.join(tools)}."}[kind]
 
 
 @dataclass

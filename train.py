@@ -119,9 +119,11 @@ class Config:
     replay: bool = True           # router replay
     workers: int = 0              # generation processes beside each training process; 0: it samples and updates in turn
     staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
+    reward: float = 1.0           # weight of the policy gradient; 0: hints alone teach, the policy distils itself
+    imitate: bool = False         # demonstrations in the place of rollouts, none worth more than another: plain SFT, to compare with
     feedback: float = 0.15        # weight of the targeted distillation, 0 = off
     habits: str = "unavailable_tool"    # what hints speak about in sft and rl, a list: communication, code_style
-    placebo: str = ""             # in rl, what stands in a hint's place: empty (nothing) or wrong (it names the tools that are not there)
+    placebo: str = "none"         # in rl, in a hint's place: empty (no words) or wrong (it names the tools that are not there)
     divergence: str = "reverse"   # forward, reverse or jsd
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
@@ -227,7 +229,7 @@ def configure(given, stage):
     config = replace(Config(), **merged)
     for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
                               teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16"),
-                              weights=("float32", "bfloat16"), placebo=("", "empty", "wrong")).items():
+                              weights=("float32", "bfloat16"), placebo=("none", "empty", "wrong")).items():
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
@@ -470,8 +472,10 @@ class Reinforcement:
         for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
             if later not in self.asked:                          # weights at least as new as this step's: so staleness is bounded
                 tasks = self.draw(later)
-                self.asked[later] = self.workers.submit(run.share(tasks), run.share(range(len(tasks))), config.seed * 1_000_003 + later)
-        groups = self.workers.collect(self.asked.pop(step))
+                job = run.share(tasks), run.share(range(len(tasks))), config.seed * 1_000_003 + later
+                self.asked[later] = job if config.imitate else self.workers.submit(*job)
+        asked = self.asked.pop(step)
+        groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
         for group in groups:
             for chain in group:
                 self.shape(chain)
@@ -485,13 +489,21 @@ class Reinforcement:
         self.write(groups, step + 1)
         yield from self.learn(groups, log)
 
+    def demonstrations(self, tasks, numbers, seed):
+        """What the expert does in the place of the policy"""
+        config, run = self.run.config, self.run
+        play = lambda task, number, j: rollout.demonstrate(task, run.tokenizer, random.Random(f"{seed}/{number}/{j}"), agent_limits(config),
+                                                           config.sloppy, run.compact)
+        return [[play(task, number, j) for j in range(config.group)] for task, number in zip(tasks, numbers)]
+
     def learn(self, groups, log):
         """Policy gradient over all episodes, and on flagged turns the divergence from the hinted teacher: its sum over the
         flagged tokens, over their number or that of the rollouts, so that the last few flagged turns do not drown the reward."""
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
-            for chain, advantage in zip(group, rollout.advantages([c.reward for c in group])):
+            worth = np.ones(len(group)) if config.imitate else rollout.advantages([c.reward for c in group])
+            for chain, advantage in zip(group, worth):
                 flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
@@ -510,7 +522,7 @@ class Reinforcement:
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
             if not config.learn_summaries:
                 batch["advantage"] = batch["advantage"] * (1 - summarize.written(batch["episodes"], batch["advantage"]))
-            loss = rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
+            loss = config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
                 student = run.model.logits(hidden[taught.student_row, taught.student_position])

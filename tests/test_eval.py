@@ -57,8 +57,7 @@ def test_dollars_by_hand():
 
 def line(task, level, solved, sampled, turns=2, bad=0, cost=1.0, effort=3.0, summaries=0, finished=True):
     return dict(task=task, level=level, solved=solved, sampled=sampled, turns=turns, bad_tools=bad, cost=cost, effort=effort,
-            summaries=summaries,
-                finished=finished)
+            summaries=summaries, finished=finished, communication=False, code_style=False)
 
 
 RECORDS = [line("a", 0, True, 10), line("a", 0, True, 20, turns=4, bad=1), line("b", 0, False, 30, cost=5.0),

@@ -50,7 +50,7 @@ def refused(arguments, capsys):
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
     ("--weights=fp8", "float32, bfloat16"),
-    ("--hardest=8", "levels go from 0"), ("--habits=tools", "a list, with commas"),
+    ("--hardest=8", "levels go from 0"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
@@ -170,6 +170,25 @@ def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_
     policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
     assert {name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()} == {
         "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+
+
+def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(run, tmp_path):
+    rl = [*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", "--turns=20", "--warmup=0", f"--start_from={run}"]
+    before, likelihood = weights(run / "sft"), []
+    train.main([*rl, f"--out={tmp_path}/a", "--imitate=1", "--sloppy=0", "--feedback=0"])
+    train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
+    log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
+    assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (1, 0, 0, True)
+    after = {name: weights(tmp_path / name / "rl") for name in "ab"}
+    learned = {name: t for name, t in after["b"].items() if not name.endswith(("router.bias", "router.load"))}
+    assert all(torch.equal(t, before[name]) for name, t in learned.items())
+    tokenizer = train.eval.load(run / "sft")[1]
+    chain = train.rollout.demonstrate(train.synth_tasks.make_task(0, 5), tokenizer, train.random.Random(5), train.rollout.Limits(1024), 0.0)
+    batch = train.rollout.pack(chain.episodes, [1.0])
+    for folder in (run / "sft", tmp_path / "a" / "rl"):
+        model = train.eval.load(folder)[0]
+        likelihood.append(float((model.logprobs(model(batch["tokens"]), batch["targets"]) * batch["mask"]).sum()))
+    assert likelihood[1] > likelihood[0] + 1
 
 
 def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
