@@ -286,6 +286,8 @@ EXPERIMENTS = {
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"]}, [*ONCE, "--short=0.5"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
+    "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
+        "groups of 16": ["--group=16", "--tasks_per_step=4", "--curriculum=0"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
         "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
@@ -359,9 +361,9 @@ def outcome(folder, names, policy="after RL"):
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)
         if name == "reward":
             end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
-            end["reward: last 5"] = float(np.mean(values[-5:]))
+            end["reward: first 5"], end["reward: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
             end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
-        if name in ("cheats", "named", "communication", "code_style"):
+        if name in ("cheats", "named", "communication", "code_style", "best", "different"):
             end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
     return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
 
