@@ -357,14 +357,12 @@ def outcome(folder, names, policy="after RL"):
             end[f"comments {when}"] = one["overall"]["code_style"]
             end[f"other levels {when}"] = float(np.mean([level["solved"] for level in list(one["levels"].values())[1:]]))
     for name, values in curves.items():
+        end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)
-        if name == "reward":
-            end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
-            end["reward: first 5"], end["reward: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
-            end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
-        if name in ("cheats", "named", "communication", "code_style", "best", "different"):
-            end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+    if "reward" in curves:
+        end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
+        end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
     return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
 
 
