@@ -903,12 +903,12 @@ def evaluate(config):
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
         seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(LEVELS) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
-    policies = {}
+    policies, world = {}, eval.load(list(names.values())[-1])[2]         # one window, one limit of turns, ... for all of them
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
         began = eval.load(origin, run.device)[0].compute(run.dtype) if saved["stage"] == "rl" and exists(origin) else None
-        mine = eval.attempt(model.compute(run.dtype), tokenizer, saved, run.share(tasks), passes,
+        mine = eval.attempt(model.compute(run.dtype), tokenizer, world, run.share(tasks), passes,
                             temperature=config.temperature, numbers=run.share(range(len(tasks))), began=began)
         policies[name] = run.gather(mine)
     memory = run.sum(peak_memory())

@@ -161,15 +161,16 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
 
 def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(run, tmp_path):
     words = [*SMALL, "--distinct=2", "--commands=1", "--carry=0", "--learn_summaries=0",
-             "--habits=communication,code_style", "--eval_tasks=3", f"--out={tmp_path}"]
-    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", f"--start_from={run}"])
+             "--habits=communication,code_style", "--eval_tasks=3", "--window=200", f"--start_from={run}", f"--out={tmp_path}"]
+    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
     train.main([*words, "--stage=eval"])
     logged = set(json.loads((tmp_path / "rl.jsonl").read_text().splitlines()[0]))
     curves = [curves.split(",") for _, curves, _, base in train.eval.EXPERIMENTS.values() if base != "pretrain"]
     assert logged >= {name for names in curves for name in names} and len(curves) > 5
     policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
     assert {name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()} == {
-        "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+        "before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+    assert 0 < policies["before RL"]["overall"]["tokens"] < 120         # in the window of this run; the SFT's own holds five times as much
 
 
 def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(run, tmp_path):
