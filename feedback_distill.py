@@ -147,6 +147,17 @@ def span(tokenizer, turn, kind):
     return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
 
 
+def muted(tokenizer, kind):
+    """A token that hints of this kind say nothing about, -1 = none. Those on the final message do not ask whether it is time for one:
+    if the teacher could say so, "end with a message" would also teach to end."""
+    return tokenizer.id["<|call|>"] if kind == "communication" else -1
+
+
+def mute(logits, tokens):
+    """logits (N, V) without one token (N,) each, -1 = none: their softmax is the distribution over all others"""
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None], -1e4)
+
+
 def placebo(chain, hint, kind):
     """What a hint says in an ablation: "empty" nothing, "wrong" that the tools which are not there are; "none" the truth."""
     turn = chain.episodes[hint.episode].turns[hint.turn]
@@ -211,6 +222,7 @@ class Targets:
     student_position: torch.Tensor
     token: torch.Tensor             # (N,) the target itself
     hint: torch.Tensor              # (N,) index into `hinted` of the hint it belongs to
+    muted: torch.Tensor             # (N,) a token that the hint says nothing about, -1 = none: see mute
     skipped: int = 0                # hints that did not fit the window
 
     def __len__(self):
@@ -222,13 +234,14 @@ class Targets:
 
 def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in any number and order; a fourth
-    entry is the (first, end) of the sampled tokens that the hint speaks about, where that is not the whole turn.
+    entry is the (first, end) of the sampled tokens that the hint speaks about, where that is not the whole turn, a fifth a token
+    that it says nothing about.
     places: (row, first position) of each episode in that batch, default (index, 0). Each hint gets a row of its own, since a
     second hint in the same row would change the context by more than itself. An empty hint says nothing and is dropped, which
     makes its loss exactly 0; keep_empty=True keeps it as a placebo (what an EMA teacher teaches without a hint). Without any
     hint one row of one token remains: all ranks run the same forward."""
     rows, columns, skipped = [], [], 0
-    for index, (episode, turn, hint, *span) in enumerate(hinted):
+    for index, (episode, turn, hint, *about) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
         cut = splice(episodes[episode], turn, hint)
@@ -236,13 +249,13 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
             skipped += 1
             continue
         r, first = places[episode] if places else (episode, 0)
-        n = np.arange(*(span[0] if span else (cut.targets,)))
+        n = np.arange(*(about[0] if about else (cut.targets,)))
         columns.append(np.stack([0 * n + len(rows), n + cut.above + cut.hint, 0 * n + r, n + first + cut.above,
-                                 np.array(cut.student)[cut.above + 1 + n], 0 * n + index]))
+                                 np.array(cut.student)[cut.above + 1 + n], 0 * n + index, 0 * n + (about[1] if len(about) > 1 else -1)]))
         rows.append(cut.teacher)
     S = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])                # (R, S)
-    columns = np.concatenate(columns, 1) if columns else np.zeros((6, 0))
+    columns = np.concatenate(columns, 1) if columns else np.zeros((7, 0))
     return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped)
 
 

@@ -515,7 +515,7 @@ class Reinforcement:
         for batch in run.micro_batches(items, spare=items[0]):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
-            expected = self.teacher(taught) if config.feedback else None
+            expected = feedback_distill.mute(self.teacher(taught), taught.muted) if config.feedback else None
             read += taught.tokens.numel() if config.feedback else 0
             reference = self.reference_logprobs(batch) if config.kl else None
             hidden = run.hidden(batch)
@@ -525,7 +525,7 @@ class Reinforcement:
             loss = config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
             mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
-                student = run.model.logits(hidden[taught.student_row, taught.student_position])
+                student = feedback_distill.mute(run.model.logits(hidden[taught.student_row, taught.student_position]), taught.muted)
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
                                                           token_cap=2.0)
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
@@ -536,10 +536,11 @@ class Reinforcement:
                    teacher_tokens=run.sum(read))
 
     def splice(self, chain, hint):
-        """-> the flagged turn's number, the hint's ids, and the stretch of the turn's sampled tokens that it speaks about"""
+        """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about, and which token it never does"""
         tokenizer, said = self.run.tokenizer, feedback_distill.placebo(chain, hint, self.run.config.placebo)
         turn = chain.episodes[hint.episode].turns[hint.turn]
-        return hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint.kind)
+        return (hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint.kind),
+                feedback_distill.muted(tokenizer, hint.kind))
 
     def after_step(self):
         if self.teacher:

@@ -123,6 +123,27 @@ def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
         "read_file, edit_file, run_command", "", "read_file, edit_file, run_command, grep")]
 
 
+def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
+    torch.manual_seed(0)
+    student, teacher, muted = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7), torch.tensor([2, -1, 0, 6, -1])
+    for kind in ("forward", "reverse", "jsd"):
+        got = fd.divergence(fd.mute(student, muted), fd.mute(teacher, muted), kind)
+        for i, token in enumerate(muted.tolist()):
+            rest = [v for v in range(7) if v != token]
+            assert torch.allclose(got[i], fd.divergence(student[i:i + 1, rest], teacher[i:i + 1, rest], kind)[0], atol=1e-6)
+        gradient, = torch.autograd.grad(got.sum(), student)
+        assert [bool((gradient[i] == 0)[token]) for i, token in enumerate(muted.tolist()) if token >= 0] == [True] * 3
+        assert torch.equal(fd.mute(student, 0 * muted - 1), student) and torch.isfinite(gradient).all()
+
+
+def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
+    tokenizer = SimpleNamespace(id={"<|call|>": 9})
+    assert [fd.muted(tokenizer, kind) for kind in ("communication", "unavailable_tool", "code_style")] == [9, -1, -1]
+    episode = SimpleNamespace(turns=[SimpleNamespace(role="user", tokens=[1, 2]), SimpleNamespace(role="assistant", tokens=[3, 4, 5])])
+    taught = fd.pack([episode], [(0, 1, [7], (0, 2), 9), (0, 1, [7, 8], (1, 2)), (0, 1, [7])])
+    assert taught.muted.tolist() == [9, 9, -1, -1, -1] and taught.token.tolist() == [4, 5, 5, 4, 5]
+
+
 def test_a_summary_is_not_a_final_message():
     long = say("assistant", "word " * 100)
     assert fired(chain([*do(READ), say("query"), long], [*do(EDIT), BYE]), "communication") == []
