@@ -510,7 +510,7 @@ class Reinforcement:
                     hints[id(episode)] = [self.splice(chain, hint) for hint in flagged if hint.episode == e]
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
-        targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end) in hints[id(e)]))
+        targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)]))
         mismatch = kl = read = 0.0
         for batch in run.micro_batches(items, spare=items[0]):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
