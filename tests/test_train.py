@@ -177,10 +177,14 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     rl = [*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", "--turns=20", "--warmup=0", f"--start_from={run}"]
     before, likelihood = weights(run / "sft"), []
     train.main([*rl, f"--out={tmp_path}/a", "--imitate=1", "--sloppy=0", "--feedback=0"])
-    train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
     log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
     assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (1, 0, 0, True)
-    after = {name: weights(tmp_path / name / "rl") for name in "ab"}
+    train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
+    train.main([*rl, f"--out={tmp_path}/c", "--reward=0", "--imitate=1", "--sloppy=3", "--habits=unavailable_tool,communication"])
+    log = json.loads((tmp_path / "c" / "rl.jsonl").read_text())      # nothing but hints, on what a careless expert does
+    assert log["flagged"] > 10 and log["teacher_tokens"] > 100
+    after = {name: weights(tmp_path / name / "rl") for name in "abc"}
+    assert not torch.equal(after["c"]["head.weight"], before["head.weight"])
     learned = {name: t for name, t in after["b"].items() if not name.endswith(("router.bias", "router.load"))}
     assert all(torch.equal(t, before[name]) for name, t in learned.items())
     tokenizer = train.eval.load(run / "sft")[1]
