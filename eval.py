@@ -294,7 +294,8 @@ EXPERIMENTS = {
         "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
-BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved", "code_style": "solved"}       # beside these curves a panel shows what comes out, by level
+# beside these curves a panel shows what comes out, by level
+BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved", "code_style": "solved"}
 
 
 def train_py(*words):

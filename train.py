@@ -908,7 +908,8 @@ def evaluate(config):
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
-        began = eval.load(origin, run.device)[0].compute(run.dtype) if saved["stage"] == "rl" and exists(origin) else None
+        compare = saved["stage"] == "rl" and exists(origin) and not saved["init_from"]     # of a published model, one more may not fit
+        began = eval.load(origin, run.device)[0].compute(run.dtype) if compare else None
         mine = eval.attempt(model.compute(run.dtype), tokenizer, world, run.share(tasks), passes,
                             temperature=config.temperature, numbers=run.share(range(len(tasks))), began=began)
         policies[name] = run.gather(mine)
