@@ -518,7 +518,7 @@ class Attention(nn.Module):
         heads line up along the query axis of one wide head. The values are the entries; their rotary part is dropped."""
         c, (B, H, T, _) = self.config, q.shape
         nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
-        nope = torch.matmul(nope.transpose(0, 1).flatten(1, 2), self.wk_b.to(q.dtype)).view(H, B, T, -1).transpose(0, 1)
+        nope = torch.einsum("bhtn,hnc->bhtc", nope, self.wk_b.to(q.dtype))
         q = torch.cat((nope, rope), -1).reshape(B, 1, H * T, -1)
         mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
         o = attend(q, entry[:, None], entry[:, None], mask, self.scale * self.q ** -0.5)
@@ -1378,8 +1378,9 @@ def loading():
         model = Model(ModelConfig(**sizes, v_dim=64)).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder, "model"), model.to_empty(device="cpu"))
+        model.to("meta")                                         # its memory is not what is measured
         files = list(Path(folder, "model").iterdir())
-        size, _ = sum(path.stat().st_size for path in files) / 1e9, model.to("meta")
+        size = sum(path.stat().st_size for path in files) / 1e9
         read, load = seconds(lambda: [path.read_bytes() for path in files], lambda: load_model(files[0].parent, torch.bfloat16))
     print(f"a checkpoint of {size:.1f} GB is loaded at {size / load:.1f} GB/s, {read / load:.2f} x the speed of reading its files")
 

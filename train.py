@@ -404,16 +404,15 @@ def agent_limits(config):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
-    limits, half = agent_limits(config), replace(config, window=config.window // 2)
+    half = replace(config, window=config.window // 2)
+    whole, short = (agent_limits(config), compact), (agent_limits(half), summarize.compact(asdict(half)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = make_task(config, i % LEVELS, (config.seed << 24) + i)
-        room = (limits, compact)
-        if config.short and rng.random() < config.short:
-            room = (agent_limits(half), summarize.compact(asdict(half)))
-        chain = rollout.demonstrate(task, tokenizer, rng, room[0], config.sloppy, room[1], remind, config.hints, config.neutral_hints)
+        limits, fold = short if config.short and rng.random() < config.short else whole
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
 
