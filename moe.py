@@ -132,7 +132,8 @@ def rotate(x, cos, sin):
 
 
 def attend(q, k, v, mask, scale):
-    """softmax(scale q k^T) v with a causal mask, or `mask` (True = may look): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V)."""
+    """softmax(scale q k^T) v with a causal mask, or `mask` (True = may look, or 0 and -inf in the dtype of q, which the kernel would
+    make of it in every layer again): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V)."""
     B, H, T, Q = q.shape
     S, V = v.shape[-2:]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and S <= 1024:
@@ -671,7 +672,8 @@ class Model(nn.Module):
         positions = start[:, None] + torch.arange(length, device=start.device)               # (B, T)
         positions = positions.clamp(max=room - 1)                                            # only padding reaches so far
         upto = min(room, filled(int(positions.max()) + 1))
-        mask = (torch.arange(upto, device=start.device) <= positions[..., None])[:, None]    # (B, 1, T, upto)
+        later = (torch.arange(upto, device=start.device) > positions[..., None])[:, None]    # (B, 1, T, upto)
+        mask = torch.zeros(later.shape, dtype=self.dtype, device=start.device).masked_fill_(later, -torch.inf)
         return positions, upto, (*self.angles(positions), mask)
 
     def draft(self, hidden, following, cache=None, rows=None, start=None):
