@@ -26,6 +26,7 @@ V vocabulary, k entries kept.
 import argparse
 import re
 import sys
+from bisect import bisect
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -64,17 +65,25 @@ def malformed_arguments(chain, e, i):
             return f"Reminder: {call.name} takes {ARGUMENTS.get(call.name, 'other arguments')}."
 
 
+def breach(call, wanted=STYLE):
+    """-> what to say of the first rule that a line of Python added by `call` breaks, and where the new text does; or None. Read line by
+    line, without parsing: an edit is seldom a whole program."""
+    if call.name == "edit_file" and len(call.args) == 3 and call.args[0].endswith(".py"):
+        kept, text = set(call.args[1].splitlines()), call.args[2]
+        for said, broken in map(STYLE.get, wanted):
+            start = 0
+            for line, whole in zip(text.splitlines(), text.splitlines(keepends=True)):
+                found = line not in kept and broken.search(STRING.sub(lambda quoted: "'" * len(quoted[0]), line))
+                if found:
+                    return said, start + found.start()
+                start += len(whole)
+
+
 def code_style(chain, e, i):
-    """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"] names them; default: all).
-    Read line by line, without parsing: an edit is seldom a whole program."""
-    wanted = getattr(chain.task, "meta", None) or {}
-    for call in chain.episodes[e].turns[i].calls:
-        if call.name == "edit_file" and len(call.args) == 3 and call.args[0].endswith(".py"):
-            added = set(call.args[2].splitlines()) - set(call.args[1].splitlines())
-            for name in wanted.get("style", STYLE):
-                text, broken = STYLE[name]
-                if any(broken.search(STRING.sub("''", line)) for line in added):
-                    return f"Reminder: code style: {text}"
+    """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"] names them; default: all)."""
+    wanted = (getattr(chain.task, "meta", None) or {}).get("style", STYLE)
+    for said in filter(None, (breach(call, wanted) for call in chain.episodes[e].turns[i].calls)):
+        return f"Reminder: code style: {said[0]}"
 
 
 def last_word(chain, e, i):
@@ -136,15 +145,21 @@ REMINDERS = {"unavailable_tool": lambda task, action: available_tools(task),
              "code_style": lambda task, action: f"Reminder: code style: {STYLE['comments'][0]}"}
 
 
-def span(tokenizer, turn, kind):
-    """(first, end), among the turn's sampled tokens, of what a hint of this kind speaks about: the whole turn, except of a tool that
-    is not there the call: the token that begins it, for there may be none to make, and the name. On the arguments of a tool that
-    does not exist, a reminder of the tools has nothing to say."""
-    if kind != "unavailable_tool":
-        return 0, len(turn.tokens) - 1
-    body, number = turn.tokens[1:], [call.error for call in turn.calls].index("unknown_tool")
-    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][number]
-    return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
+def span(tokenizer, turn, hint):
+    """(first, end), among the turn's sampled tokens, of what a hint speaks about: the whole turn, with two exceptions. Of a tool that is
+    not there the call: the token that begins it, for there may be none to make, and the name. On the arguments of a tool that does
+    not exist, a reminder of the tools has nothing to say. Of code style the token that breaks the rule, not the code around it."""
+    body, called = turn.tokens[1:], [i for i, token in enumerate(turn.tokens[1:]) if token == tokenizer.id["<|call|>"]]
+    if hint.kind == "unavailable_tool":
+        first = called[[call.error for call in turn.calls].index("unknown_tool")]
+        return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
+    if hint.kind == "code_style":
+        rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
+        first, (_, where) = next((called[i], found) for i, call in enumerate(turn.calls) if (found := breach(call, rule)))
+        first = [i for i in range(first, len(body)) if body[i] == tokenizer.id["<|arg|>"]][2] + 1       # edit_file's path, old, new
+        broken = first + bisect(range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first:i + 1])))
+        return broken, broken + 1
+    return 0, len(body)
 
 
 def muted(tokenizer, kind):

@@ -538,7 +538,7 @@ class Reinforcement:
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about, and which token it never does"""
         tokenizer, said = self.run.tokenizer, feedback_distill.placebo(chain, hint, self.run.config.placebo)
         turn = chain.episodes[hint.episode].turns[hint.turn]
-        return (hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint.kind),
+        return (hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint),
                 feedback_distill.muted(tokenizer, hint.kind))
 
     def after_step(self):
@@ -834,7 +834,8 @@ def loop(run, source, optimizer, step, interrupted, out):
         if run.replicas:
             hsdp.sum_gradients(run.model)
         norm = hsdp.clip_grad_norm(run.model, config.clip)
-        optimizer.step()
+        if norm != 0:                                            # nothing to learn from: AdamW's and Muon's memories would move on
+            optimizer.step()
         optimizer.zero_grad()
         worst = balance(run.model, config.balance_rate * (run.model.config.scoring == "sigmoid"), hsdp.total)
         source.after_step()

@@ -15,6 +15,7 @@ from torch import nn
 import feedback_distill as fd
 import hsdp
 from moe import Model, ModelConfig
+from rollout import Tokenizer, write_action
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, ASSISTANT, TOOL, QUERY, HINT, END = range(6)
@@ -266,7 +267,7 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
     turn = SimpleNamespace(tokens=[ASSISTANT, *body], calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
                                                              Call("ls", [], error="unknown_tool")])
-    first, end = fd.span(tokenizer, turn, "unavailable_tool")
+    first, end = fd.span(tokenizer, turn, SimpleNamespace(kind="unavailable_tool"))
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     cut = fd.splice(e, 1, [7, 7])
@@ -275,6 +276,25 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     for name in ("row", "position", "student_row", "student_position", "token", "hint"):
         assert getattr(part, name).equal(getattr(whole, name)[first:end])
     assert part.token.tolist() == e.turns[1].tokens[1:][first:end] == cut.student[cut.above + 1:][first:end]
+
+
+@pytest.mark.parametrize("new,broken", [
+    ("def f(x):  # note\n    return x\n", "#"), ("def f(x):\n    y = 1; z = '#; '\n", ";"), ("s = '# ;'  # é # b\n", "#"),
+    ("def f(x):\n   return x\n", " "), ("x = '# é'\nkept = 1  # old\ny = 2 # new\n", "#")])
+def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken):
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    calls = [Call("read_file", ["a.py"]), Call("edit_file", ["b.py", "kept = 1  # old\n", "kept = 1  # old\n"]),
+             Call("edit_file", ["a.py", "kept = 1  # old\n", new])]
+    turn = SimpleNamespace(tokens=[tokenizer.id["<|assistant|>"], *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls])],
+                           role="assistant", calls=calls)
+    hint, = fd.detect(chain([turn]), ["code_style"])
+    first, end = fd.span(tokenizer, turn, hint)
+    body = turn.tokens[1:]
+    assert end == first + 1 and tokenizer.decode(body[first:end]) == broken
+    calls[2].args[2] = new = tokenizer.decode(body[:first]).rsplit("<|arg|>", 1)[-1]         # what stood before it breaks nothing yet
+    assert not fired(chain([turn]), "code_style"), new
+    calls[2].args[2] += broken + "x"
+    assert fired(chain([turn]), "code_style")
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
