@@ -196,6 +196,21 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert likelihood[1] > likelihood[0] + 1
 
 
+def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(run, tmp_path, monkeypatch):
+    learn, seen = train.Reinforcement.learn, []
+
+    def silent_in_the_second_step(self, groups, log):
+        seen.append({name: t.clone() for name, t in self.run.model.state_dict().items()})
+        for loss in learn(self, groups, log):
+            yield loss * (len(seen) == 1)
+    monkeypatch.setattr(train.Reinforcement, "learn", silent_in_the_second_step)
+    train.main([*SMALL, "--stage=rl", "--steps=2", "--tasks_per_step=2", "--group=2", "--turns=20", "--warmup=0", "--imitate=1", "--sloppy=0",
+                "--feedback=0", f"--start_from={run}", f"--out={tmp_path}"])
+    seen.append(weights(tmp_path / "rl"))
+    moved = [{name for name in a if not torch.equal(a[name], b[name])} for a, b in zip(seen, seen[1:])]
+    assert "head.weight" in moved[0] and all(name.endswith(("router.bias", "router.load")) for name in moved[1])
+
+
 def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them end both."""
     def go(*words, processes):
