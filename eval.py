@@ -351,7 +351,7 @@ def outcome(folder, names, policy="after RL"):
     whole, levels = after["overall"], list(after["levels"].values())
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
            "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"],
-           "moved": whole.get("moved", math.nan)}
+           "moved": whole.get("moved", math.nan), "seconds a step": float(np.median([line["seconds"] for line in lines]))}
     end["before RL"] = policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
     if names == ["code_style"] and "before RL" in policies:
         for when, one in (("before", policies["before RL"]), ("after", after)):
@@ -368,15 +368,17 @@ def outcome(folder, names, policy="after RL"):
 
 
 def compare(question, results):
-    """Mean and spread over the seeds, a line per arm"""
+    """Mean and spread over the seeds: arms against numbers, the longer list downwards"""
     all_ends = [run["end"] for runs in results.values() for run in runs]
     columns = [column for column in all_ends[0] if not all(math.isnan(end[column]) for end in all_ends)]
-    rows = [f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)",
-            f"{'':28s}" + "".join(f"{column:>25s}" for column in columns)]
+    cells = [["", *columns]]
     for arm, runs in results.items():
         values = [[run["end"][column] for run in runs] for column in columns]
-        rows.append(f"{arm:28s}" + "".join(f"{np.mean(v):17.3f} ({np.std(v):5.3f})" for v in values))
-    return "\n".join(rows)
+        cells.append([arm, *(f"{np.mean(v):.3f} ({np.std(v):.3f})" for v in values)])
+    cells = list(zip(*cells)) if len(columns) > len(results) else cells
+    first, *widths = (max(map(len, column)) + 2 for column in zip(*cells))
+    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in cells]
+    return "\n".join([f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)", *lines])
 
 
 def draw_curves(question, results, path):

@@ -248,7 +248,7 @@ def fake_runs(monkeypatch):
         out.mkdir(parents=True, exist_ok=True)
         seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
         bad = [.5, .4, .3] if "--feedback=0" in words else [.5, .1 * seed, 0.]
-        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b}) + "\n"
+        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}) + "\n"
                                               for i, b in enumerate(bad)))
         (out / "sft.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": 1 / seed}) + "\n" for i in range(60)))
         whole = dict(solved=.5 + .1 * seed, tokens=100, bad_tool=bad[-1])
@@ -268,8 +268,11 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
     assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [.5, .4, .3]}
     assert {run["end"]["bad_tool: tenth at"] for runs in data["results"].values() for run in runs} == {4}        # never
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("with targeted feedback"))
-    assert line.split()[3:5] == ["0.700", "(0.100)"] and (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
+    question, arms, *lines = capsys.readouterr().out.splitlines()
+    assert question.endswith("2 seeds)") and re.split("  +", arms)[-2:] == ["reward alone", "with targeted feedback"]
+    numbers = {line[:22].strip(): line[22:].split() for line in lines}
+    assert numbers["solved"] == 2 * ["0.700", "(0.100)"] and numbers["seconds a step"] == 2 * ["2.000", "(1.000)"]
+    assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
 
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
