@@ -270,8 +270,8 @@ EXPERIMENTS = {
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
         "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
-    "sdft": ("No more comments in code: plain SFT or self-distillation, on level 0 alone?", "code_style", {
-        "plain SFT": [*NARROW, "--imitate=1", "--sloppy=0", "--feedback=0"],
+    "sdft": ("A new convention: plain SFT or self-distillation?", "code_style", {
+        "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
         "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"]}, [HABITS, "--neutral_hints=0.1"]),
     "teachers": ("Whose hints, and which divergence?", "bad_tool", {
         "reward alone": ["--steps=20", "--feedback=0"], "EMA, reverse KL": ["--steps=20"], "current": ["--steps=20", "--teacher=current"],
@@ -364,7 +364,9 @@ def outcome(folder, names, policy="after RL"):
     if "reward" in curves:
         end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
         end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
-    return {"curves": curves, "end": end, **({"levels": {by_level: [level[by_level] for level in levels]}} if by_level else {})}
+    sides = {"levels": after, **({"began": policies["before RL"]} if "before RL" in policies else {})} if by_level else {}
+    return {"curves": curves, "end": end, **{side: {by_level: [level[by_level] for level in one["levels"].values()]}
+                                             for side, one in sides.items()}}
 
 
 def compare(question, results):
@@ -396,6 +398,8 @@ def draw_curves(question, results, path):
             x = range(start, start + rows.shape[1])
             line = panel.plot(x, rows.mean(0), label=arm)[0]
             panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
+        if part == "levels" and "began" in first:
+            panel.plot(x, np.mean([run["began"][name] for run in next(iter(results.values()))], 0), "k--", label="before")
         panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
     panel.legend(fontsize=8)
     for arm, (losses, rewards) in points.items() if scatter else ():
