@@ -47,7 +47,7 @@ import time
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -470,19 +470,22 @@ class Row:
 
 class Sampler:
     """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as one ends, and tools run
-    in threads while others decode. Turn boundaries are handled every `stride` steps, whether a tool was ready sooner or
-    not: prefills are batched, and a run can be repeated exactly. Each row draws from its own generator."""
+    in threads while others decode. Turn boundaries are handled every `stride` steps: prefills are batched. Each row draws from its
+    own generator."""
     def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=4):
         self.model, self.tokenizer, self.window, self.stride = model.eval(), tokenizer, window, stride
         self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
         self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
         self.device = model.embed.weight.device
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool, self.patient = ThreadPoolExecutor(threads), True
         self.cache, self.steps, self.fed, self.idle = None, 0, 0, 0
 
     @torch.inference_mode()
-    def run(self, agents, seeds, on_end=lambda chain: None):
-        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain ends (to judge it)."""
+    def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
+        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain ends (to judge it). patient: at a
+        boundary all wait for the tools begun before. Who decodes beside whom decides how bf16 rounds: so a run can be repeated
+        exactly. Otherwise only those wait whose tool it is: right for tools that take longer than a few steps."""
+        self.patient = patient
         if self.cache is None:
             from moe import Cache
             self.cache = Cache(self.model, self.rows, self.window + 2)
@@ -499,7 +502,10 @@ class Sampler:
 
     def turn(self, rows, queue, done, on_end):
         """Collect finished tools, move every agent that is due, retire the ended ones, admit new ones."""
-        for row in [row for row in rows if not row.sampling]:
+        busy = [] if self.patient else [row.work for row in rows if row.work and not row.work.done()]
+        if busy and len(busy) == len(rows):
+            wait(busy, return_when=FIRST_COMPLETED)              # there is nothing else to do
+        for row in [row for row in rows if not row.sampling and (self.patient or not row.work or row.work.done())]:
             if row.work is not None:
                 row.work.result()
                 row.work = None
@@ -613,7 +619,7 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
         chain.solved = judge(chain.task, chain.files, sandbox).solved
         chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
     try:
-        chains = sampler.run(agents, seeds, grade)
+        chains = sampler.run(agents, seeds, grade, patient=not any("repo" in task.meta for task in tasks))
     finally:
         for space in spaces:
             space.close()
@@ -1147,7 +1153,7 @@ def bodies(sampler, n):
                 asked = play.send(answer)
             except StopIteration as end:
                 return end.value
-    sampler.run([overheard(errand(np.random.default_rng(i))) for i in range(n)], list(range(n)))
+    sampler.run([overheard(errand(np.random.default_rng(i))) for i in range(n)], list(range(n)), patient=isinstance(sampler, Static))
     return got
 
 

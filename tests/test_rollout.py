@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections import Counter
 
@@ -327,8 +328,8 @@ LIMITS = Limits(160, 14, 24)
 COMPACT = Compact(160, 50)
 
 
-def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS):
-    return sampler.run([agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks], seeds)
+def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
+    return sampler.run([agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks], seeds, patient=patient)
 
 
 def same(chain, other):
@@ -385,9 +386,32 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
     tasks, seeds = [TASKS[i % 4] for i in range(12)], [(5, i) for i in range(12)]
     together = sample(Sampler(model, TRAINED, rows, 160), tasks, seeds)
     assert [c.task for c in together] == tasks
+    for a, b in zip(together, sample(Sampler(model, TRAINED, rows, 160), tasks, seeds, patient=False)):
+        same(a, b)
     for i in (0, 3, 4, 11):
         same(sample(Sampler(model, TRAINED, 1, 160), [tasks[i]], [seeds[i]])[0], together[i])
     assert len({str([t.tokens for t in c.turns]) for c in together}) > 10                   # other seeds, other rollouts
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repeatable(patient):
+    """Its tool ends when the other sequence has, or at last by itself."""
+    ended, seen = threading.Event(), []
+
+    def slow():
+        yield Request([1, 2], True, 3)
+        yield Work([], lambda: seen.append(ended.wait(.2 if patient else 60)), True)
+        yield Request([3], False, 3)
+        return Chain(None, [])
+
+    def quick():
+        for turn in range(9):
+            yield Request([1, 2, 4], not turn, 9)
+        ended.set()
+        return Chain(None, [])
+    sampler = Sampler(policy(), TRAINED, 8, 160)
+    assert len(sampler.run([slow(), quick(), slow()], [0, 1, 2], patient=patient)) == 3
+    assert seen == [not patient] * 2
 
 
 def test_a_prompt_prefilled_once_for_its_group_changes_nothing_but_the_work(answers):
@@ -444,7 +468,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
         assert chain.files and chain.stats["turns"] == sum(t.role == "assistant" for t in chain.turns)
         assert chain.reward == float(judge(chain.task, chain.files, sandbox).solved) == 0.0
     scripted = copy.copy(sampler)                              # the same machinery, with the expert in the policy's place
-    scripted.run = lambda agents, seeds, on_end: [end(a, on_end) for a in agents]
+    scripted.run = lambda agents, seeds, on_end, patient: [end(a, on_end) for a in agents]
 
     def end(play, on_end):
         first, zeros = next(play), np.zeros(4000)
