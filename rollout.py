@@ -472,7 +472,7 @@ class Sampler:
     """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as one ends, and tools run
     in threads while others decode. Turn boundaries are handled every `stride` steps: prefills are batched. Each row draws from its
     own generator."""
-    def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=4):
+    def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=max(4, os.cpu_count() or 1)):
         self.model, self.tokenizer, self.window, self.stride = model.eval(), tokenizer, window, stride
         self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
         self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
