@@ -399,7 +399,8 @@ def draw_curves(question, results, path):
             line = panel.plot(x, rows.mean(0), label=arm)[0]
             panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
         if part == "levels" and "began" in first:
-            panel.plot(x, np.mean([run["began"][name] for run in next(iter(results.values()))], 0), "k--", label="before")
+            arm = next(iter(results))
+            panel.plot(x, np.mean([run["began"][name] for run in results[arm]], 0), "k--", label=f"{arm}, before")
         panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
     panel.legend(fontsize=8)
     for arm, (losses, rewards) in points.items() if scatter else ():
