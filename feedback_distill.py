@@ -70,7 +70,7 @@ def breach(call, wanted=STYLE):
     line, without parsing: an edit is seldom a whole program."""
     if call.name == "edit_file" and len(call.args) == 3 and call.args[0].endswith(".py"):
         kept, text = set(call.args[1].splitlines()), call.args[2]
-        for said, broken in map(STYLE.get, wanted):
+        for said, broken in (STYLE[name] for name in wanted):
             start = 0
             for line, whole in zip(text.splitlines(), text.splitlines(keepends=True)):
                 found = line not in kept and broken.search(STRING.sub(lambda quoted: "'" * len(quoted[0]), line))
@@ -82,8 +82,8 @@ def breach(call, wanted=STYLE):
 def code_style(chain, e, i):
     """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"] names them; default: all)."""
     wanted = (getattr(chain.task, "meta", None) or {}).get("style", STYLE)
-    for said in filter(None, (breach(call, wanted) for call in chain.episodes[e].turns[i].calls)):
-        return f"Reminder: code style: {said[0]}"
+    for said, _ in filter(None, (breach(call, wanted) for call in chain.episodes[e].turns[i].calls)):
+        return f"Reminder: code style: {said}"
 
 
 def last_word(chain, e, i):
