@@ -477,7 +477,7 @@ class Sampler:
         self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
         self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
         self.device = model.embed.weight.device
-        self.pool, self.patient = ThreadPoolExecutor(threads), True
+        self.pool = ThreadPoolExecutor(threads)
         self.cache, self.steps, self.fed, self.idle = None, 0, 0, 0
 
     @torch.inference_mode()
