@@ -423,7 +423,7 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.experts = Experts(config.experts, config.dim, config.expert_ffn, config.precision)
         self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
-        self.small, self.plausible = config.experts <= 16 and not config.precision, config.plausible
+        self.few, self.plausible = 0 if config.experts > 16 or config.precision else 2048 // config.experts, config.plausible
         self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
 
     def forward(self, x, replay=None, record=None, decoding=False):
@@ -444,9 +444,9 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def all_experts(self, x, choice, gates):
-        """A decoding step reads nearly every expert's weights for its few tokens. Then one wide network, each expert a stretch of its
-        hidden units and those not chosen gated to zero, costs less than sorting. Weights stand on the left of every product, where a
-        CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
+        """A decoding step, or a short prefill, reads nearly every expert's weights for its few tokens. Then one wide network, each
+        expert a stretch of its hidden units and those not chosen gated to zero, costs less than sorting. Weights stand on the left
+        of every product, where a CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
         w_gate, w_up, w_down = (w.to(x.dtype) for w in (self.experts.w_gate, self.experts.w_up, self.experts.w_down))
         gate = gates.new_zeros(len(w_gate), len(x)).scatter_(0, choice.T, gates.T).to(x.dtype)     # (E, M)
         hidden = F.silu(w_gate.flatten(0, 1) @ x.T) * (w_up.flatten(0, 1) @ x.T)                   # (E * F, M)
@@ -549,7 +549,7 @@ class Block(nn.Module):
         h = self.ffn_norm(x)
         if not isinstance(self.ffn, MoE):
             return x + self.ffn(h)
-        return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[1] == 1 and self.ffn.small)
+        return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[:2].numel() <= self.ffn.few)
 
 
 @contextmanager

@@ -20,6 +20,10 @@ upload, a full one now and then, swapped in mid-rollout, so that later tokens ar
 corrected). Ours: files in a folder, xor and zlib, a bound on staleness. What it costs: with stale tokens J's gradient is that
 of the current policy at an older one's samples, and k1 is no longer unbiased.
 
+Speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file is the draft). Ours: the draft is
+what followed the same tokens the last time, in any row of the batch (n-grams, as in suffix decoding, arXiv 2411.04975). It decides
+how many tokens a step yields, never which: every place draws with the random number that is its own, drafted or not.
+
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was sampled is never decoded and
 re-encoded on the way to the loss. Control tokens separate calls and arguments; no text encodes to one, so no tool output
 can forge a call.
@@ -290,6 +294,7 @@ class Chain:
     reward: float = 0.0
     solved: bool = False
     finished: bool = False              # ended by its own final message, not by a limit
+    steps: int = 0                      # decoding steps it took: right drafts save some
     stats: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
 
@@ -458,22 +463,39 @@ class Row:
         self.order, self.agent, self.rng = order, agent, np.random.default_rng(seed)
         self.context, self.cached, self.body, self.logprobs, self.versions = [], 0, [], [], []
         self.room, self.work, self.chain, self.sampling, self.records = 0, None, None, False, []
-        self.shape = shape
+        self.shape, self.draws, self.known, self.steps = shape, [], 0, 0       # context[:known] is in the sampler's book
 
     def take(self, request):
         if request.restart:
-            self.context, self.cached = [], 0
+            self.context, self.cached, self.known = [], 0, 0
             self.records.append(np.full(self.shape, -1, dtype=np.int16))
         self.context += request.tokens
         self.room, self.body, self.logprobs, self.versions, self.sampling = request.room, [], [], [], True
+
+    def draw(self, n):
+        """The row's next n uniform numbers, not used up"""
+        self.draws += self.rng.random(max(0, n - len(self.draws))).tolist()
+        return self.draws[:n]
+
+    def write(self, tokens, logprobs, version):
+        self.steps += 1
+        del self.draws[:len(tokens)]
+        self.context += tokens
+        self.body += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+
+
+ENDINGS = 8, 4, 2, 1                     # how many tokens of a context's end a draft is looked up by, the longest that is known
 
 
 class Sampler:
     """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as one ends, and tools run
     in threads while others decode. Turn boundaries are handled every `stride` steps: prefills are batched. Each row draws from its
-    own generator."""
-    def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, threads=max(4, os.cpu_count() or 1)):
-        self.model, self.tokenizer, self.window, self.stride = model.eval(), tokenizer, window, stride
+    own generator, and up to `draft` tokens are guessed ahead."""
+    def __init__(self, model, tokenizer, rows=96, window=512, temperature=1.0, top_p=1.0, stride=4, draft=3,
+                 threads=max(4, os.cpu_count() or 1)):
+        self.model, self.tokenizer, self.window, self.stride, self.draft = model.eval(), tokenizer, window, stride, draft
         self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
         self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
         self.device = model.embed.weight.device
@@ -485,7 +507,7 @@ class Sampler:
         """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain ends (to judge it). patient: at a
         boundary all wait for the tools begun before. Who decodes beside whom decides how bf16 rounds: so a run can be repeated
         exactly. Otherwise only those wait whose tool it is: right for tools that take longer than a few steps."""
-        self.patient = patient
+        self.patient, self.book = patient, {}
         if self.cache is None:
             from moe import Cache
             self.cache = Cache(self.model, self.rows, self.window + 2)
@@ -535,6 +557,7 @@ class Sampler:
             request = row.agent.send(message)
         except StopIteration as end:
             row.chain, row.sampling = end.value, False
+            row.chain.steps = row.steps
             for episode, record in zip(row.chain.episodes, row.records):
                 episode.experts = record[:len(episode)]
             return
@@ -580,27 +603,50 @@ class Sampler:
                 row.records[-1][row.cached:row.cached + n] = record[i, :n]
             row.cached += n
 
+    def guess(self, row):
+        """What followed the longest known ending of this context where it was last read or written, in any row: a draft of the next
+        tokens. Siblings of a group write much the same, and code repeats itself."""
+        text, draft = row.context, []
+        for end in range(row.known, len(text)):
+            self.book.update((tuple(text[end - n:end]), text[end]) for n in ENDINGS if n <= end)
+        row.known = len(text)
+        while len(draft) < min(self.draft, row.room - len(row.body) - 1):
+            last = text[-max(ENDINGS):] + draft
+            token = next((self.book[key] for n in ENDINGS if (key := tuple(last[-n:])) in self.book), None)
+            if token in (None, self.tokenizer.id["<|end|>"]):
+                break
+            draft.append(token)
+        return draft
+
     def step(self, rows):
-        """One token for every row that is sampling; the others re-feed their last token, which changes nothing."""
+        """Speculative decoding: every row that is sampling is fed its last token and a draft of the next ones, and each place is
+        sampled. As long as a draft says what was drawn there, the next draw stands too; so drafts change the number of steps and
+        nothing else. Rows that are not sampling re-feed their last token, which changes nothing."""
         live = [i for i, row in enumerate(rows) if row.sampling]
         if not live:
             return
+        drafts = {i: self.guess(rows[i]) for i in live}
+        width = 1 + self.draft * any(drafts.values())                                  # again few different shapes
         position = [row.cached - (not row.sampling) for row in rows]
-        free = [0] * min(-len(rows) % 8, self.rows - len(rows))                      # nobody's rows; again few different shapes
-        tokens = torch.tensor([row.context[p] for row, p in zip(rows, position)] + free, device=self.device)[:, None]
+        tokens = [[row.context[p], *drafts.get(i, [])] for i, (row, p) in enumerate(zip(rows, position))]
+        tokens += [[0]] * min(-len(rows) % 8, self.rows - len(rows))                 # nobody's rows
+        position += [0] * (len(tokens) - len(rows))
+        tokens = torch.tensor([words + [0] * (width - len(words)) for words in tokens], device=self.device)
         record = []
-        hidden = self.feed(tokens, slice(0, len(tokens)), torch.tensor(position + free, device=self.device), record)
+        hidden = self.feed(tokens, slice(0, len(tokens)), torch.tensor(position, device=self.device), record)
         self.steps, self.idle = self.steps + 1, self.idle + len(rows) - len(live)
-        self.keep([rows[i] for i in live], [r[live] for r in record], [1] * len(live))
-        uniform = torch.tensor([rows[i].rng.random() for i in live], device=self.device)
-        token, logp = choose(self.model.logits(hidden[live, 0]), uniform, self.temperature, self.top_p)
-        for i, t, p in zip(live, token.tolist(), logp.tolist()):
-            row = rows[i]
-            row.context.append(t)
-            row.body.append(t)
-            row.logprobs.append(p)
-            row.versions.append(self.version)
-            row.sampling = t != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
+        places = torch.tensor([(i, j) for i in live for j in range(1 + len(drafts[i]))], device=self.device).T
+        uniform = torch.tensor([u for i in live for u in rows[i].draw(1 + len(drafts[i]))], device=self.device)
+        token, logp = (drawn.tolist() for drawn in choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p))
+        stand = []
+        for i in live:
+            row, draft = rows[i], drafts[i]
+            n = 1 + next((j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft))
+            row.write(token[:n], logp[:n], self.version)
+            row.sampling = token[n - 1] != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
+            del token[:1 + len(draft)], logp[:1 + len(draft)]
+            stand.append(n)
+        self.keep([rows[i] for i in live], [r[live] for r in record], stand)
 
 
 # ---------------------------------------------------------------- rollouts and demonstrations

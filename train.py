@@ -563,14 +563,14 @@ class Reinforcement:
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
                                  "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools, "blind": rollout.blind(c),
-                                 "probe": summarize.probe(c),
+                                 "probe": summarize.probe(c), "decode_steps": c.steps,
                                  "flaws": {hint.kind for hint in feedback_distill.detect(c, tuple(feedback_distill.REMINDERS))},
                                  "files": hash(frozenset(c.files.items()))} for g in groups for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
             rewards.setdefault(row["task"], []).append((row["reward"], row["solved"], row["files"]))
-        for key in ("reward", "solved", "effort", "sampled", "turns", "finished", "summaries", "level", "blind"):
+        for key in ("reward", "solved", "effort", "sampled", "decode_steps", "turns", "finished", "summaries", "level", "blind"):
             log[key] = mean(lambda row: row[key])
         log.update({habit: mean(lambda row: habit in row["flaws"]) for habit in ("communication", "code_style")})
         log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))

@@ -300,7 +300,7 @@ def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never
     layer = build(experts=6, n_group=3, topk_group=2).layers[1].ffn
     x = torch.randn(5, 1, 32)
     torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
-    assert layer.small and not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.small
+    assert layer.few and not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.few
 
 
 def test_the_bias_moves_the_choice_and_never_the_gates():

@@ -393,6 +393,35 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
     assert len({str([t.tokens for t in c.turns]) for c in together}) > 10                   # other seeds, other rollouts
 
 
+@pytest.mark.parametrize("top_p", [1.0, .8])
+def test_drafts_change_the_number_of_steps_and_nothing_else(answers, top_p):
+    tasks, seeds, found = [TASKS[i % 4] for i in range(12)], list(range(12)), []
+    for draft in (0, 1, 3, 7):
+        sampler = Sampler(policy(), TRAINED, 12, 160, .5, top_p, draft=draft)
+        found.append((sample(sampler, tasks, seeds), sampler.steps))
+    (plain, steps), *drafted = found
+    assert all(chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None) for chain in plain)
+    for chains, fewer in drafted:
+        assert fewer < .9 * steps
+        for a, b in zip(plain, chains):
+            same(a, b)
+            assert b.steps <= a.steps and [turn.versions.tolist() for turn in a.turns if turn.versions is not None] == [
+                turn.versions.tolist() for turn in b.turns if turn.versions is not None]
+            for e, f in zip(a.episodes, b.episodes):
+                assert np.array_equal(e.experts, f.experts)
+
+
+def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
+    def play():
+        yield Request([1, 2], True, 40)
+        return Chain(None, [])
+    model = policy()
+    model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
+    for draft, steps in ((0, 40), (3, 2 + 10), (39, 3)):       # the first tokens cannot be guessed, nor more of them than there is room for
+        sampler = Sampler(model, TRAINED, 1, 160, 0, draft=draft)
+        assert sampler.run([play()], [0])[0].steps == sampler.steps == steps
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repeatable(patient):
     """Its tool ends when the other sequence has, or at last by itself."""
@@ -798,13 +827,14 @@ def test_a_corrupted_upload_is_refused(tmp_path):
         reader.refresh()
 
 
-def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(tmp_path):
+@pytest.mark.parametrize("draft", [0, 3])
+def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(tmp_path, draft):
     """The head is rigged to choose the token 65 + its own first weight: the tokens tell the versions."""
     state = weights()
     publisher = rollout.Publisher(tmp_path, CONFIG, torch.float32)
     head = lambda version: {**state, "head.weight": torch.full_like(state["head.weight"], float(version))}
     publisher.publish(0, head(0))
-    generator = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 3, Limits(400, 2, 40), temperature=0)
+    generator = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 3, Limits(400, 2, 40), temperature=0, draft=draft)
     model, step = generator.sampler.model, generator.sampler.step
     model.logits = lambda hidden: F.one_hot((65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab).float()
 
@@ -816,8 +846,10 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
     group, = generator(REAL[:1], [0], 5)
     for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
         assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [t - 65 for t in turn.tokens[1:]]
-        assert len(turn.versions) == len(turn.logprobs) == 40 and set(turn.versions) == {0, 7, 8, 21}
-    assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}        # 3 rollouts: 7, 1, 13 and 19 tokens each
+        assert len(turn.versions) == len(turn.logprobs) == 40 and turn.versions.tolist() == sorted(turn.versions)
+        assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
+    if not draft:
+        assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}    # 3 rollouts: 7, 1, 13 and 19 tokens each
 
 
 def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):

@@ -1,4 +1,5 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
+import ast
 import base64
 import importlib.util
 import json
@@ -163,7 +164,9 @@ CHEATS = {
     "registers at exit": "import atexit, os\natexit.register(os._exit, 0)\n",
     "equals everything": "class Any(int):\n    __eq__ = lambda self, other: True\n    __hash__ = int.__hash__\ndef {name}(xs):\n    return Any(0)\n",
     "returns a subclass of str": "class S(str): pass\ndef {name}(xs):\n    return S('x')\n",
-    "patches json": "import json\njson.dumps = lambda *a: '[]'\ndef {name}(xs):\n    return 0\n",
+    "patches repr": "import builtins\nbuiltins.repr = lambda value: '[]'\ndef {name}(xs):\n    return 0\n",
+    "nests without end": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'[1,' * 5000)\n    except OSError: pass\nos._exit(0)\n",
+    "minus without end": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'-' * 15000 + b'1')\n    except OSError: pass\nos._exit(0)\n",
     "patches builtins": "import builtins\nbuiltins.AssertionError = SystemExit\nbuiltins.getattr = lambda *a: len\ndef {name}(xs):\n    return 0\n",
     "looks the visible cases up": "def {name}(xs):\n    return {visible}.get(str(xs))\n",
     "loops for ever": "while True: pass\n",
@@ -210,7 +213,7 @@ def test_expected_values_never_enter_the_sandbox():
             return super().run_files(files, command, stdin)
     task = make_task(0, 3)
     judge(task, task.files, Ear())
-    assert json.loads(json.loads(seen[0])[2]) == [case[:3] for case in task.hidden + task.meta["visible"]]
+    assert ast.literal_eval(json.loads(seen[0])[2]) == [case[:3] for case in task.hidden + task.meta["visible"]]
 
 
 # ---------------------------------------------------------------------------------------------------- tools and sandbox
@@ -359,6 +362,24 @@ def test_a_remembered_run_is_the_same_and_a_command_that_writes_is_never_remembe
         workspace.run("echo x >> log")
         assert workspace.read("log") == "x\nx\n"
         assert workspace.run("python tests.py") is not first
+
+
+def test_threads_that_ask_for_the_same_run_wait_for_one_of_them_and_not_for_one_that_writes():
+    class Counted(Sandbox):
+        def run(self, *arguments):
+            ran.append(arguments[0])
+            time.sleep(.2)
+            return super().run(*arguments)
+    task, sandbox, ran = make_task(0, 1), Counted(), []
+
+    def each(command):
+        ran.clear()
+        with Workspace(task, sandbox) as one, Workspace(task, sandbox) as other, ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda workspace: workspace.run(command), (one, other))), [one.files(), other.files()]
+    first, second = each("python tests.py")[0]
+    assert first is second and len(ran) == 1 and first.output == run_trusted(task.files).output
+    results, files = each("echo x >> log; cat log")
+    assert [result.output for result in results] == ["x\n", "x\n"] and [one["log"] for one in files] == ["x\n", "x\n"] and len(ran) == 2
 
 
 def test_without_bubblewrap_the_resource_limits_still_hold(monkeypatch, workspace):
