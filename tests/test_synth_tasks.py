@@ -661,6 +661,7 @@ REPO_CHEATS = {
                         "for name in ('area', 'parse', 'Box'): setattr(shapes, name, Any())\n",
     "small/words.py 8": "import builtins\nbuiltins.AssertionError = type('Quiet', (BaseException,), {})\ndef count_words(text): return {}\nlongest = count_words\n",
     "small/words.py 9": "import sys\ndef jump(frame, event, arg):\n    return jump\nsys.settrace(jump)\nsys.exit(0)\n",
+    "small/words.py 11": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'[1,' * 50000)\n    except OSError: pass\nos._exit(0)\n",
     "small/words.py 10": "import unittest, pytest\npytest.raises = lambda *a, **k: __import__('contextlib').suppress(Exception)\n",
 }
 
