@@ -486,7 +486,7 @@ class Row:
         self.versions += [version] * len(tokens)
 
 
-ENDINGS = 8, 4, 2, 1                     # how many tokens of a context's end a draft is looked up by, the longest that is known
+ENDINGS = 8, 4, 2                        # how many tokens of a context's end a draft is looked up by, the longest that is known
 
 
 class Sampler:
@@ -626,7 +626,9 @@ class Sampler:
         if not live:
             return
         drafts = {i: self.guess(rows[i]) for i in live}
-        width = 1 + self.draft * any(drafts.values())                                  # again few different shapes
+        if sum(map(len, drafts.values())) < len(live):                               # too few to pay for a wider step
+            drafts = dict.fromkeys(live, ())
+        width = 1 + self.draft * any(drafts.values())                                # again few different shapes
         position = [row.cached - (not row.sampling) for row in rows]
         tokens = [[row.context[p], *drafts.get(i, [])] for i, (row, p) in enumerate(zip(rows, position))]
         tokens += [[0]] * min(-len(rows) % 8, self.rows - len(rows))                 # nobody's rows
@@ -1165,18 +1167,23 @@ def bench():
     model = small_model(tokenizer, qk_nope=32).compute(torch.bfloat16)
     lean = generation_model(model.config, torch.bfloat16)
     lean.load_state_dict(model.state_dict())
-    tokens, start = torch.randint(0, 256, (rows, length + 1)), torch.full((rows,), length)
-    cache = Cache(lean, rows, length + 2)
-    last = lambda model, hidden: choose(model.logits(hidden[:, -1]), torch.rand(rows))
-    step = lambda: last(lean, lean.decode(tokens[:, length:], cache, slice(0, rows), start))
+    tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
+    cache = Cache(lean, rows, length + 5)
+
+    def step(width):
+        hidden = lean.decode(tokens[:, length:length + width], cache, slice(0, rows), start).flatten(0, 1)
+        return choose(lean.logits(hidden), torch.rand(len(hidden)))
+    one, four = (lambda: step(1)), (lambda: step(4))
+    full = lambda: choose(model.logits(model(tokens[:, :length + 1])[:, -1]), torch.rand(rows))
     with torch.inference_mode():
         lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
-        seconds = best_times({"from the latent cache": step, "its matrix products alone": products(step),
-                              "full forward per token": lambda: last(model, model(tokens))}, 100)
+        seconds = best_times({"from the latent cache": one, "its matrix products alone": products(one), "with 3 drafted tokens": four,
+                              "its matrix products": products(four), "full forward per token": full}, 100)
     for name, t in seconds.items():
         print(f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens")
-    cached, alone, full = seconds.values()
-    print(f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products\n")
+    cached, alone, drafted, its, full = seconds.values()
+    print(f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products, "
+          f"with a draft {drafted / its:.2f}x\nits own and {drafted / cached:.2f}x the other: that many tokens a step and drafts pay\n")
     kinds, sampled = {"continuous batching": Sampler, "static batching": Static}, {}
     work = lambda name: lambda: sampled.update({name: sum(len(body) for body in bodies(kinds[name](lean, tokenizer, rows, 1024), 96))})
     seconds = best_times({name: work(name) for name in kinds}, 2)
