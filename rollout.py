@@ -607,6 +607,8 @@ class Sampler:
         """What followed the longest known ending of this context where it was last read or written, in any row: a draft of the next
         tokens. Siblings of a group write much the same, and code repeats itself."""
         text, draft = row.context, []
+        if len(self.book) > 1 << 20:                             # some 200 MB
+            self.book.clear()
         for end in range(row.known, len(text)):
             self.book.update((tuple(text[end - n:end]), text[end]) for n in ENDINGS if n <= end)
         row.known = len(text)
