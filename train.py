@@ -114,6 +114,7 @@ class Config:
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
     temperature: float = 0.95     # of rollouts, in training and evaluation
+    draft: int = 3                # tokens guessed ahead while sampling: they save time and change nothing else; 0: none
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
@@ -436,7 +437,7 @@ class Reinforcement:
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
             tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
-            temperature=config.temperature, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
+            temperature=config.temperature, draft=config.draft, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
