@@ -623,17 +623,16 @@ class Sampler:
     def step(self, rows):
         """Speculative decoding: every row that is sampling is fed its last token and a draft of the next ones, and each place is
         sampled. As long as a draft says what was drawn there, the next draw stands too; so drafts change the number of steps and
-        nothing else. Rows that are not sampling re-feed their last token, which changes nothing."""
+        nothing else (but how bf16 rounds). Rows that are not sampling re-feed their last token, which changes nothing."""
         live = [i for i, row in enumerate(rows) if row.sampling]
         if not live:
             return
         drafts = {i: self.guess(rows[i]) for i in live}
-        if sum(map(len, drafts.values())) < len(live):                               # too few to pay for a wider step
-            drafts = dict.fromkeys(live, ())
-        width = 1 + self.draft * any(drafts.values())                                # again few different shapes
+        wide = sum(map(len, drafts.values())) >= len(live)                           # fewer would not pay for a wider step
+        drafts, width = drafts if wide else dict.fromkeys(live, ()), 1 + self.draft * wide
         position = [row.cached - (not row.sampling) for row in rows]
         tokens = [[row.context[p], *drafts.get(i, [])] for i, (row, p) in enumerate(zip(rows, position))]
-        tokens += [[0]] * min(-len(rows) % 8, self.rows - len(rows))                 # nobody's rows
+        tokens += [[0]] * min(-len(rows) % 8, self.rows - len(rows))                 # nobody's rows; again few different shapes
         position += [0] * (len(tokens) - len(rows))
         tokens = torch.tensor([words + [0] * (width - len(words)) for words in tokens], device=self.device)
         record = []

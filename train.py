@@ -114,7 +114,7 @@ class Config:
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
     temperature: float = 0.95     # of rollouts, in training and evaluation
-    draft: int = 3                # tokens guessed ahead while sampling: they save time and change nothing else; 0: none
+    draft: int = 3                # tokens guessed ahead while sampling: only time and the rounding of bf16 depend on it
     kl: float = 0.0               # weight of the k1 penalty against the policy that RL started from
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
