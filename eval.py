@@ -385,10 +385,10 @@ def compare(question, results):
 
 def draw_curves(question, results, path):
     """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks; where
-    the arms differ before RL, what the loss after SFT says of the reward"""
+    the arms differ before RL, what the loss after SFT says of what is solved in the end (the reward depends on the curriculum's level)"""
     first = next(iter(results.values()))[0]
     panels = [("curves", name, 1) for name in first["curves"]] + [("levels", name, 0) for name in first.get("levels", ())]
-    points = {arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "reward: last 5")]
+    points = {arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "solved")]
               for arm, runs in results.items()}
     scatter = bool(np.isfinite(list(points.values())).all())
     figure, ax = axes(question, "step", "", len(panels) + scatter)
@@ -403,9 +403,10 @@ def draw_curves(question, results, path):
             panel.plot(x, np.mean([run["began"][name] for run in results[arm]], 0), "k--", label=f"{arm}, before")
         panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
     panel.legend(fontsize=8)
-    for arm, (losses, rewards) in points.items() if scatter else ():
-        ax[-1].plot(losses, rewards, "o", label=arm)
-        ax[-1].set(xlabel="loss after SFT, nats per token", ylabel="reward, last five steps")
+    for arm, (losses, solved) in points.items() if scatter else ():
+        ax[-1].plot(losses, solved, "o", label=arm)
+        ax[-1].set(xlabel="loss after SFT, nats per token", ylabel="solved, held out, after RL")
+        ax[-1].locator_params(axis="x", nbins=5)
     figure.savefig(path, dpi=120)
 
 
