@@ -107,7 +107,7 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config = {"carry": True, "commands": 0, **extra["config"]}           # a run from before there were these knobs had them so
+    config = {"carry": True, "commands": 0, "draft": 3, **extra["config"]}         # a run from before there were these knobs had them so
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -120,7 +120,7 @@ def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, p
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature)
+    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature, draft=config["draft"])
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
     moved = lambda chain: {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
     return [{**record(chain, price), **moved(chain)} for group in groups for chain in group]

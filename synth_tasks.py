@@ -699,7 +699,8 @@ def run_trusted(files, command="python tests.py"):
 
 
 # -------------------------------------------------------------------------------- the judge
-# (The driver does without json, which takes as long to import as Python takes to start.)
+# The driver does without json, which takes as long to import as Python takes to start. What it evaluates is ours, read before any of
+# the submission's code runs; what it answers may be anybody's.
 DRIVER = """import os, sys
 mouth = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
