@@ -566,10 +566,20 @@ def trivial(function, inputs):
     return values == inputs or all(value == values[0] for value in values) and len(values) > 1 or values[0] in ([], 0)
 
 
+ONE_AT_A_TIME = threading.Lock()
+
+
+def syntax(text, mode="exec"):
+    """ast.parse, one thread at a time: the threads of Python 3.11 share one counter of the depth, and a collection of garbage in the
+    middle of one tree lets another thread at it (SystemError: AST constructor recursion depth mismatch)."""
+    with ONE_AT_A_TIME:
+        return ast.parse(text, mode=mode)
+
+
 def delete(text, names):
     """The source without these top-level definitions; every other byte stays."""
     lines = text.split("\n")
-    for node in reversed(ast.parse(text).body):
+    for node in reversed(syntax(text).body):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
             end = node.end_lineno
             while end < len(lines) - 1 and not lines[end].strip():
@@ -726,7 +736,7 @@ def judge(task, files, sandbox):
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
     result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
     try:
-        values = ast.literal_eval(result.output)
+        values = ast.literal_eval(syntax(result.output, "eval"))
         right = [value[0] == 1 and json.dumps(value[1]) == json.dumps(case[3]) for value, case in zip(values, cases)]
     except BABBLE:
         values, right = [], []
@@ -1075,7 +1085,7 @@ def copy_repository(repo):
         raise Refusal(f"{repo}: holds no Python files")
     for path in sources(files):
         try:
-            ast.parse(files[path])
+            syntax(files[path])
         except (SyntaxError, ValueError) as error:
             raise Refusal(f"{repo}: {path} does not parse: {error}") from None
     return files
@@ -1227,7 +1237,7 @@ def definitions(files):
     """Functions, classes and their methods, outside tests."""
     found = []
     for path in sources(files):
-        for node in ast.parse(files[path]).body:
+        for node in syntax(files[path]).body:
             inner = [(item, f"{node.name}.{item.name}", "method") for item in getattr(node, "body", ())
                      if isinstance(node, ast.ClassDef) and isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))]
             kind = "class" if isinstance(node, ast.ClassDef) else "function"
@@ -1292,9 +1302,9 @@ def imported_names(files):
 def parsed(text):
     """The syntax tree (shared: not to be changed), empty where the text has none."""
     try:
-        return ast.parse(text)
+        return syntax(text)
     except (SyntaxError, ValueError):
-        return ast.parse("")
+        return syntax("")
 
 
 def repository_sandbox(files, time_limit=60.0):
@@ -1369,7 +1379,7 @@ def removed(files, chosen):
 def without_names(text, names, modules):
     """The source with deleted names taken out of `from .module import ...` and `__all__`."""
     lines = text.split("\n")
-    for node in reversed(ast.parse(text).body):
+    for node in reversed(syntax(text).body):
         span, piece = slice(node.lineno - 1, node.end_lineno), None
         if isinstance(node, ast.ImportFrom) and any(alias.name in names for alias in node.names):
             node.names = [alias for alias in node.names if alias.name not in names]
@@ -1486,7 +1496,7 @@ def with_twins(text, groups, draw):
         new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
         body = list(node.body)
         for node.name, number in ((new, one), (twin, two)):
-            node.body = body + ast.parse(f"assert {one} == int('{number}')").body
+            node.body = body + syntax(f"assert {one} == int('{number}')").body
             source = ast.unparse(ast.fix_missing_locations(node)).split("\n")
             copies.append([" " * node.col_offset + line for line in source] + [""])
         draw.shuffle(copies)
@@ -1571,7 +1581,7 @@ def statistics_of(repository, chosen, helpers):
         return max([depth(child) + isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node)], default=0)
     names = {one.name.split(".")[-1] for one in chosen}
     paths = sources(repository.files)
-    nodes = (node for path in paths for node in ast.walk(ast.parse(repository.files[path])))
+    nodes = (node for path in paths for node in ast.walk(syntax(repository.files[path])))
     called = (getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes if isinstance(node, ast.Call))
     outer = [one for one in chosen + helpers if one.kind != "method" or not any(other.kind == "class" for other in chosen)]
     return dict(lines=sum(one.size() for one in outer), files=len({one.path for one in chosen}),

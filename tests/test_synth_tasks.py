@@ -1,6 +1,7 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
 import ast
 import base64
+import gc
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +158,27 @@ def test_what_a_command_prints_just_after_we_looked_in_vain_is_not_lost(sandbox,
 
 
 # ---------------------------------------------------------------------------------------------------- the judge and cheats
+def test_threads_that_read_python_do_not_break_each_others_trees():
+    """A collection of garbage in the middle of one tree lets another thread parse: SystemError in Python 3.11 without the lock."""
+    go, done, here = threading.Event(), threading.Event(), threading.get_ident()
+
+    def other():
+        while go.wait() and not stop:
+            go.clear(), st.syntax("[1]"), done.set()
+
+    def collecting(phase, info):
+        if phase == "start" and threading.get_ident() == here:
+            done.clear(), go.set(), done.wait(.002)
+    stop, before = [], gc.get_threshold()
+    thread = threading.Thread(target=other)
+    thread.start(), gc.callbacks.append(collecting), gc.set_threshold(1)
+    try:
+        for _ in range(10):
+            assert ast.literal_eval(st.syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [[0, "ValueError"], [1, [-2, 3]]]
+    finally:
+        gc.set_threshold(*before), gc.callbacks.remove(collecting), stop.append(1), go.set(), thread.join()
+
+
 CHEATS = {
     "exits early": "import os\nos._exit(0)\n",
     "leaves by sys.exit": "import sys\nsys.exit(0)\n",
