@@ -107,7 +107,7 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config = {"carry": True, "commands": 0, "draft": 3, **extra["config"]}         # a run from before there were these knobs had them so
+    config = {"carry": True, "truncate": False, "commands": 0, "draft": 3, **extra["config"]}         # a run from before there were these knobs had them so
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -283,7 +283,8 @@ EXPERIMENTS = {
         "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
-        "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"]}, [*ONCE, "--short=0.5"]),
+        "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
+        "window 256, truncated": [*ONCE, "--window=256", "--truncate=1"]}, [*ONCE, "--short=0.5"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {

@@ -267,7 +267,7 @@ class Call:
 @dataclass
 class Turn:
     """tokens[0] is the role's control token, given by the harness; of an assistant turn all others were sampled."""
-    role: str                           # user, assistant, tool, query, summary, hint
+    role: str                           # user, assistant, tool, query, summary, recent, hint
     tokens: list
     text: str = ""
     calls: list = field(default_factory=list)
@@ -393,7 +393,8 @@ class Work:
 def agent(task, tokenizer, workspace, limits, compact=None):
     """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is sent nothing, and so on;
     it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each
-    turn it may return a query turn; the summary is then sampled in the same context, and a new episode starts from task + summary."""
+    turn it may return a query turn; the summary is then sampled in the same context, and a new episode starts from task + summary (or,
+    where it truncates, at once from task + newest turns)."""
     head = tokenizer.id["<|assistant|>"]
     chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
     fresh, restart, wants_summary, ran = [*chain.turns[0].tokens, head], True, False, 0
@@ -429,12 +430,15 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         episode.turns += outputs
         fresh = [t for turn in outputs for t in turn.tokens] + [head]
         query = compact(tokenizer, chain) if compact else None
-        if query:
+        if query and compact.truncate:
+            chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
+            fresh, restart = [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head], True
+        elif query:
             episode.turns.append(query)
             fresh, wants_summary = fresh[:-1] + query.tokens + [head], True
-    last = chain.episodes[-1]
-    while len(last) > limits.window and len(last.turns) > 1:     # outputs that overflowed the context: no one has read them
-        last.turns.pop()
+    for episode in chain.episodes:
+        while len(episode) > limits.window and len(episode.turns) > 1:     # outputs that overflowed the context: no one has read them
+            episode.turns.pop()
     if len(chain.episodes) > 1 and not any(turn.role == "assistant" for turn in chain.episodes[-1].turns):
         chain.episodes.pop()                                     # the last turn allowed was a summary: nothing came of it
     chain.files = workspace.files()
@@ -995,7 +999,7 @@ def message(turn, tokenizer, flags, ids):
     entry = {"role": role, "content": turn.text if sampled else tokenizer.decode(turn.tokens[1:-1]), "tokens": len(turn.tokens),
              "sampled": sampled * (len(turn.tokens) - 1)}
     if role != turn.role:
-        entry["name"] = turn.role                                # query, summary or hint: the harness speaks as the user
+        entry["name"] = turn.role                                # query, summary, recent or hint: the harness speaks as the user
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:

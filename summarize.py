@@ -42,10 +42,12 @@ def condensed(tokenizer, body, most):
 
 @dataclass(frozen=True)
 class Compact:
-    """rollout.agent's hook. trigger, window in tokens; drop=True is the ablation: forget the condensed context."""
+    """rollout.agent's hook. trigger, window in tokens. Two ablations: drop=True forgets the condensed context; truncate=True asks for
+    none and goes on from the newest turns."""
     window: int
     trigger: int
     drop: bool = False
+    truncate: bool = False
 
     def room(self, tokenizer, chain):
         """Tokens that the last turn's outputs may have, so that query and summary still find an eighth of the window"""
@@ -63,10 +65,20 @@ class Compact:
         tokens = [tokenizer.id["<|summary|>"], *head, *carried, tokenizer.id["<|end|>"]]
         return [chain.episodes[0].turns[0], Turn("summary", tokens, tokenizer.decode(head + carried))]
 
+    def recent(self, tokenizer, chain):
+        """The turns that a new episode starts from where the oldest are truncated: the task, and the newest calls with their outputs
+        that fit into half of the window (as context: they were trained on in the episode in which they were sampled)."""
+        task, *past = chain.episodes[-1].turns
+        size = lambda: len(task.tokens) + sum(len(turn.tokens) for turn in past)
+        while past and (size() > self.window // 2 or past[0].tokens[0] != tokenizer.id["<|assistant|>"]):
+            past.pop(0)
+        return [task, *(Turn("recent", turn.tokens, turn.text) for turn in past)]
+
 
 def compact(config):
     """The hook of a run's configuration (a dict), None where the run does not summarise"""
-    return Compact(config["window"], int(config["trigger"] * config["window"]), not config["carry"]) if config["summarize"] else None
+    if config["summarize"]:
+        return Compact(config["window"], int(config["trigger"] * config["window"]), not config["carry"], config["truncate"])
 
 
 def written(episodes, like):
@@ -84,9 +96,11 @@ def probe(chain):
     how many there were (left) and how many its condensed part names (named). Generated tasks only."""
     gone, counts = {target["name"] for target in chain.task.meta.get("targets", ())}, dict(summaries=0, tokens=0, left=0, named=0)
     for episode in chain.episodes[:-1]:
-        summary = episode.turns[-1]
+        asked, summary = episode.turns[-2:]
         edits = [call.args for turn in episode.turns for call in turn.calls if call.name == "edit_file" and not call.error]
         gone -= {name for name in gone if any(f"def {name}(" in args[2] for args in edits)}
+        if asked.role != "query":
+            continue
         said = summary.text.split(SUMMARIZE)[-1]
         counts = {"summaries": counts["summaries"] + 1, "tokens": counts["tokens"] + len(summary.tokens) - 1,
                   "left": counts["left"] + len(gone), "named": counts["named"] + sum(name in said for name in gone)}

@@ -135,6 +135,7 @@ class Config:
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
     carry: bool = True            # 0: summaries are written, and forgotten
+    truncate: bool = False        # 1: no summaries are written, the oldest turns are left out
     learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 20               # of an agent in all

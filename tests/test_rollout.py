@@ -235,7 +235,7 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
 def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(window):
     rng = random.Random(window)
     for trial in range(60):
-        compact = Compact(window, int(.6 * window)) if trial % 2 else None
+        compact = (None, Compact(window, int(.6 * window)), Compact(window, int(.6 * window), truncate=True))[trial % 3]
         endless = ([*rng.choices(range(97, 123), k=rng.randint(0, 30)), BYTES.id["<|call|>"], *by_bytes("read_file"),
                 BYTES.id["<|arg|>"],
                     *by_bytes(rng.choice(("a.py", "big.py"))), BYTES.id["<|end|>"]] for _ in range(99))
@@ -339,15 +339,17 @@ def same(chain, other):
         np.testing.assert_allclose(x[2], y[2], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mla", "gqa"])
+@pytest.mark.parametrize("kind,truncate", [("mla", False), ("gqa", False), ("mla", True)])
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(answers, kind, temperature):
-    """After tool outputs and after summaries too; and the recorded experts are the trainer's own choice in fp32."""
+def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(answers, kind, truncate, temperature):
+    """After tool outputs, after summaries and after truncation too; and the recorded experts are the trainer's own choice in fp32."""
     model = policy(seed=1, attention=kind)
-    chains = sample(Sampler(model, TRAINED, 5, 160, temperature), [TASKS[i % 4] for i in range(24)], list(range(24)))
+    chains = sample(Sampler(model, TRAINED, 5, 160, temperature), [TASKS[i % 4] for i in range(24)], list(range(24)),
+                    Compact(160, 50, truncate=truncate))
     episodes = [e for c in chains for e in c.episodes]
     roles = Counter(t.role for c in chains for t in c.turns)
-    assert roles["tool"] > 20 and roles["summary"] >= 3 <= roles["query"] and len(episodes) > len(chains)
+    assert roles["tool"] > 20 and len(episodes) > len(chains)
+    assert roles["recent"] >= 3 > roles["query"] if truncate else roles["summary"] >= 3 <= roles["query"]
     scored = 0
     for episode in (e for e in episodes if flatten(e)[1].any()):
         batch, record = pack([episode], [1.0], multiple=8), []

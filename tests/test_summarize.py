@@ -134,8 +134,24 @@ def test_a_dropped_summary_carries_the_count_and_nothing_else():
     assert chain.episodes[0].turns[-1].tokens[1:] == SUMMARY                              # written all the same
 
 
+def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fit_into_half_of_the_window():
+    user, tool = (make_turn(TRAINED, role, text).tokens for role, text in (("user", "Put back a.f"), ("tool", "x = 1\n")))
+    exchange, head = [ID["<|assistant|>"], *READ, *tool], ID["<|assistant|>"]
+    window = 2 * (len(user) + 2 * len(exchange)) + 1                  # two of them fit, three do not
+    chain, requests = run(Compact(window, len(user) + 3 * len(exchange), truncate=True), [READ] * 6 + [DONE], Limits(window))
+    assert [r.restart for r in requests] == [True, False, False, True, True, True, True] and not any(r.summary for r in requests)
+    assert all(request.tokens == [*user, *exchange, *exchange, head] for request in requests[3:])
+    assert chain.finished and max(map(len, chain.episodes)) <= window
+    sampled = sum(int(flatten(episode)[1].sum()) for episode in chain.episodes)
+    assert sampled == 6 * len(READ) + len(DONE)                       # nothing is trained on twice
+    assert [turn.role for turn in chain.episodes[1].turns] == ["user", "recent", "recent", "recent", "recent", "assistant", "tool"]
+    assert probe(chain) == dict(summaries=0, tokens=0, left=0, named=0)
+    assert run(Compact(window, 1, truncate=True), [ENC("and so on"), DONE], Limits(20))[0].episodes[0].turns[-1].role == "assistant"
+
+
 def test_the_configuration_decides_over_the_hook():
-    config = dict(window=100, trigger=.5, summarize=True, carry=True)
+    config = dict(window=100, trigger=.5, summarize=True, carry=True, truncate=False)
+    assert compact({**config, "truncate": True}) == Compact(100, 50, truncate=True)
     assert compact(config) == Compact(100, 50) and compact({**config, "carry": False}) == Compact(100, 50, drop=True)
     assert compact({**config, "summarize": False}) is None
 
