@@ -816,10 +816,8 @@ SUMMARIZE = "<|summary|>"       # sent to an expert: write a summary now; in its
 class Expert:
     """State of one scripted episode. Each flaw has its own probability, so that each technique has something to remove."""
 
-    def __init__(self, task, rng, sloppy, untidy=False, thoughts=0.0):
+    def __init__(self, task, rng, sloppy, untidy=False):
         self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
-        self.aloud = thoughts > 0 and rng.random() < thoughts       # then it says the task again, and all that it thinks
-        self.preface = task.problem_statement.split("\n")[0] + " " if self.aloud else ""
         self.effort = rng.choice((.4, 1.0, 1.6))            # does not depend on difficulty: RL has to teach that
         self.targets = [Function(**target) for target in task.meta["targets"]]
         self.files, self.wrong, self.docs_read = dict(task.files), {}, False
@@ -845,8 +843,7 @@ class Expert:
 
     def turn(self, thought, *calls):
         yield from self.stray()
-        action = Action(self.preface + thought if self.aloud or self.rng.random() < .15 else "", list(calls))
-        self.preface = ""
+        action = Action(thought if self.rng.random() < .15 else "", list(calls))
         if self.untidy and any(name == "edit_file" for name, _ in calls) and self.slip(.3):     # a thought leaks into the code
             leak = lambda name, words: (name, (*words[:2], f"{words[2]}# {thought}\n") if name == "edit_file" else words)
             outputs = yield from self.act(Action(action.text, [leak(*call) for call in calls], "code_style"))
@@ -906,11 +903,6 @@ class Expert:
         self.docs_read = True
         return "read_file", (path,)
 
-    def plan(self, group):
-        """The thought before these functions are written: what they do, where it thinks aloud and has looked."""
-        known = [target for target in group if self.aloud and target.name not in self.guesses]
-        return f"Write {', '.join(f'{target.name}: {target.phrase()}' for target in known) or group[0].name}."
-
     def write(self, target):
         """The call that appends the function; now and then a step of it is wrong."""
         lines, name = target.lines(), f"{target.module}.{target.name}"
@@ -967,11 +959,10 @@ class Expert:
         yield Action(f"Put back {names}." if names else "Nothing done.")
 
 
-def expert(task, rng, sloppy=1.0, untidy=False, thoughts=0.0):
+def expert(task, rng, sloppy=1.0, untidy=False):
     """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if it shall sum up first), or
-    [HINTED]; ends with an Action without calls. untidy: one edit in three leaves a comment in the code. thoughts: the share of
-    episodes in which it thinks aloud, however easy the task is."""
-    self = Expert(task, rng, sloppy, untidy, thoughts)
+    [HINTED]; ends with an Action without calls. untidy: one edit in three leaves a comment in the code."""
+    self = Expert(task, rng, sloppy, untidy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
     quits = rng.randrange(len(targets)) if not named and self.slip(.3) else len(targets)
     if can["read_file"] and self.slip(.2 * self.effort):                            # needless
@@ -985,7 +976,7 @@ def expert(task, rng, sloppy=1.0, untidy=False, thoughts=0.0):
         if lookups:
             yield from self.turn(f"Look up {group[0].name}.", *lookups)
         if group:
-            yield from self.turn(self.plan(group), *[self.write(target) for target in group])
+            yield from self.turn(f"Write {group[0].name}.", *[self.write(target) for target in group])
         if stepwise and group and group[-1] is not targets[-1]:
             yield from self.fix_all()
     unsure = can["run_command"] and quits == len(targets)

@@ -107,7 +107,6 @@ class Config:
     sloppy: float = 1.0           # how often the expert errs
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
-    thoughts: float = 0.0         # share of the demonstrations that think aloud, on easy tasks as on hard ones
     short: float = 0.0            # share of the demonstrations that have half of the window: so a policy learns to work in both
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     copy_loss: float = 4.0        # weight of the names and constants it wrote, while the window is short: what tests decide on
@@ -415,8 +414,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = make_task(config, i % LEVELS, (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
-        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
-                                     config.thoughts)
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
 
