@@ -353,8 +353,6 @@ def outcome(folder, names, policy="after RL"):
     end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
            "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"],
            "moved": whole.get("moved", math.nan), "seconds a step": float(np.median([line["seconds"] for line in lines]))}
-    cpu = [line.get("tools_cpu_s", math.nan) / line["seconds"] / os.cpu_count() for line in lines]
-    end["tools: share of CPU"] = float(np.median(cpu or math.nan))
     end["before RL"] = policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
     if names == ["code_style"] and "before RL" in policies:
         for when, one in (("before", policies["before RL"]), ("after", after)):

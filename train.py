@@ -468,7 +468,7 @@ class Reinforcement:
 
     def losses(self, step, log):
         run, config = self.run, self.run.config
-        start, spent = time.time(), children_cpu()
+        start = time.time()
         log.update(self.publisher.publish(step, run.full_state()))
         for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
             if later not in self.asked:                          # weights at least as new as this step's: so staleness is bounded
@@ -482,7 +482,7 @@ class Reinforcement:
                 self.shape(chain)
         for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
             self.curriculum.update(level, solved, config.group)
-        log["rollout_s"], log["tools_cpu_s"] = time.time() - start, run.sum(children_cpu() - spent)
+        log["rollout_s"] = time.time() - start
         lag = rollout.staleness(groups, step)
         log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
                    restarts=run.sum(self.workers.restarts))
@@ -808,12 +808,6 @@ def peak_memory():
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
-
-
-def children_cpu():
-    """Seconds of CPU time that the processes started here have taken so far: tools and judges."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def trim():
