@@ -284,7 +284,7 @@ EXPERIMENTS = {
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
-        "window 256, truncated": [*ONCE, "--window=256", "--truncate=1"]}, [*ONCE, "--short=0.5"]),
+        "window 192": [*ONCE, "--window=192"], "window 192, truncated": [*ONCE, "--window=192", "--truncate=1"]}, [*ONCE, "--short=0.5"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
