@@ -107,7 +107,7 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config = {"carry": True, "truncate": False, "commands": 0, "draft": 3, **extra["config"]}         # a run from before there were these knobs had them so
+    config = {"carry": True, "truncate": False, "commands": 0, "draft": 3, **extra["config"]}      # runs older than these knobs had them so
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
