@@ -763,14 +763,14 @@ def command(*words, **options):
     ({"m.py": "x = 1\n", "test_m.py": "def test_m(): assert 1\n"}, "no task could be verified"),
     ({"m.py": "x = 1\n", "test_m.py": "import time\ndef test_m(): time.sleep(99)\n"}, "longer than --time_limit=3 s")])
 def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files, says):
-    st.write_tree(files, tmp_path / "repo")
-    (tmp_path / "repo").mkdir(exist_ok=True)
+    mine = f"of_{os.getpid()}.txt"                               # another suite may run beside this one
+    st.write_tree({**files, mine: ""}, tmp_path / "repo")
     places = [Path(place) for place in ("/dev/shm", tempfile.gettempdir())]
     before = {folder for place in places for folder in place.glob("task-*")}
     done = command("--repo", str(tmp_path / "repo"), "--out", str(tmp_path / "out.jsonl"), "--time_limit=3")
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "out.jsonl").exists()
-    assert not [folder for place in places for folder in place.glob("task-*") if folder not in before and (folder / "m.py").exists()]
+    assert not [folder for place in places for folder in place.glob("task-*") if folder not in before and (folder / mine).exists()]
 
 
 @pytest.mark.parametrize("words, says", [
