@@ -397,7 +397,8 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     where it truncates, at once from task + newest turns)."""
     head = tokenizer.id["<|assistant|>"]
     chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
-    fresh, restart, wants_summary, ran = [*chain.turns[0].tokens, head], True, False, 0
+    begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head]      # what a new episode starts from
+    fresh, restart, wants_summary, ran = begun(), True, False, 0
     for _ in range(limits.turns):
         episode = chain.episodes[-1]
         left = limits.window - len(episode) - 1
@@ -415,7 +416,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if wants_summary:
             turn.calls, restart, wants_summary = [], True, False
             chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
-            fresh = [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head]
+            fresh = begun()
             continue
         if not calls:
             chain.finished = True
@@ -432,7 +433,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
-            fresh, restart = [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head], True
+            fresh, restart = begun(), True
         elif query:
             episode.turns.append(query)
             fresh, wants_summary = fresh[:-1] + query.tokens + [head], True
