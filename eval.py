@@ -259,7 +259,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
 HABITS, ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
-NARROW = ["--hardest=0", "--curriculum=0", "--steps=20"]
+NARROW, FIXED = ["--hardest=0", "--curriculum=0", "--steps=20"], ["--curriculum=0", "--hardest=5"]
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
@@ -279,8 +279,10 @@ EXPERIMENTS = {
         "JSD": ["--steps=20", "--divergence=jsd"], "empty hint": ["--steps=20", "--placebo=empty"],
         "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
-        "no penalty": ["--length_penalty=0"], "linear": ["--length_penalty=0.04", "--penalty_q=0"],
-        "nonlinear": ["--length_penalty=0.1"]}, []),     # equal at the median effort of 13, and in slope at the easiest level's 6
+        "no penalty": [*FIXED, "--length_penalty=0"],
+        "nonlinear": [*FIXED, "--length_penalty=0.4", "--penalty_k=0.05", "--penalty_q=6"],     # linear ones: equal to it in slope at an
+        **{f"linear {price}": [*FIXED, f"--length_penalty={price}", "--penalty_q=0"] for price in (.05, .11)}},     # easy task's 8,
+        ["--restless=0.5"]),                                                                            # and at the median effort of 14
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
@@ -288,8 +290,8 @@ EXPERIMENTS = {
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
-        "groups of 16": ["--group=16", "--tasks_per_step=4", "--curriculum=0"]}, []),
-    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": ["--curriculum=0"], "curriculum": []}, []),
+        "groups of 16": ["--group=16", "--curriculum=0", "--hardest=7"]}, []),
+    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
         "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
         "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),

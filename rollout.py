@@ -879,14 +879,15 @@ def effort_counts(chain):
                 bad_arguments=sum(call.error == "bad_arguments" for call in calls), finished=chain.finished)
 
 
-def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0):
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0,
+                restless=0.0):
     """The scripted expert plays through the same agent and tools -> Chain. A flawed turn is, with probability `hints`, left out, and
     the hint remind[flaw](task, action) stands above the right one: so the model learns that hints are to be heeded. With
     probability `neutral` one of them stands above a turn that was right anyway, calls and final messages alike: a hint must say
     nothing but what it says, or its distillation drifts (a model that saw hints about tools above calls only unlearned to finish, and
     one that saw hints about the final message above final messages only learned to quit)."""
     play = agent(task, tokenizer, Rehearsal(task), limits, compact)
-    moves = expert(task, rng, sloppy, untidy="code_style" in remind)
+    moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     texts = list(dict.fromkeys(tell(task, Action(words)) for tell in remind.values() for words in ("", "too many")))
     action, turn, hinted, chain = next(moves), 0, {}, None
     next(play)

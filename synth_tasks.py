@@ -882,6 +882,14 @@ class Expert:
         output, = yield from self.turn("Run the tests.", ("run_command", (self.task.test_command,)))
         return [name for name in re.findall(r"^\w+\.(\w+)\(", output, re.M)]
 
+    def fidget(self):
+        """Looks around, whatever the task: the tests, a file, what is gone from it, the tests again."""
+        query = f"def {self.about}(" if LEVELS[self.task.level]["named"] else "import"
+        for tool, word in (("run_command", self.task.test_command), ("read_file", f"{self.targets[0].module}.py"),
+                           ("search_codebase", query), ("run_command", self.task.test_command)):
+            if self.can[tool]:
+                yield from self.turn("Look around.", (tool, (word,)))
+
     def lookup(self, target, sure=False):
         """The call that shows the specification, or None where it is known already or, unless `sure`, will be guessed."""
         self.about = target.name
@@ -959,9 +967,10 @@ class Expert:
         yield Action(f"Put back {names}." if names else "Nothing done.")
 
 
-def expert(task, rng, sloppy=1.0, untidy=False):
+def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if it shall sum up first), or
-    [HINTED]; ends with an Action without calls. untidy: one edit in three leaves a comment in the code."""
+    [HINTED]; ends with an Action without calls. untidy: one edit in three leaves a comment in the code.
+    restless: the share of episodes that begin with four calls that nothing asks for."""
     self = Expert(task, rng, sloppy, untidy)
     named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
     quits = rng.randrange(len(targets)) if not named and self.slip(.3) else len(targets)
@@ -969,6 +978,8 @@ def expert(task, rng, sloppy=1.0, untidy=False):
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
     if not named or can["run_command"] and self.slip(.25 * self.effort):            # needless when the target is named
         yield from self.run()
+    if restless and rng.random() < restless:
+        yield from self.fidget()
     stepwise, parallel = rng.random() < .4, len(targets) > 1 and rng.random() < .15
     todo = targets[:quits]
     for group in [todo] if parallel else [[target] for target in todo]:

@@ -105,6 +105,7 @@ class Config:
     # sft
     demos: int = 12000            # distinct expert transcripts
     sloppy: float = 1.0           # how often the expert errs
+    restless: float = 0.0         # share of its episodes that begin with four needless calls
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
     short: float = 0.0            # share of the demonstrations that have half of the window: so a policy learns to work in both
@@ -143,7 +144,7 @@ class Config:
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
     distinct: int = 0             # generated tasks of each level that rl draws from (0: never one twice)
-    hardest: int = 6              # the hardest level that rl may use (0 to 5 are those of evaluation; the curriculum opens more)
+    hardest: int = 6              # the hardest level of rl: a fixed mix has all up to it, the curriculum begins with 0 to 5 (evaluation's)
     # parallel (torchrun)
     cp: int = 1
     ep: int = 1
@@ -414,7 +415,8 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
         rng = random.Random(f"{config.seed}/demo/{i}")
         task = make_task(config, i % LEVELS, (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
-        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints)
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
+                                    config.restless)
         pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
     return pairs
 
@@ -442,7 +444,8 @@ class Reinforcement:
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
-        self.curriculum = synth_tasks.Curriculum(range(min(LEVELS, config.hardest + 1)), config.seed, config.curriculum, config.hardest,
+        levels = config.hardest + 1 if not config.curriculum else min(LEVELS, config.hardest + 1)
+        self.curriculum = synth_tasks.Curriculum(range(levels), config.seed, config.curriculum, config.hardest,
                                                  sizes={level: len(tasks) for level, tasks in self.tasks.items()},
                                                  distinct=config.distinct)
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None

@@ -133,6 +133,20 @@ def test_a_careful_expert_solves_everything_and_only_the_planted_habit_meets_mis
             assert (action.flaw == "unavailable_tool") == any(text.startswith("Tool not found") for text in outputs)
 
 
+def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatever_the_task():
+    restless = 0
+    for i in range(60):
+        task = make_task(i % 6, i)
+        story = play(task, expert(task, random.Random(i), sloppy=0, restless=.5), st.Rehearsal(task))
+        calls = [(call[0], output) for action, outputs in story for call, output in zip(action.calls, outputs)][i % 6 > 2:]
+        wanted = [tool for tool in ("run_command", "read_file", "search_codebase", "run_command") if tool in task.tools]
+        begun = calls[:len(wanted)]
+        if wanted.count("run_command") and [tool for tool, _ in begun] == wanted:
+            assert begun[0] == begun[-1]                # nothing has changed between them
+            restless += 1
+    assert 15 < restless < 40                           # a task in ten cannot run its tests
+
+
 def test_sloppiness_is_visible_in_every_respect():
     stories = [demonstrate(make_task(i % 6, i), random.Random(i)) for i in range(300)]
     tasks = [make_task(i % 6, i) for i in range(300)]
