@@ -196,6 +196,15 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert likelihood[1] > likelihood[0] + 1
 
 
+def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(run, tmp_path, monkeypatch):
+    real, levels = train.synth_tasks.Curriculum, []
+    monkeypatch.setattr(train.synth_tasks, "Curriculum", lambda first, *rest, **more: levels.append([*first]) or real(first, *rest, **more))
+    for i, (curriculum, hardest, expected) in enumerate(((0, 7, 8), (1, 7, 6), (0, 1, 2), (1, 1, 2))):
+        train.main([*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2", "--turns=2", f"--curriculum={curriculum}",
+                    f"--hardest={hardest}", f"--start_from={run}", f"--out={tmp_path}/{i}"])
+        assert levels.pop() == list(range(expected))
+
+
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(run, tmp_path, monkeypatch):
     learn, seen = train.Reinforcement.learn, []
 
