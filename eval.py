@@ -280,9 +280,9 @@ EXPERIMENTS = {
         "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": [*FIXED, "--length_penalty=0"],
-        "nonlinear": [*FIXED, "--length_penalty=0.4", "--penalty_k=0.05", "--penalty_q=6"],     # linear ones: equal to it in slope at an
-        **{f"linear {price}": [*FIXED, f"--length_penalty={price}", "--penalty_q=0"] for price in (.05, .11)}},     # easy task's 8,
-        ["--restless=0.5"]),                                                                            # and at the median effort of 14
+        "nonlinear": [*FIXED, "--length_penalty=0.4", "--penalty_k=0.05", "--penalty_q=6"],
+        **{f"linear {price}": [*FIXED, f"--length_penalty={price}", "--penalty_q=0"] for price in (.03, .05, .11)}},    # .05: as steep
+        ["--restless=0.5"]),                                # as the other at an easy task's effort of 8; .11: as dear at the median of 14
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
@@ -298,7 +298,7 @@ EXPERIMENTS = {
 }
 
 # beside these curves a panel shows what comes out, by level
-BY_LEVEL = {"effort": "tokens", "named": "solved", "reward": "solved", "code_style": "solved"}
+BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("solved",), "reward": ("solved",), "code_style": ("solved",)}
 
 
 def train_py(*words):
@@ -368,7 +368,7 @@ def outcome(folder, names, policy="after RL"):
         end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
         end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
     sides = {"levels": after, **({"began": policies["before RL"]} if "before RL" in policies else {})} if by_level else {}
-    return {"curves": curves, "end": end, **{side: {by_level: [level[by_level] for level in one["levels"].values()]}
+    return {"curves": curves, "end": end, **{side: {name: [level[name] for level in one["levels"].values()] for name in by_level}
                                              for side, one in sides.items()}}
 
 
