@@ -879,8 +879,7 @@ def effort_counts(chain):
                 bad_arguments=sum(call.error == "bad_arguments" for call in calls), finished=chain.finished)
 
 
-def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0,
-                restless=0.0):
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={}, hints=0.3, neutral=0.0, restless=0.0):
     """The scripted expert plays through the same agent and tools -> Chain. A flawed turn is, with probability `hints`, left out, and
     the hint remind[flaw](task, action) stands above the right one: so the model learns that hints are to be heeded. With
     probability `neutral` one of them stands above a turn that was right anyway, calls and final messages alike: a hint must say

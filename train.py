@@ -238,6 +238,9 @@ def configure(given, stage):
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
+    for name in ("hints", "neutral_hints", "restless", "short", "grow", "trigger", "teacher_rate", "warmup", "decay"):
+        if getattr(config, name) > 1:
+            stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
     if not set(habits(config)) <= set(feedback_distill.REMINDERS):
@@ -444,7 +447,7 @@ class Reinforcement:
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
-        levels = config.hardest + 1 if not config.curriculum else min(LEVELS, config.hardest + 1)
+        levels = min(LEVELS, config.hardest + 1) if config.curriculum else config.hardest + 1
         self.curriculum = synth_tasks.Curriculum(range(levels), config.seed, config.curriculum, config.hardest,
                                                  sizes={level: len(tasks) for level, tasks in self.tasks.items()},
                                                  distinct=config.distinct)
