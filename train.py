@@ -965,6 +965,11 @@ def main(argv):
     config = configs[stages[0]]
     if config.export:
         return export(config)
+    try:                                                         # now, and not when the stages before rl are done
+        if config.tasks and not synth_tasks.read_tasks(config.tasks):
+            stop(f"{config.tasks}: holds no tasks")
+    except synth_tasks.Refusal as refusal:
+        stop(refusal)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=config.out).close()

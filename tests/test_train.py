@@ -58,6 +58,14 @@ def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys,
     assert not (tmp_path / "pretrain").exists()
 
 
+@pytest.mark.parametrize("text, words", [(None, "cannot be read"), ("", "holds no tasks"), ("{}\n", "line 1 is no task")])
+def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(text, words, capsys, tmp_path):
+    if text is not None:
+        (tmp_path / "tasks.jsonl").write_text(text)
+    assert words in refused([*SMALL, f"--tasks={tmp_path}/tasks.jsonl", f"--out={tmp_path}/o"], capsys)
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_data_folder_without_python_is_refused(capsys, tmp_path):
     assert "fewer than two Python files" in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys)
 
