@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from moe import (Cache, Collect, Experts, Model, ModelConfig, MoE, Router, Spread, TargetLogprobs, balance, grouped_swiglu, looped_swiglu,
-                 mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate)
+from moe import (Cache, Collect, Experts, Model, ModelConfig, MoE, RMSNorm, Router, Spread, TargetLogprobs, attend, balance,
+                 grouped_swiglu, looped_swiglu, mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate)
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
                     experts=6, active=2, expert_ffn=16, context=32)
@@ -212,9 +212,32 @@ def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so()
     assert not torch.allclose(plain(tokens), before)
 
 
+# ---------------------------------------------------------------- kernels for a CPU
+
+def test_the_norms_hand_written_gradient_is_that_of_numerical_differences():
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 5, dtype=torch.double, requires_grad=True), torch.rand(5, dtype=torch.double, requires_grad=True)
+    torch.testing.assert_close(RMSNorm.apply(x, w, 0.1), F.rms_norm(x, (5,), w, 0.1))
+    assert torch.autograd.gradcheck(RMSNorm.apply, (x, w, 0.1))
+
+
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_attention_in_blocks_is_attention(length):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, length, width, dtype=torch.bfloat16, requires_grad=True) for width in (12, 12, 8))
+    upstream = torch.randn(2, 3, length, 8)
+    found = attend(q, k, v, None, 0.3)
+    mine = [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    found = scores.softmax(-1) @ v
+    for got, exact in zip(mine, [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]):
+        assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
 # ---------------------------------------------------------------- experts
 
-@pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7]])
+@pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7], [70, 0, 3, 130]])
 def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(counts):
     torch.manual_seed(1)
     weights = [torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True),
@@ -230,7 +253,7 @@ def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(c
         assert (grad.flatten(1).abs().sum(1)[counts == 0] == 0).all() and (grad.flatten(1).abs().sum(1)[counts > 0] > 0).all()
 
 
-def test_experts_with_hundreds_of_rows_take_the_loop_and_say_the_same(monkeypatch):
+def test_experts_with_many_rows_take_the_loop_and_say_the_same(monkeypatch):
     experts, x, counts, calls = Experts(2, 8, 16), torch.randn(600, 8), torch.tensor([600, 0]), []
     torch.nn.init.normal_(experts.w_down)
     monkeypatch.setattr(moe, "looped_swiglu", lambda *a: calls.append(1) or looped_swiglu(*a))
