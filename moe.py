@@ -1432,7 +1432,7 @@ def bench():
         one, = seconds(lambda: model.logits(model.decode(tokens[:1, :1].expand(64, 1), cache, slice(0, 64), start)))
     print(f"laptop model: {tokens.numel() / train:,.0f} tokens/s forward + backward, {64 / one:,.0f} tokens/s decoding 64 rows at 300")
     loading()
-    if importlib.util.find_spec("transformers"):                 # in a process of its own: kernels compiled up to here would crowd its own out
+    if importlib.util.find_spec("transformers"):                 # in a process of its own: kernels compiled before crowd it
         other = multiprocessing.get_context("spawn").Process(target=against_transformers, args=(device,))
         other.start(), other.join()
 
@@ -1497,7 +1497,7 @@ def against_transformers(device, rows=16, new=64):
         start = draw(rows, length)
         times = seconds(partial(generate, start), partial(decode, start), repeat=3)
         for name, t in zip(("generate", "ours"), times):
-            print(f"  prompts of {length:4d}, {rows} rows decoded, {name:8s} {rows * new / t:8,.0f} tokens/s   {times[0] / t:5.2f} x theirs")
+            print(f"  prompts of {length:4d}, {rows} rows decoded, {name:8s} {rows * new / t:8,.0f} tokens/s  {times[0] / t:5.2f} x theirs")
 
 
 if __name__ == "__main__":
