@@ -275,10 +275,10 @@ def filled(number):
 class LoopedSwiGLU(torch.autograd.Function):
     """grouped_swiglu, one expert after the other. On a CPU it wins from 64 rows an expert on: what one touches stays in the cache.
     Each product takes its expert's rows, filled up with those that follow. What it writes into these, their own experts overwrite
-    later, and in the backward pass their gradient is zero: so no rows are copied, and results land where they belong."""
+    later, and in the backward pass their gradient is zero: results land where they belong, and only the gradient's rows are copied."""
     @staticmethod
     def places(counts):
-        """-> for each expert: where its rows begin, how many they are, and the slice that a product takes"""
+        """-> for each expert: its number, how many rows it has, and the slice that its products take"""
         numbers, ends = counts.tolist(), counts.cumsum(0).tolist()
         return [(i, n, slice(end - n, end - n + filled(n))) for i, (n, end) in enumerate(zip(numbers, ends))]
 
