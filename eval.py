@@ -260,6 +260,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
 HABITS, ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", "--steps=20"], ["--curriculum=0", "--hardest=5"]
+MOSTLY_EASY = [*FIXED, "--easy=0.4"]
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
@@ -279,10 +280,10 @@ EXPERIMENTS = {
         "JSD": ["--steps=20", "--divergence=jsd"], "empty hint": ["--steps=20", "--placebo=empty"],
         "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
-        "no penalty": [*FIXED, "--length_penalty=0"],
-        "nonlinear": [*FIXED, "--length_penalty=0.4", "--penalty_k=0.05", "--penalty_q=6"],
-        "linear 0.03": [*FIXED, "--length_penalty=0.03", "--penalty_q=0"],      # saves as much on the easiest level
-        "linear 0.11": [*FIXED, "--length_penalty=0.11", "--penalty_q=0"]}, ["--restless=0.5"]),       # as dear at the median effort of 14
+        "no penalty": [*MOSTLY_EASY, "--length_penalty=0"],
+        "nonlinear": [*MOSTLY_EASY, "--length_penalty=0.6", "--penalty_k=0.05", "--penalty_q=6"],
+        "linear 0.04": [*MOSTLY_EASY, "--length_penalty=0.04", "--penalty_q=0"],    # saves as much on the easiest level
+        "linear 0.17": [*MOSTLY_EASY, "--length_penalty=0.17", "--penalty_q=0"]}, ["--restless=0.75"]),    # as dear at the median effort, 13
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],

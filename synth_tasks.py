@@ -1014,12 +1014,12 @@ class Curriculum:
     """Selects levels that are neither always won nor never, and opens a harder one when the hardest is won.
 
     Per level a Beta posterior over the solve rate, with forgetting since the policy moves. A level is drawn with weight
-    p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group can learn from. Tasks are made as they
-    are drawn (`distinct` of each level, over and over; 0: never one twice), or come from a file with `sizes` (level -> number of
-    tasks in it)."""
+    p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group can learn from. Not `on`: a fixed mix,
+    a share `easy` of the lowest level and the rest of all alike. Tasks are made as they are drawn (`distinct` of each level, over
+    and over; 0: never one twice), or come from a file with `sizes` (level -> number of tasks in it)."""
 
-    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None, distinct=0):
-        self.levels, self.on, self.forget = sorted(sizes or levels), on, forget
+    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None, distinct=0, easy=0.0):
+        self.levels, self.on, self.forget, self.easy = sorted(sizes or levels), on, forget, easy
         self.hardest = self.levels[-1] if sizes else hardest    # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}
         self.seed, self.drawn, self.sizes, self.taken = seed, 0, sizes, {level: 0 for level in sizes or ()}
@@ -1037,7 +1037,7 @@ class Curriculum:
 
     def choose(self, rng, levels):
         if not self.on:
-            return rng.choice(levels)
+            return min(levels) if self.easy and rng.random() < self.easy else rng.choice(levels)
         samples = [rng.betavariate(*self.counts[level]) for level in levels]
         return rng.choices(levels, [.02 + p * (1 - p) for p in samples])[0]
 

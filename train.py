@@ -120,6 +120,7 @@ class Config:
     length: float = 64.0          # L, the constant that replaces each rollout's own length
     replay: bool = True           # router replay
     workers: int = 0              # generation processes beside each training process; 0: it samples and updates in turn
+    time_tools: bool = False      # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log: tools_s)
     staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
     reward: float = 1.0           # weight of the policy gradient; 0: hints alone teach, the policy distils itself
     imitate: bool = False         # demonstrations in the place of rollouts, none worth more than another: plain SFT, to compare with
@@ -144,6 +145,7 @@ class Config:
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
     distinct: int = 0             # generated tasks of each level that rl draws from (0: never one twice)
+    easy: float = 0.0             # share of a fixed mix that is of level 0; the rest is of all levels alike
     hardest: int = 6              # the hardest level of rl: a fixed mix has all up to it, the curriculum begins with 0 to 5 (evaluation's)
     # parallel (torchrun)
     cp: int = 1
@@ -238,13 +240,17 @@ def configure(given, stage):
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
-    for name in ("hints", "neutral_hints", "restless", "short", "grow", "trigger", "teacher_rate", "warmup", "decay"):
+    for name in ("hints", "neutral_hints", "restless", "easy", "short", "grow", "trigger", "teacher_rate", "warmup", "decay"):
         if getattr(config, name) > 1:
             stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
     if not set(habits(config)) <= set(feedback_distill.REMINDERS):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
+    if config.easy and (config.curriculum or config.tasks):
+        stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
+    if config.time_tools and (config.workers or config.imitate or config.tasks):
+        stop("--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there")
     if stage == "rl" and config.cp > 1:
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
@@ -450,7 +456,7 @@ class Reinforcement:
         levels = min(LEVELS, config.hardest + 1) if config.curriculum else config.hardest + 1
         self.curriculum = synth_tasks.Curriculum(range(levels), config.seed, config.curriculum, config.hardest,
                                                  sizes={level: len(tasks) for level, tasks in self.tasks.items()},
-                                                 distinct=config.distinct)
+                                                 distinct=config.distinct, easy=config.easy)
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
@@ -489,6 +495,9 @@ class Reinforcement:
         for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
             self.curriculum.update(level, solved, config.group)
         log["rollout_s"] = time.time() - start
+        if config.time_tools:
+            self.workers.collect(asked)
+            log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = rollout.staleness(groups, step)
         log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
                    restarts=run.sum(self.workers.restarts))

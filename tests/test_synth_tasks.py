@@ -479,6 +479,9 @@ def test_levels_always_won_or_never_are_left_and_a_harder_one_is_made():
     fixed = st.Curriculum(on=False)
     drawn = [fixed.next(rng)[0] for _ in range(600)]
     assert all(60 < drawn.count(level) < 140 for level in range(6))
+    easy = st.Curriculum(on=False, easy=.5)
+    drawn = [easy.next(rng)[0] for _ in range(600)]
+    assert 300 < drawn.count(0) < 400 and all(20 < drawn.count(level) < 80 for level in range(1, 6))
 
 
 # ---------------------------------------------------------------------------------------------------- real repositories

@@ -49,7 +49,7 @@ def refused(arguments, capsys):
 @pytest.mark.parametrize("flag, words", [
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
-    ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"),
+    ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
     ("--hardest=8", "levels go from 0"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
@@ -211,6 +211,24 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
         train.main([*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2", "--turns=2", f"--curriculum={curriculum}",
                     f"--hardest={hardest}", f"--start_from={run}", f"--out={tmp_path}/{i}"])
         assert levels.pop() == list(range(expected))
+
+
+def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(run, tmp_path, monkeypatch, capsys):
+    assert "--workers=0" in refused([*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys)
+    real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
+    monkeypatch.setattr(train.synth_tasks.Sandbox, "run", lambda *words, **more: commands.append(words) or real(*words, **more))
+    collect = train.rollout.Workers.collect
+    monkeypatch.setattr(train.rollout.Workers, "collect", lambda self, asked: played.append(collect(self, asked)) or played[-1])
+    for name, timed in (("plain", 0), ("timed", 1)):
+        train.main([*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", "--warmup=0", f"--time_tools={timed}",
+                    f"--start_from={run}", f"--out={tmp_path}/{name}"])
+        got.append((len(commands), weights(tmp_path / name / "rl")))
+        commands.clear()
+    tokens = [[turn.tokens for group in groups for chain in group for turn in chain.turns] for groups in played]
+    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
+    assert got[0][0] == got[1][0] > 0 and all(torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1])
+    log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
+    assert "tools_s" not in log[0] and 0 < log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
 
 
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(run, tmp_path, monkeypatch):
