@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import moe
 from moe import (Cache, Collect, Experts, Model, ModelConfig, MoE, RMSNorm, Router, Spread, TargetLogprobs, attend, balance,
-                 grouped_swiglu, looped_swiglu, mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate)
+                 grouped_swiglu, looped_swiglu, mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate, turns)
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
                     experts=6, active=2, expert_ffn=16, context=32)
@@ -137,7 +137,7 @@ def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_lat
         changed = tokens.clone()
         changed[0, t] = (changed[0, t] + 1) % 61
         after = model.logits(model(changed))
-        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=1e-6)
         assert ((after - before)[0, t:].abs().amax(-1) > 1e-5).all()
 
 
@@ -173,7 +173,7 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
 def test_rope_scores_depend_only_on_the_distance():
     frequency, _ = rope_frequencies(8, 100.0, 64, 1)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
-    turn = lambda x, t: rotate(x, (t * frequency).cos()[None, None, None], (t * frequency).sin()[None, None, None])
+    turn = lambda x, t: rotate(x, *turns((t * frequency)[None, None, None]))
     score = lambda m, n: float((turn(q, m) * turn(k, n)).sum())
     for distance in (0, 1, 5, 30):
         assert [score(n + distance, n) for n in (1, 7, 33)] == pytest.approx([score(distance, 0)] * 3, abs=1e-5)
@@ -185,7 +185,7 @@ def test_rope_equals_multiplication_by_complex_numbers():
     x, t = torch.randn(1, 6, 3, 8), torch.arange(6.)
     angle = t[None, :, None, None] * frequency
     z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotate(x, *turns(angle)), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5)
 
 
 def test_yarn_keeps_pairs_that_turn_often_and_slows_pairs_that_do_not_turn_once():
@@ -233,6 +233,21 @@ def test_attention_in_blocks_is_attention(length):
     found = scores.softmax(-1) @ v
     for got, exact in zip(mine, [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]):
         assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("heads, length", [(1, 1), (1, 16), (3, 1), (3, 150)])
+def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
+    """Keys and values are a stretch of a longer cache; every row of the batch may look as far as it has come."""
+    torch.manual_seed(0)
+    cache, q = torch.randn(4, heads, 200, 12).bfloat16(), torch.randn(3, heads, length, 12).bfloat16()
+    k, upto = cache[:3, :, :170], torch.randint(1, 170, (3, 1, length, 1))
+    mask = torch.zeros(3, 1, length, 170).masked_fill(torch.arange(170) >= upto, -torch.inf)
+    for v in (k, cache[:3, :, :170, :8]):
+        exact = (0.3 * q.double() @ k.double().transpose(-2, -1) + mask.double()).softmax(-1) @ v.double()
+        for dtype, tolerance in ((torch.bfloat16, 0.01), (torch.float32, 1e-6)):
+            keys = k.to(dtype)
+            found = attend(q.to(dtype), keys, keys if v is k else v.to(dtype), mask.to(dtype), 0.3)
+            assert found.dtype == dtype and (found - exact).norm() <= tolerance * exact.norm()
 
 
 # ---------------------------------------------------------------- experts
