@@ -133,6 +133,7 @@ class Config:
     length_penalty: float = 0.03  # weight of C(effort), 0 = off
     penalty_k: float = 1.0
     penalty_q: float = 0.5
+    full_price: bool = False      # 1: whatever is not solved pays the whole budget, as what a limit cut short does: giving up saves nothing
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
     carry: bool = True            # 0: summaries are written, and forgotten
@@ -471,12 +472,13 @@ class Reinforcement:
 
     def shape(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
-        nothing and pays the whole budget."""
+        nothing and pays the whole budget; at full_price every one that did not solve its task does."""
         c = self.run.config
         chain.solved = chain.solved and chain.finished
+        paid_by_use = chain.solved if c.full_price else chain.finished
         chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
         chain.reward = float(length_penalty.shaped_reward(float(chain.solved), chain.stats["effort"], c.length_penalty, c.penalty_k,
-                                                          c.penalty_q, not chain.finished, self.budget))
+                                                          c.penalty_q, not paid_by_use, self.budget))
 
     def losses(self, step, log):
         run, config = self.run, self.run.config

@@ -231,6 +231,17 @@ def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_
     assert "tools_s" not in log[0] and 0 < log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
 
 
+@pytest.mark.parametrize("full_price", [False, True])
+def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(full_price):
+    config = train.Config(full_price=full_price, length_penalty=0.1, penalty_q=0.0)
+    self = SimpleNamespace(run=SimpleNamespace(config=config), weights=train.length_penalty.Weights(), budget=40.0)
+    counts = dict(thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5)   # 1 + 2 + 1 + 1 + 1 + 4
+    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -4.0 if full_price else -1.0), (1, 0, -4.0), (0, 0, -4.0)):
+        chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
+        train.Reinforcement.shape(self, chain)
+        assert chain.reward == pytest.approx(reward) and chain.stats["effort"] == pytest.approx(10) and chain.solved == (solved and finished)
+
+
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(run, tmp_path, monkeypatch):
     learn, seen = train.Reinforcement.learn, []
 
