@@ -280,7 +280,7 @@ EXPERIMENTS = {
         "JSD": ["--steps=20", "--divergence=jsd"], "empty hint": ["--steps=20", "--placebo=empty"],
         "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
-        "no penalty": [*MOSTLY_EASY, "--length_penalty=0"],
+        "no penalty": [*MOSTLY_EASY, "--length_penalty=0", "--reward=2"],      # worth of solving an easy task: as with the nonlinear price
         "nonlinear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6"],
         "linear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=0.28", "--penalty_q=0"]},      # as dear at the median effort of 13
         ["--restless=0.75"]),
