@@ -70,6 +70,10 @@ def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
     assert coefficients in COEFFICIENTS, f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
     dtype = dtype or torch.bfloat16
     out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
+    R, C = G.shape[-2:]
+    if G.device.type == "cpu" and G.numel() and (R % 8 or C % 8):  # zeros up to whole cache lines: on some CPUs the last bit hangs
+        padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))  # on where in a line a matrix begins, so on its company
+        return out.copy_(orthogonalize(padded, steps, coefficients, dtype)[..., :R, :C])
     X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
     rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
     if G.device.type == "cpu" and G.numel():

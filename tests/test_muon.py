@@ -110,7 +110,7 @@ def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, ta
 
 def test_a_matrix_does_not_notice_what_it_is_batched_with():
     for dtype in (torch.float32, torch.bfloat16):
-        for shape in ((9, 24, 72), (9, 40, 24), (5, 384, 512)):
+        for shape in ((9, 24, 72), (9, 40, 24), (5, 384, 512), (3, 13, 7), (9, 21, 50)):
             G = torch.randn(shape, generator=torch.Generator().manual_seed(2))
             assert torch.equal(orthogonalize(G, dtype=dtype), torch.stack([orthogonalize(g, dtype=dtype) for g in G]))
 
