@@ -130,7 +130,7 @@ def rotate(x, cos, sin):
     """RoPE on the last dimension, halves as pairs: x (B, T, H, R), cos and sin (B or 1, T, 1, R) of `turns`."""
     x, dtype = x.float(), x.dtype
     a, b = x.chunk(2, -1)
-    return torch.addcmul(x * cos, torch.cat((b, a), -1), sin).to(dtype)
+    return (x * cos + torch.cat((b, a), -1) * sin).to(dtype)
 
 
 def turns(angle):
@@ -146,7 +146,8 @@ def attend(q, k, v, mask, scale):
     S, V = v.shape[-2:]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (S <= 512 if mask is None else mask.dtype == q.dtype):
         # on a CPU plain products of bf16 numbers that lie together, 128 queries with what they may see, take .4 to .7 of the kernel's time
-        k, v = (k.contiguous(),) * 2 if k is v else (k.contiguous(), v.contiguous())
+        shared, k = k is v, k.contiguous()
+        v = k if shared else v.contiguous()
         q, k, v, out = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1), []
         for r in slice_rows(T, 128):
             end = S if mask is not None else min(r.stop, S)
