@@ -153,12 +153,13 @@ class Config:
     ep: int = 1
     dp_replicate: int = 1
     # evaluation
+    eval_levels: int = 6          # levels of evaluation, from 0 on
     eval_tasks: int = 24          # per level
     eval_samples: int = 2         # per task
 
 
 START = time.time()
-LEVELS = 6                        # of generated tasks in sft and evaluation; the curriculum goes beyond
+LEVELS = 6                        # of generated tasks in sft, and in a curriculum at first; it goes beyond
 ORDER = ["pretrain", "long", "sft", "rl"]
 SCALES = {
     "tiny": dict(vocab=512, dim=64, layers=2, heads=2, experts=4, expert_ffn=64, dense_ffn=128, kv_lora=32, demos=64,
@@ -179,7 +180,7 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gp
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
 NOT_COMPARED = {"processes", "out", "export", "start_from", "stage", "resume", "device", "compile", "save_every", "cp", "ep",
-                "dp_replicate", "micro_tokens", "recompute", "eval_tasks", "eval_samples", "workers", "staleness"}
+                "dp_replicate", "micro_tokens", "recompute", "eval_levels", "eval_tasks", "eval_samples", "workers", "staleness"}
 
 
 # ---------------------------------------------------------------- command line
@@ -246,6 +247,8 @@ def configure(given, stage):
             stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
+    if not 0 < config.eval_levels <= len(synth_tasks.LEVELS):
+        stop(f"--eval_levels={config.eval_levels}: at least 1, and there are {len(synth_tasks.LEVELS)} levels")
     if not set(habits(config)) <= set(feedback_distill.REMINDERS):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
     if config.easy and (config.curriculum or config.tasks):
@@ -917,11 +920,11 @@ def evaluate(config):
     if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
         run.say(json.loads((out / "summary.json").read_text())["table"])
         return
-    given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks)
+    given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
     if config.distinct and not config.tasks and exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
-        seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(LEVELS) for i in range(n)]
+        seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(config.eval_levels) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
     policies, world = {}, eval.load(list(names.values())[-1])[2]         # one window, one limit of turns, ... for all of them
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
