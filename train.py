@@ -140,7 +140,7 @@ class Config:
     truncate: bool = False        # 1: no summaries are written, the oldest turns are left out
     learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
-    turns: int = 20               # of an agent in all
+    turns: int = 40               # of an agent in all
     commands: int = 0             # run_command calls of an agent that are answered (0: all)
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
@@ -918,8 +918,10 @@ def evaluate(config):
     if not names:
         stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
     if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
-        run.say(json.loads((out / "summary.json").read_text())["table"])
-        return
+        done = json.loads((out / "summary.json").read_text())
+        if all(done["config"].get(name) == value for name, value in vars(config).items() if name.startswith("eval_")):
+            run.say(done["table"])
+            return
     given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
     if config.distinct and not config.tasks and exists(out / "rl"):      # the tasks that RL has seen, as many rollouts

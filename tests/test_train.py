@@ -50,7 +50,7 @@ def refused(arguments, capsys):
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
     ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
-    ("--hardest=8", "levels go from 0"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
+    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
@@ -179,6 +179,11 @@ def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_
     assert {name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()} == {
         "before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
     assert 0 < policies["before RL"]["overall"]["tokens"] < 120         # in the window of this run; the SFT's own holds five times as much
+    stamp = (tmp_path / "summary.json").stat().st_mtime_ns
+    train.main([*words, "--stage=eval"])                                # asked again, it prints the table; asked for other levels, it plays
+    assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
+    train.main([*words, "--stage=eval", "--eval_levels=8"])
+    assert len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"]) == 8
 
 
 def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(run, tmp_path):
