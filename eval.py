@@ -260,7 +260,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
 HABITS, ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", "--steps=20"], ["--curriculum=0", "--hardest=5"]
-MOSTLY_EASY = [*FIXED, "--easy=0.4", "--eval_levels=7"]    # the last level is one that no training has seen
+MOSTLY_EASY = [*FIXED, "--easy=0.4", "--turns=40", "--eval_levels=7"]      # the last level is one that no training has seen
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {

@@ -140,7 +140,7 @@ class Config:
     truncate: bool = False        # 1: no summaries are written, the oldest turns are left out
     learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
-    turns: int = 40               # of an agent in all
+    turns: int = 20               # of an agent in all
     commands: int = 0             # run_command calls of an agent that are answered (0: all)
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
