@@ -441,7 +441,9 @@ def flags(argv):
     parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
     parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; none: a demonstration")
     parser.add_argument("--number", type=int, default=24, help="tasks per level")
+    parser.add_argument("--levels", type=int, default=len(LEVELS), help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}")
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=0, help="of an episode (default: those of the run's RL)")
     parser.add_argument("--temperature", type=float, default=None, help="of sampling (default: that of the run's RL)")
     parser.add_argument("--tasks", default="", help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases")
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="of generated tasks; train: only seeds are new")
@@ -451,10 +453,13 @@ def flags(argv):
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
     args, args.others = parser.parse_known_args(argv)
+    args.others += [f"--turns={args.turns}"] * bool(args.experiment and args.turns)      # train.py's too
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
-    if min(args.number, args.passes) < 1:
-        parser.error("--number and --passes must be at least 1")
+    if min(args.number, args.passes) < 1 or args.turns < 0:
+        parser.error("--number and --passes must be at least 1, --turns at least 0")
+    if not 0 < args.levels <= len(synth_tasks.LEVELS):
+        parser.error(f"--levels must be from 1 to {len(synth_tasks.LEVELS)}")
     for name in ("temperature", "price_in", "price_out"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
@@ -469,7 +474,7 @@ def main(argv):
         return demo()
     policies = {}
     try:
-        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, split=args.split)
+        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, range(args.levels), args.split)
         if not tasks:
             raise ValueError(f"{args.tasks}: holds no tasks")
         models = {run: load(run) for run in args.runs}
@@ -477,6 +482,7 @@ def main(argv):
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
+        config["turns"] = args.turns or config["turns"]
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
     kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
     print(write(policies, args.out, "eval.json", kind=kind))

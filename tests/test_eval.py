@@ -211,7 +211,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
 @pytest.mark.parametrize("argv,words", [
     (["--number=x"], "--number"), (["--number=0"], "at least 1"), (["--passes=-2"], "at least 1"), (["--nmber=3"], "--nmber"),
     (["--temperature=-1", "out"], "--temperature"), (["--temperature=nan", "out"], "--temperature"),
-    (["--price_in=-1", "out"], "--price"),
+    (["--price_in=-1", "out"], "--price"), (["--levels=9", "out"], "from 1 to 8"), (["--turns=-1", "out"], "--turns"),
     (["no/such/run"], "no/such/run"), (["{here}"], "{here}"), (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
     (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
     (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged")])
@@ -231,6 +231,16 @@ def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, ar
     assert stop.value.code == 2 and out == ""
     assert len(err.strip().split("\n")) == 1 and fill(words) in err, err
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "mine"
+
+
+def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeypatch):
+    asked, attempt = [], evaluation.attempt
+    monkeypatch.setattr(evaluation, "attempt", lambda *words: asked.append(words[2]["turns"]) or attempt(*words))
+    for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
+        evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
+        policy, = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
+        assert sorted(policy["levels"]) == [str(level) for level in range(levels)]
+    assert asked == [2, 3]
 
 
 def test_the_command_itself_exits_with_2_and_one_line():
@@ -277,12 +287,12 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
 
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
-    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}"])
-    begun = [("--stage=pretrain", f"--out={tmp_path}/base-1", "--seed=1"), ("--stage=long", f"--out={tmp_path}/base-1", "--seed=1")]
+    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}", "--turns=9"])
+    begun = [(f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--turns=9") for stage in ("pretrain", "long")]
     assert asked[:3] == [*begun, ("--stage=sft", f"--start_from={tmp_path}/base-1", f"--out={tmp_path}/hacking/base-1", "--seed=1",
-                                  "--harden=0")]
+                                  "--turns=9", "--harden=0")]
     arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert [words[4:] for words in arms] == [(harden, "--documented=0", "--curriculum=0", "--hardest=1")
+    assert [words[5:] for words in arms] == [(harden, "--documented=0", "--curriculum=0", "--hardest=1")
                                              for harden in ("--harden=0", "--harden=1")]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
 
