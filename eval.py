@@ -258,9 +258,10 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
 # default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
-HABITS, ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
-NARROW, FIXED = ["--hardest=0", "--curriculum=0", "--steps=20"], ["--curriculum=0", "--hardest=5"]
-MOSTLY_EASY = [*FIXED, "--easy=0.4", "--turns=40", "--eval_levels=7"]      # the last level is one that no training has seen
+HABITS, TOLD_ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
+SHORT, SHORTER, ONCE = ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"], [*TOLD_ONCE, "--steps=40"]
+NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
+MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
     "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
@@ -270,15 +271,15 @@ EXPERIMENTS = {
         "30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]}, "all"),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
-        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
+        "reward alone": [HABITS, *SHORT, "--feedback=0"], "with targeted feedback": [HABITS, *SHORT]}, [HABITS, "--neutral_hints=0.1"]),
     "sdft": ("A new convention: plain SFT or self-distillation?", "code_style", {
         "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
         "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"]}, [HABITS, "--neutral_hints=0.1"]),
     "teachers": ("Whose hints, and which divergence?", "bad_tool", {
-        "reward alone": ["--steps=20", "--feedback=0"], "EMA, reverse KL": ["--steps=20"], "current": ["--steps=20", "--teacher=current"],
-        "frozen": ["--steps=20", "--teacher=frozen"], "forward KL": ["--steps=20", "--divergence=forward"],
-        "JSD": ["--steps=20", "--divergence=jsd"], "empty hint": ["--steps=20", "--placebo=empty"],
-        "wrong hint": ["--steps=20", "--placebo=wrong"]}, []),
+        "reward alone": [*SHORTER, "--feedback=0"], "EMA, reverse KL": SHORTER, "current": [*SHORTER, "--teacher=current"],
+        "frozen": [*SHORTER, "--teacher=frozen"], "forward KL": [*SHORTER, "--divergence=forward"],
+        "JSD": [*SHORTER, "--divergence=jsd"], "empty hint": [*SHORTER, "--placebo=empty"],
+        "wrong hint": [*SHORTER, "--placebo=wrong"]}, []),
     "penalty": ("What does a price on effort do?", "effort", {
         "no penalty": [*MOSTLY_EASY, "--length_penalty=0", "--reward=2"],      # worth of solving an easy task: as with the nonlinear price
         "nonlinear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6"],
@@ -287,15 +288,15 @@ EXPERIMENTS = {
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
         "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
         "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
-        "window 192": [*ONCE, "--window=192"], "window 192, truncated": [*ONCE, "--window=192", "--truncate=1"]}, [*ONCE, "--short=0.5"]),
+        "window 192": [*ONCE, "--window=192"], "window 192, truncated": [*ONCE, "--window=192", "--truncate=1"]}, [*TOLD_ONCE, "--short=0.5"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
-        "groups of 16": ["--group=16", "--curriculum=0", "--hardest=7"]}, []),
+        "groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
-        "stale caches": ["--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
-        "hardened": ["--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
+        "stale caches": [*SHORT, "--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
+        "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
 # beside these curves a panel shows what comes out, by level

@@ -140,7 +140,7 @@ class Config:
     truncate: bool = False        # 1: no summaries are written, the oldest turns are left out
     learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
-    turns: int = 20               # of an agent in all
+    turns: int = 40               # of an agent in all
     commands: int = 0             # run_command calls of an agent that are answered (0: all)
     curriculum: bool = True
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
@@ -173,7 +173,7 @@ STAGES = {
     "pretrain": dict(steps=120),
     "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
-    "rl": dict(steps=40, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
+    "rl": dict(steps=60, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times

@@ -292,7 +292,7 @@ def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypat
     assert asked[:3] == [*begun, ("--stage=sft", f"--start_from={tmp_path}/base-1", f"--out={tmp_path}/hacking/base-1", "--seed=1",
                                   "--turns=9", "--harden=0")]
     arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert [words[5:] for words in arms] == [(harden, "--documented=0", "--curriculum=0", "--hardest=1")
+    assert [words[5:] for words in arms] == [("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
                                              for harden in ("--harden=0", "--harden=1")]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
 
