@@ -155,7 +155,8 @@ def table(policies, kind="held-out"):
     whole = {name: summary(records) for name, records in policies.items()}
     levels = {name: by_level(records) for name, records in policies.items()}
     any_one = next(iter(whole.values()))
-    line = lambda label, cells: f"{label:32s}" + "".join(f"{cell:>14s}" for cell in cells)
+    width = max(14, 2 + max(map(len, policies)))
+    line = lambda label, cells: f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells)
     text = [line(f"{any_one['tasks']} {kind} tasks x {any_one['passes']}", policies)]
     text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
     text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
