@@ -258,7 +258,8 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 
 # name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
 # default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
-# the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows
+# the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows.
+# SHORT, SHORTER and ONCE: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
 HABITS, TOLD_ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
 SHORT, SHORTER, ONCE = ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"], [*TOLD_ONCE, "--steps=40"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
@@ -455,7 +456,8 @@ def flags(argv):
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
     args, args.others = parser.parse_known_args(argv)
-    args.others += [f"--turns={args.turns}"] * bool(args.experiment and args.turns)      # train.py's too
+    if args.experiment and args.turns:                           # a flag of train.py too
+        args.others.append(f"--turns={args.turns}")
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
     if min(args.number, args.passes) < 1 or args.turns < 0:

@@ -50,7 +50,8 @@ def refused(arguments, capsys):
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
     ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
-    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
+    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"),
+    ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
