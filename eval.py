@@ -107,7 +107,7 @@ def load(folder, device="cpu"):
     stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
     path = stages[0] if stages else Path(folder)
     extra = hsdp.peek(path)
-    config = {"carry": True, "truncate": False, "commands": 0, "draft": 3, **extra["config"]}      # runs older than these knobs had them so
+    config = {"truncate": False, "commands": 0, "draft": 3, **extra["config"]}      # runs older than these knobs had them so
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -259,10 +259,10 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
 # default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
 # the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows.
-# SHORT, SHORTER and ONCE: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
-HABITS, TOLD_ONCE = "--habits=unavailable_tool,communication,code_style", ["--commands=1", "--trigger=0.6", "--turns=24"]
-SHORT, SHORTER, ONCE = ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"], [*TOLD_ONCE, "--steps=40"]
+# SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
+HABITS, SHORT, SHORTER = "--habits=unavailable_tool,communication,code_style", ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
+TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--turns=60", "--levels=8", "--hardest=7", "--eval_levels=8"]
 MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
@@ -288,9 +288,10 @@ EXPERIMENTS = {
         "linear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=0.28", "--penalty_q=0"]},      # as dear at the median effort of 13
         ["--restless=0.75"]),
     "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
-        "window 512": ONCE, "window 256": [*ONCE, "--window=256"], "window 256, forgotten": [*ONCE, "--window=256", "--carry=0"],
-        "window 256, not learned": [*ONCE, "--window=256", "--learn_summaries=0"],
-        "window 192": [*ONCE, "--window=192"], "window 192, truncated": [*ONCE, "--window=192", "--truncate=1"]}, [*TOLD_ONCE, "--short=0.5"]),
+        "window 1024": [*TOLD_ONCE, "--window=1024"], "window 256": [*TOLD_ONCE, "--window=256"],
+        "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
+        "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"]},
+        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
@@ -302,7 +303,7 @@ EXPERIMENTS = {
 }
 
 # beside these curves a panel shows what comes out, by level
-BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("solved",), "reward": ("solved",), "code_style": ("solved",)}
+BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("summaries", "solved"), "reward": ("solved",), "code_style": ("solved",)}
 
 
 def train_py(*words):
@@ -456,8 +457,9 @@ def flags(argv):
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
     args, args.others = parser.parse_known_args(argv)
-    if args.experiment and args.turns:                           # a flag of train.py too
-        args.others.append(f"--turns={args.turns}")
+    if args.experiment:                                          # these are flags of train.py too
+        args.others += [f"--{name}={getattr(args, name)}" for name in ("turns", "levels", "temperature", "tasks")
+                        if getattr(args, name) != parser.get_default(name)]
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
     if min(args.number, args.passes) < 1 or args.turns < 0:

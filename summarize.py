@@ -42,11 +42,9 @@ def condensed(tokenizer, body, most):
 
 @dataclass(frozen=True)
 class Compact:
-    """rollout.agent's hook. trigger, window in tokens. Two ablations: drop=True forgets the condensed context; truncate=True asks for
-    none and goes on from the newest turns."""
+    """rollout.agent's hook. trigger, window in tokens. An ablation: truncate=True asks for no summary and goes on from the newest turns."""
     window: int
     trigger: int
-    drop: bool = False
     truncate: bool = False
 
     def room(self, tokenizer, chain):
@@ -60,7 +58,7 @@ class Compact:
 
     def restart(self, tokenizer, chain, turn):
         """The turns that a new episode starts from: the task, and the condensed context with the number of summaries so far."""
-        carried = [] if self.drop else condensed(tokenizer, turn.tokens[1:], self.window // 4)
+        carried = condensed(tokenizer, turn.tokens[1:], self.window // 4)
         head = tokenizer.encode(f"{len(chain.episodes)}\n")
         tokens = [tokenizer.id["<|summary|>"], *head, *carried, tokenizer.id["<|end|>"]]
         return [chain.episodes[0].turns[0], Turn("summary", tokens, tokenizer.decode(head + carried))]
@@ -78,7 +76,7 @@ class Compact:
 def compact(config):
     """The hook of a run's configuration (a dict), None where the run does not summarise"""
     if config["summarize"]:
-        return Compact(config["window"], int(config["trigger"] * config["window"]), not config["carry"], config["truncate"])
+        return Compact(config["window"], int(config["trigger"] * config["window"]), config["truncate"])
 
 
 def written(episodes, like):

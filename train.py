@@ -108,9 +108,10 @@ class Config:
     restless: float = 0.0         # share of its episodes that begin with four needless calls
     hints: float = 0.5            # of its wrong tool calls: replaced by a hint and the right call
     neutral_hints: float = 0.05   # of its right turns: a hint above them too, so that it means nothing but tools
-    short: float = 0.0            # share of the demonstrations that have half of the window: so a policy learns to work in both
+    short: float = 0.0            # share of the demonstrations that have a quarter of the window: so a policy learns to work in both
     context_loss: float = 0.3     # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
     copy_loss: float = 4.0        # weight of the names and constants it wrote, while the window is short: what tests decide on
+    levels: int = 6               # of generated tasks in sft, from 0 on, and in a curriculum at first; it goes beyond
     # rl
     tasks_per_step: int = 8
     group: int = 8                # rollouts per task
@@ -136,7 +137,6 @@ class Config:
     full_price: bool = False      # 1: whatever is not solved pays the whole budget, as what a limit cut short does: giving up saves nothing
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
-    carry: bool = True            # 0: summaries are written, and forgotten
     truncate: bool = False        # 1: no summaries are written, the oldest turns are left out
     learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512             # context of an agent in sft, rl and evaluation
@@ -147,7 +147,7 @@ class Config:
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
     distinct: int = 0             # generated tasks of each level that rl draws from (0: never one twice)
     easy: float = 0.0             # share of a fixed mix that is of level 0; the rest is of all levels alike
-    hardest: int = 6              # the hardest level of rl: a fixed mix has all up to it, the curriculum begins with 0 to 5 (evaluation's)
+    hardest: int = 6              # the hardest level of rl: a fixed mix has all up to it
     # parallel (torchrun)
     cp: int = 1
     ep: int = 1
@@ -159,7 +159,6 @@ class Config:
 
 
 START = time.time()
-LEVELS = 6                        # of generated tasks in sft, and in a curriculum at first; it goes beyond
 ORDER = ["pretrain", "long", "sft", "rl"]
 SCALES = {
     "tiny": dict(vocab=512, dim=64, layers=2, heads=2, experts=4, expert_ffn=64, dense_ffn=128, kv_lora=32, demos=64,
@@ -247,8 +246,9 @@ def configure(given, stage):
             stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
     if config.hardest >= len(synth_tasks.LEVELS):
         stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
-    if not 0 < config.eval_levels <= len(synth_tasks.LEVELS):
-        stop(f"--eval_levels={config.eval_levels}: at least 1, and there are {len(synth_tasks.LEVELS)} levels")
+    for name in ("levels", "eval_levels"):
+        if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
+            stop(f"--{name}={getattr(config, name)}: at least 1, and there are {len(synth_tasks.LEVELS)} levels")
     if not set(habits(config)) <= set(feedback_distill.REMINDERS):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
     if config.easy and (config.curriculum or config.tasks):
@@ -420,13 +420,13 @@ def agent_limits(config):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
     sequences."""
-    half = replace(config, window=config.window // 2)
-    whole, short = (agent_limits(config), compact), (agent_limits(half), summarize.compact(asdict(half)))
+    quarter = replace(config, window=config.window // 4)
+    whole, short = (agent_limits(config), compact), (agent_limits(quarter), summarize.compact(asdict(quarter)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, i % LEVELS, (config.seed << 24) + i)
+        task = make_task(config, i % config.levels, (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
@@ -457,7 +457,7 @@ class Reinforcement:
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
-        levels = min(LEVELS, config.hardest + 1) if config.curriculum else config.hardest + 1
+        levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
         self.curriculum = synth_tasks.Curriculum(range(levels), config.seed, config.curriculum, config.hardest,
                                                  sizes={level: len(tasks) for level, tasks in self.tasks.items()},
                                                  distinct=config.distinct, easy=config.easy)

@@ -128,12 +128,6 @@ def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new
     assert chain.finished and [len(e.turns) for e in chain.episodes] == [5, 6, 3]
 
 
-def test_a_dropped_summary_carries_the_count_and_nothing_else():
-    chain, requests = run(Compact(400, 1, drop=True), [READ, SUMMARY, DONE])
-    assert chain.episodes[1].turns[1].tokens == [ID["<|summary|>"], *ENC("1\n"), ID["<|end|>"]]
-    assert chain.episodes[0].turns[-1].tokens[1:] == SUMMARY                              # written all the same
-
-
 def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fit_into_half_of_the_window():
     user, tool = (make_turn(TRAINED, role, text).tokens for role, text in (("user", "Put back a.f"), ("tool", "x = 1\n")))
     exchange, head = [ID["<|assistant|>"], *READ, *tool], ID["<|assistant|>"]
@@ -150,9 +144,9 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
 
 
 def test_the_configuration_decides_over_the_hook():
-    config = dict(window=100, trigger=.5, summarize=True, carry=True, truncate=False)
+    config = dict(window=100, trigger=.5, summarize=True, truncate=False)
     assert compact({**config, "truncate": True}) == Compact(100, 50, truncate=True)
-    assert compact(config) == Compact(100, 50) and compact({**config, "carry": False}) == Compact(100, 50, drop=True)
+    assert compact(config) == Compact(100, 50)
     assert compact({**config, "summarize": False}) is None
 
 

@@ -50,7 +50,7 @@ def refused(arguments, capsys):
     ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
     ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
-    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"),
+    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"), ("--levels=0", "there are 8 levels"),
     ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder")])
@@ -169,7 +169,7 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
 
 
 def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(run, tmp_path):
-    words = [*SMALL, "--distinct=2", "--commands=1", "--carry=0", "--learn_summaries=0",
+    words = [*SMALL, "--distinct=2", "--commands=1", "--learn_summaries=0",
              "--habits=communication,code_style", "--eval_tasks=3", "--window=200", f"--start_from={run}", f"--out={tmp_path}"]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
     train.main([*words, "--stage=eval"])
@@ -348,6 +348,19 @@ def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.configure({"stage": "sft", "steps": 10, "grow": .4}, "sft")
     assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
     assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+
+
+def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(run):
+    tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    found = {}
+    for short in (0, 1):
+        config = train.replace(train.Config(), window=2048, trigger=.5, levels=8, short=short)
+        pairs = train.make_demonstrations(config, tokenizer, train.summarize.compact(vars(config)), range(24), lambda numbers, _: numbers)
+        assert [number for number, _ in pairs] == list(range(24))
+        found[short] = [episode for _, episodes in pairs for episode in episodes]
+    assert max(len(e) for e in found[1]) <= 512 < max(len(e) for e in found[0]) and len(found[1]) > 2 * len(found[0])
+    missing = {turn.text.count(": missing") for episode in found[0] for turn in episode.turns if turn.role == "tool"}
+    assert missing >= {0, 2, 3, 4, 5}                                # as many as the levels delete: the last two are 6 and 7
 
 
 def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
