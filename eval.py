@@ -273,7 +273,7 @@ EXPERIMENTS = {
         "30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]}, "all"),
     "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
     "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
-        "reward alone": [HABITS, *SHORT, "--feedback=0"], "with targeted feedback": [HABITS, *SHORT]}, [HABITS, "--neutral_hints=0.1"]),
+        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
     "sdft": ("A new convention: plain SFT or self-distillation?", "code_style", {
         "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
         "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"]}, [HABITS, "--neutral_hints=0.1"]),
