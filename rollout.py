@@ -1169,12 +1169,13 @@ def best_times(candidates, rounds, budget=5.0):
 
 def bench():
     from moe import Cache
-    tokenizer, rows, length = Tokenizer({bytes([b]): b for b in range(256)}), 32, 256
-    model = small_model(tokenizer, qk_nope=32).compute(torch.bfloat16)
+    letters, pairs = {bytes([b]): b for b in range(256)}, {bytes(divmod(i, 256)): i for i in range(256, 1014)}
+    tokenizer, rows, length, window = Tokenizer(letters | pairs), 32, 256, 512
+    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(torch.bfloat16)         # train.py's, of 1,024 tokens
     lean = generation_model(model.config, torch.bfloat16)
     lean.load_state_dict(model.state_dict())
     tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
-    cache = Cache(lean, rows, length + 5)
+    cache = Cache(lean, rows, window + 2)
 
     def step(width):
         hidden = lean.decode(tokens[:, length:length + width], cache, slice(0, rows), start).flatten(0, 1)
