@@ -1513,6 +1513,7 @@ def against_transformers(device, rows=16, new=64):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Expert load with and without the balancing bias.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Expert load with and without the balancing bias.", usage=argparse.SUPPRESS,
+                                     allow_abbrev=False)
     parser.add_argument("--bench", action="store_true", help="measure")
     bench() if parser.parse_args().bench else demo()

@@ -821,7 +821,7 @@ def demo():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Muon, alone", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Muon, alone", usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--bench", action="store_true", help="measure instead of show")
     if parser.parse_args().bench:
         torch.set_num_threads(1)

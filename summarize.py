@@ -17,8 +17,8 @@ query's words, that a condensed context is cut at a quarter of the window.
 
     python summarize.py      a task several windows long, played by the scripted expert: its chain, and contexts with and without
 """
+import argparse
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,4 +123,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="A task several windows long.", usage=argparse.SUPPRESS, allow_abbrev=False).parse_args()
     main()
