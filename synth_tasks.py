@@ -459,7 +459,7 @@ LEVELS = [dict(steps=(1, 1), deletions=1, where="prompt", named=True),
           dict(steps=(1, 2), deletions=2, where="docs", named=False),
           dict(steps=(1, 1), deletions=3, where="docs", named=False),
           dict(steps=(1, 2), deletions=4, where="docs", named=False),      # 6 and 7: made when 5 is won
-          dict(steps=(2, 2), deletions=5, where="docs", named=False)]
+          dict(steps=(1, 1), deletions=6, where="docs", named=False)]
 
 CHECK = '''import sys
 
@@ -603,7 +603,7 @@ def make_task(level, seed, split="train"):
 def try_task(rng, level, split):
     """One draw of a codebase and a deletion; None where a gate refuses it."""
     dials = LEVELS[level]
-    sizes = rng.sample([1, 2], 2) if dials["named"] else [2] * (2 if dials["deletions"] < 4 else 3)
+    sizes = rng.sample([1, 2], 2) if dials["named"] else [2] * (dials["deletions"] // 2 + 1)
     nouns = rng.sample(NOUNS, len(NOUNS))
     modules = [nouns.pop() for _ in sizes]
     slots = [module for module, size in zip(modules, sizes) for _ in range(size)]
