@@ -172,10 +172,9 @@ def table(policies, kind="held-out"):
 
 
 def axes(title, x, y, panels=1):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, ax = plt.subplots(1, panels, figsize=(2 + 4 * panels, 4), layout="constrained")
+    from matplotlib.figure import Figure                         # pyplot would keep every figure, and a run draws many
+    figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
+    ax = figure.subplots(1, panels)
     for panel in np.atleast_1d(ax):
         panel.grid(alpha=.3)
     np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
@@ -311,7 +310,7 @@ def train_py(*words):
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        print(done.stderr.strip().rpartition("\n")[2] or f"train.py ended with code {done.returncode}", file=sys.stderr)
+        tqdm.write(done.stderr.strip().rpartition("\n")[2] or f"train.py ended with code {done.returncode}", file=sys.stderr)
         raise SystemExit(done.returncode)
 
 
@@ -336,8 +335,9 @@ def experiment(name, seeds, out, flags):
                 jobs += [["--stage=pretrain", *here], *([f"--stage={stage}", here[0], *common] for stage in rest)]
             elif changes:
                 jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", f"--start_from={start}", *here]]
-    for words in tqdm(jobs, desc=name):
-        train_py(*words)
+    with tqdm(jobs, desc=name, leave=False) as bar:
+        for words in bar:
+            train_py(*words)
     results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
     out.mkdir(parents=True, exist_ok=True)
     draw_curves(question, results, out / f"{name}.png")
@@ -345,7 +345,7 @@ def experiment(name, seeds, out, flags):
         results = {policy: [outcome(folder, [curves], policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
     text = compare(question, results)
     (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
-    print(f"{text}\n\n{out}/{name}.json, {name}.png")
+    print(f"{text}\n\n{out}/{name}.json, {name}.png, in {bar.format_dict['elapsed'] / 60:.0f} minutes")
 
 
 def outcome(folder, names, policy="after RL"):
