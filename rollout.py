@@ -505,7 +505,7 @@ class Sampler:
         self.refresh = lambda: None                              # called between decode steps: newer weights may be taken there
         self.device = model.embed.weight.device
         self.pool = ThreadPoolExecutor(threads)
-        self.cache, self.steps, self.fed, self.idle = None, 0, 0, 0
+        self.cache, self.steps, self.fed = None, 0, 0
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
@@ -625,36 +625,46 @@ class Sampler:
             draft.append(token)
         return draft
 
+    def ahead(self, rows):
+        """The rows that are sampling come first, each with its place in the cache -> how many they are"""
+        live = sum(row.sampling for row in rows)
+        idle, late = [i for i in range(live) if not rows[i].sampling], [i for i in range(live, len(rows)) if rows[i].sampling]
+        for i, j in zip(idle, late):
+            rows[i], rows[j] = rows[j], rows[i]
+        if idle:
+            self.cache.data[:, idle + late] = self.cache.data[:, late + idle]
+        return live
+
     def step(self, rows):
         """Speculative decoding: every row that is sampling is fed its last token and a draft of the next ones, and each place is
         sampled. As long as a draft says what was drawn there, the next draw stands too; so drafts change the number of steps and
-        nothing else (but how bf16 rounds). Rows that are not sampling re-feed their last token, which changes nothing."""
-        live = [i for i, row in enumerate(rows) if row.sampling]
+        nothing else (but how bf16 rounds). Rows that only fill up the number re-feed their last token, which changes nothing."""
+        live = self.ahead(rows)
         if not live:
             return
-        drafts = {i: self.guess(rows[i]) for i in live}
-        wide = sum(map(len, drafts.values())) >= len(live)                           # fewer would not pay for a wider step
-        drafts, width = drafts if wide else dict.fromkeys(live, ()), 1 + self.draft * wide
-        position = [row.cached - (not row.sampling) for row in rows]
-        tokens = [[row.context[p], *drafts.get(i, [])] for i, (row, p) in enumerate(zip(rows, position))]
-        tokens += [[0]] * min(-len(rows) % 8, self.rows - len(rows))                 # nobody's rows; again few different shapes
-        position += [0] * (len(tokens) - len(rows))
+        drafts = [self.guess(row) for row in rows[:live]]
+        wide = sum(map(len, drafts)) >= live                                         # fewer would not pay for a wider step
+        drafts, width = drafts if wide else [()] * live, 1 + self.draft * wide
+        number = min(live + -live % min(live, 8), self.rows)                         # few different shapes, but the last rows go on alone
+        position = [row.cached - (not row.sampling) for row in rows[:number]]
+        tokens = [[row.context[p], *draft] for row, p, draft in zip(rows, position, drafts + [()] * (number - live))]
+        tokens += [[0]] * (number - len(tokens))                                     # nobody's rows
+        position += [0] * (number - len(position))
         tokens = torch.tensor([words + [0] * (width - len(words)) for words in tokens], device=self.device)
         record = []
-        hidden = self.feed(tokens, slice(0, len(tokens)), torch.tensor(position, device=self.device), record)
-        self.steps, self.idle = self.steps + 1, self.idle + len(rows) - len(live)
-        places = torch.tensor([(i, j) for i in live for j in range(1 + len(drafts[i]))], device=self.device).T
-        uniform = torch.tensor([u for i in live for u in rows[i].draw(1 + len(drafts[i]))], device=self.device)
+        hidden = self.feed(tokens, slice(0, number), torch.tensor(position, device=self.device), record)
+        self.steps += 1
+        places = torch.tensor([(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], device=self.device).T
+        uniform = torch.tensor([u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], device=self.device)
         token, logp = (drawn.tolist() for drawn in choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p))
         stand = []
-        for i in live:
-            row, draft = rows[i], drafts[i]
+        for row, draft in zip(rows, drafts):
             n = 1 + next((j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft))
             row.write(token[:n], logp[:n], self.version)
             row.sampling = token[n - 1] != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
             del token[:1 + len(draft)], logp[:1 + len(draft)]
             stand.append(n)
-        self.keep([rows[i] for i in live], [r[live] for r in record], stand)
+        self.keep(rows[:live], [r[:live] for r in record], stand)
 
 
 # ---------------------------------------------------------------- rollouts and demonstrations

@@ -445,33 +445,29 @@ def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repe
     assert seen == [not patient] * 2
 
 
-def test_a_prompt_prefilled_once_for_its_group_changes_nothing_but_the_work(answers):
+def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
     model = policy()
-    sampler = Sampler(model, TRAINED, 8, 160)
-    group = sample(sampler, [TASKS[3]] * 8, list(range(8)))
-    alone, fed = [], 0
+    group, alone = sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]] * 8, list(range(8))), []
     for seed in range(8):
-        single = Sampler(model, TRAINED, 8, 160)
-        alone += sample(single, [TASKS[3]], [seed])
-        fed += single.fed
+        alone += sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]], [seed])
     for a, b in zip(group, alone):
         same(a, b)
         for e, f in zip(a.episodes, b.episodes):
             assert np.array_equal(e.experts, f.experts)
-    assert sampler.steps and all((e.experts[:len(c.episodes[0].turns[0].tokens)] >= 0).all() for c in group for e in c.episodes)
+    assert all((e.experts[:len(c.episodes[0].turns[0].tokens)] >= 0).all() for c in group for e in c.episodes)
 
 
 def test_a_shared_prompt_is_fed_once_per_group(answers):
-    """Agents whose first turn is the last: everything fed is the prompts, filled to 32s, and a row for each per decoding step, to 8s."""
+    """Agents whose first turn is the last: everything fed is the prompts, filled to 32s, and each row as long as it samples."""
     model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
     short = Limits(160, 1, 2)
     sampler = Sampler(model, TRAINED, 8, 160)
-    sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
-    assert sampler.fed == prompt + -prompt % 32 + 8 * sampler.steps
+    chains = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
+    assert sampler.fed == prompt + -prompt % 32 + sum(chain.steps for chain in chains)
     sampler = Sampler(model, TRAINED, 8, 160)
-    sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
+    chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
     longest = max(len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1]))
-    assert sampler.fed == 2 * (longest + -longest % 32) + 8 * sampler.steps
+    assert sampler.fed == 2 * (longest + -longest % 32) + sum(chain.steps for chain in chains)
 
 
 def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
