@@ -261,7 +261,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
 HABITS, SHORT, SHORTER = "--habits=unavailable_tool,communication,code_style", ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
-TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--turns=60", "--levels=8", "--hardest=7", "--eval_levels=8", "--steps=40"]
+TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--turns=60", "--levels=8", "--hardest=7", "--eval_levels=8"]
 MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
@@ -290,7 +290,7 @@ EXPERIMENTS = {
         "window 1024": [*TOLD_ONCE, "--window=1024", "--summarize=0"], "window 256": [*TOLD_ONCE, "--window=256"],
         "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
         "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"]},
-        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2000"]),
+        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"]),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
