@@ -632,8 +632,13 @@ class Sampler:
         for i, j in zip(idle, late):
             rows[i], rows[j] = rows[j], rows[i]
         if idle:
-            self.cache.data[:, idle + late] = self.cache.data[:, late + idle]
+            used = self.cache.data[:, :, :max(row.cached for row in rows)]
+            used[:, idle + late] = used[:, late + idle]
         return live
+
+    def company(self, live, rows):
+        """How many rows are fed: few different shapes again, but the last few go on alone"""
+        return live + -live % min(live, 8)
 
     def step(self, rows):
         """Speculative decoding: every row that is sampling is fed its last token and a draft of the next ones, and each place is
@@ -645,7 +650,7 @@ class Sampler:
         drafts = [self.guess(row) for row in rows[:live]]
         wide = sum(map(len, drafts)) >= live                                         # fewer would not pay for a wider step
         drafts, width = drafts if wide else [()] * live, 1 + self.draft * wide
-        number = min(live + -live % min(live, 8), self.rows)                         # few different shapes, but the last rows go on alone
+        number = min(self.company(live, rows), self.rows)
         position = [row.cached - (not row.sampling) for row in rows[:number]]
         tokens = [[row.context[p], *draft] for row, p, draft in zip(rows, position, drafts + [()] * (number - live))]
         tokens += [[0]] * (number - len(tokens))                                     # nobody's rows
@@ -1136,7 +1141,10 @@ def errand(rng):
 
 class Static(Sampler):
     """What continuous batching is measured against: a batch begins together, each turn waits for the longest and for the slowest
-    tool, and a new batch for the last to end. (Rows that ended are taken out, which is kind to it.)"""
+    tool, and a new batch for the last to end; who waits is fed with the others. (Rows that ended are taken out, which is kind to it.)"""
+    def company(self, live, rows):
+        return len(rows) + -len(rows) % 8
+
     def turn(self, rows, queue, done, on_end):
         if not any(row.sampling for row in rows):
             rows = super().turn(rows, [] if rows else queue, done, on_end)
