@@ -430,7 +430,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
-        pairs.append((i, [e for e in chain.episodes if len(e) <= config.window]))
+        pairs.append((i, [e for e in chain.episodes if len(e) <= limits.window]))
     return pairs
 
 
