@@ -34,7 +34,7 @@ import tempfile
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -225,16 +225,17 @@ def parallelize(model, meshes, wire=None):
         return model
     meshes.layout.check({n: p.shape for n, p in model.named_parameters()})
     same_weights(model)
-    policy = MixedPrecisionPolicy(param_dtype=wire, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = replace(plain, param_dtype=wire)
     for block in [m for m in model.modules() if hasattr(m, "attn") and hasattr(m, "ffn")]:
         if meshes.layout.cp > 1:
             block.attn.gather = lambda t: GatherSequence.apply(t, meshes.context.get_group("cp"))
         if hasattr(block.ffn, "experts"):
             _cut_experts(block.ffn, meshes, policy)
         if wire:
-            fully_shard([m for n, m in block.named_modules() if n.endswith(("norm", "router"))], mesh=meshes.dense)
+            fully_shard([m for n, m in block.named_modules() if n.endswith(("norm", "router"))], mesh=meshes.dense, mp_policy=plain)
         fully_shard(block, mesh=meshes.dense, mp_policy=policy)
-    fully_shard(model, mesh=meshes.dense)
+    fully_shard(model, mesh=meshes.dense, mp_policy=plain)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -299,7 +300,7 @@ def one_fate():
     try:
         yield
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL")):
+        if not dist.is_initialized() or not any(sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL")):
             raise
         raise RuntimeError(f"rank {dist.get_rank()} of {dist.get_world_size()}: another rank died or stopped answering; "
                            f"start again from the last checkpoint ({str(error).splitlines()[0][:100]})") from error
@@ -397,16 +398,26 @@ def load(directory, model, optimizer=None, more=None):
     return torch.load(folder / "extra.pt", weights_only=True)
 
 
+def exists(directory):
+    """Is there a checkpoint? A save that ended between its two renames left the one before it as .old."""
+    return Path(directory).exists() or Path(f"{directory}.old").exists()
+
+
 def peek(directory):
     """The `extra` of a checkpoint: the configuration is in it, so that the model can be built before it is loaded."""
-    return torch.load(_whole(directory) / "extra.pt", weights_only=True)
+    folder = _whole(directory)
+    try:
+        return torch.load(folder / "extra.pt", weights_only=True)
+    except Exception as error:                                   # whatever unpickling damaged bytes may raise
+        raise ValueError(f"{directory}: extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged") from None
 
 
 def _whole(directory):
-    folder = Path(directory) if Path(directory).exists() else Path(f"{directory}.old")      # ended between the two renames
+    folder = Path(directory) if Path(directory).exists() else Path(f"{directory}.old")
     try:
         sizes = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
+        assert sizes and isinstance(sizes, dict)
+    except (OSError, ValueError, AssertionError):
         raise ValueError(f"{directory}: not a complete checkpoint (no readable manifest.json)") from None
     for name, size in sizes.items():
         there = (folder / name).stat().st_size if (folder / name).exists() else 0

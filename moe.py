@@ -139,12 +139,12 @@ def turns(angle):
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def attend(q, k, v, mask, scale):
+def attend(q, k, v, mask, scale, coarse=True):
     """softmax(scale q k^T) v with a causal mask, or `mask` (True = may look, or 0 and -inf in the dtype of q, which the kernel would
-    make of it in every layer again): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V)."""
+    make of it in every layer again): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V). coarse: scores may be rounded to that dtype."""
     B, H, T, Q = q.shape
     S, V = v.shape[-2:]
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and (S <= 512 if mask is None else mask.dtype == q.dtype):
+    if coarse and q.device.type == "cpu" and q.dtype == torch.bfloat16 and (S <= 512 if mask is None else mask.dtype == q.dtype):
         # on a CPU plain products of bf16 numbers that lie together, 128 queries with what they may see, take .4 to .7 of the kernel's time
         shared, k = k is v, k.contiguous()
         v = k if shared else v.contiguous()
@@ -303,7 +303,7 @@ class LoopedSwiGLU(torch.autograd.Function):
             torch.mm(F.silu(gate[r]).mul_(up[r]), w_down[i].T, out=y[r])
         ctx.save_for_backward(x, gate, up, w_gate, w_up, w_down)
         ctx.places = places
-        return y[:rows]
+        return y.resize_(rows, y.shape[1])                       # no view: FSDP warns of those
 
     @staticmethod
     def backward(ctx, grad):
@@ -450,7 +450,7 @@ class Router(nn.Module):
             preference = torch.where(given & (score >= floor), biased + 1e3, preference)
         choice = preference.topk(self.k)[1]
         gates = score.gather(1, choice)
-        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-9 if self.normalize else 1)
+        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-20 if self.normalize else 1)
 
 
 def collect(rows, back, gates):
@@ -605,7 +605,7 @@ class Attention(nn.Module):
             o = self.absorbed(q, entry, mask)
         else:
             k, v = self.keys_values(self.gather(entry) if cache is None else entry)
-            o = attend(q, k, v, mask, self.scale * self.q ** -0.5)
+            o = attend(q, k, v, mask, self.scale * self.q ** -0.5, coarse=not self.config.qkv_bias)    # Qwen2's reach hundreds
         return linear(o.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -684,8 +684,7 @@ class Model(nn.Module):
 
     def extend(self, factor):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
-        self.config = ModelConfig(**{**vars(self.config), "yarn_factor": factor})
-        c = self.config
+        self.config = c = replace(self.config, yarn_factor=factor)
         self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor,
                                                         c.yarn_fast, c.yarn_slow, c.yarn_mscale)
         for attn in (m for m in self.modules() if isinstance(m, Attention)):
@@ -821,7 +820,7 @@ def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
     model = Model(config)
     total = sum(p.numel() for p in model.parameters())
-    idle = 3 * config.dim * config.expert_ffn * (config.experts - config.active) * (config.layers - config.dense_layers)
+    idle = 3 * config.dim * config.expert_ffn * (config.experts - config.active) * max(0, config.layers - config.dense_layers)
     return total, total - idle
 
 
@@ -1146,9 +1145,9 @@ def surplus(config, get, prefix, names):
 
 def read_checkpoint(folder, dtype=None, wanted={}):
     """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and shapes are all checked before the
-    first byte of data is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as stored;
-    what was quantised becomes fp32). wanted: {our name: a slice per dimension}, the stretch of a tensor that is wanted of it, asked
-    when its turn comes; of experts outside it nothing is read. Raises ValueError with the tensor and the file."""
+    first byte of a weight is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as
+    stored; what was quantised becomes fp32). wanted: {our name: a slice per dimension}, the stretch of a tensor that is wanted of it,
+    asked when its turn comes; of experts outside it no weight is read. Raises ValueError with the tensor and the file."""
     folder = Path(folder)
     config, get, prefix = read_config(folder / "config.json")
     quant, (tensors, files) = quantization(get), open_folder(folder)
@@ -1225,12 +1224,14 @@ def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: 
 def config_json(config):
     """ModelConfig -> config.json of the published architecture it is an instance of, or a ValueError"""
     c, dense = config, config.dense_layers >= config.layers
+    if c.mtp:
+        raise ValueError("no published architecture has this drafting head: export the model without it (mtp=0)")
     raw = dict(vocab_size=c.vocab, hidden_size=c.dim, intermediate_size=c.dense_ffn, num_hidden_layers=c.layers, attention_bias=False,
                num_attention_heads=c.heads, hidden_act="silu", rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tie,
                max_position_embeddings=c.window)
     moe = dict(num_experts_per_tok=c.active, moe_intermediate_size=c.expert_ffn, norm_topk_prob=c.norm_gates)
     gqa = dict(num_key_value_heads=c.kv_heads, head_dim=c.qk_rope, use_sliding_window=False)
-    whole = c.attention == "gqa" and c.qk_nope == 0 and c.v_dim == c.qk_rope
+    whole = c.attention == "gqa" and c.qk_nope == c.q_lora == 0 and c.v_dim == c.qk_rope
     if c.attention == "mla" and c.scoring == "sigmoid" and c.shared:
         family = "deepseek_v3"
         raw |= moe | dict(num_key_value_heads=c.heads, q_lora_rank=c.q_lora or None, kv_lora_rank=c.kv_lora, qk_nope_head_dim=c.qk_nope,
@@ -1261,10 +1262,9 @@ def rope_json(c):
 
 def to_theirs(config, name, state, shape, expert):
     """One of our weights, or one expert of a stack -> the published tensor"""
-    whole = lambda t: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
-    x = whole(state[name])
+    x = state[name]
     if name.endswith("attn.wv_b"):
-        x = torch.cat((whole(state[name.replace("wv_b", "wk_b")]), x), 1)
+        x = torch.cat((state[name.replace("wv_b", "wk_b")], x), 1)
     elif config.attention == "mla" and name.endswith(("attn.wq", "attn.wkv_a")):
         x = swap_pairs(x, config.qk_rope, back=True)
     return (x if expert is None else x[expert]).reshape(shape)

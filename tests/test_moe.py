@@ -250,6 +250,28 @@ def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
             assert found.dtype == dtype and (found - exact).norm() <= tolerance * exact.norm()
 
 
+@pytest.mark.parametrize("length", [1, 150])
+def test_scores_in_the_hundreds_are_not_rounded(length):
+    """As Qwen2's are, by the biases of its keys (a standard deviation of 27 has been reported)."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, length, 64) * std for std in (3, 1, 1))
+    k = (k + 27 * torch.randn(64)).bfloat16()
+    q, v, mask = q.bfloat16(), v.bfloat16(), torch.full((2, 1, length, length), -torch.inf).triu(1).bfloat16()
+    exact = (q.double() @ k.double().transpose(-2, -1) / 8 + mask.double()).softmax(-1) @ v.double()
+    for given in (mask, None):
+        found, rounded = attend(q, k, v, given, 1 / 8, coarse=False), attend(q, k, v, given, 1 / 8)
+        assert (found - exact).norm() <= 0.01 * exact.norm() and (length == 1 or (rounded - exact).norm() > 0.05 * exact.norm())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_attention_with_biased_keys_asks_for_exact_scores(bias, monkeypatch):
+    asked = []
+    monkeypatch.setattr(moe, "attend", lambda *given, coarse: asked.append(coarse) or attend(*given, coarse=coarse))
+    model = Model(ModelConfig(vocab=16, dim=16, layers=2, heads=2, kv_heads=1, attention="gqa", qkv_bias=bias, qk_nope=0, qk_rope=8, v_dim=8))
+    model(torch.arange(5)[None])
+    assert asked == [not bias] * 2
+
+
 # ---------------------------------------------------------------- experts
 
 @pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7], [70, 0, 3, 130]])
