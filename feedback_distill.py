@@ -121,7 +121,7 @@ def effort(chain, e, i):
 def unfinished(chain, e, i):
     """The chain is submitted while its own to-do list has open items, or the last test run still names missing functions."""
     turn = chain.episodes[e].turns[i]
-    if turn.calls or not last_word(chain, e, i):
+    if turn.calls or not chain.finished or not last_word(chain, e, i):
         return None
     plan, missing = [], []
     for turn in (turn for episode in chain.episodes for turn in episode.turns):

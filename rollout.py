@@ -77,7 +77,6 @@ SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?
 def train_bpe(texts, vocab):
     """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges + controls = vocab.
     -> {bytes: rank}. Pairs are counted once per distinct word and updated only where a merge touched them."""
-    import regex                                                 # comes with tiktoken
     words = Counter(piece for text in texts for piece in regex.findall(SPLIT, text))
     pieces = [[bytes([b]) for b in word.encode()] for word in words]
     counts, where = Counter(), defaultdict(set)
@@ -205,22 +204,23 @@ class Tokenizer:
         split = dict(type="Split", pattern={"Regex": self.pattern}, behavior="Isolated", invert=False)
         model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
                      byte_fallback=False, vocab={name(token): i for token, i in self.ranks.items()},
-                     merges=[[name(a), name(b)] for a, b in self.merges()])
+                     merges=[[name(a), name(b)] for a, b in self.merges(self.ranks)])
         whole = dict(version="1.0", truncation=None, padding=None, added_tokens=added, normalizer=None, post_processor=None,
                      pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]), decoder=byte_level, model=model)
         Path(folder, "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
         Path(folder, "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")))
 
-    def merges(self):
+    @staticmethod
+    def merges(ranks):
         """The pair of tokens that each longer token is merged from: what is left of its bytes when every lower rank has been merged."""
-        for token, rank in sorted(self.ranks.items(), key=lambda pair: pair[1]):
+        for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
             parts = [bytes([b]) for b in token]
             while len(parts) > 2:
-                pairs = [self.ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+                pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
                 i = pairs.index(min(pairs))
                 parts[i:i + 2] = [parts[i] + parts[i + 1]]
             if len(parts) == 2:
-                yield parts
+                yield tuple(parts)
 
     @staticmethod
     def _letters():
@@ -230,13 +230,16 @@ class Tokenizer:
 
     @classmethod
     def _ranks(cls, vocab, merges, added):
-        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id: the merges must make all longer tokens, in the order of the ids."""
+        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id, whatever two tokens make another one: the merges must make all
+        longer tokens, in the order of the ids, and from the two that their bytes lead to."""
         byte = cls._letters()
         to_bytes = lambda text: bytes(byte[c] for c in text)
         ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
-        made = [ranks[to_bytes("".join(m.split(" ") if isinstance(m, str) else m))] for m in merges]
+        pairs = [tuple(to_bytes(part) for part in (m.split(" ") if isinstance(m, str) else m)) for m in merges]
+        made = [ranks[b"".join(pair)] for pair in pairs]
         assert all(bytes([b]) in ranks for b in range(256)), "not every byte has a token"
         assert made == sorted(made) and set(made) == {i for token, i in ranks.items() if len(token) > 1}, "merges and ids do not agree"
+        assert set(cls.merges(ranks)) <= set(pairs), "a token is merged from other parts than its bytes lead to"
         return ranks
 
     @classmethod
@@ -411,8 +414,9 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
         turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, versions)
         episode.turns.append(turn)
-        if body[-1] != tokenizer.id["<|end|>"]:
-            break                                                # ran out of room inside a turn
+        if body[-1] != tokenizer.id["<|end|>"]:                 # ran out of room inside a turn: none of its calls is run
+            turn.calls = [Call(call.name, call.args, error="failed") for call in calls if not wants_summary]
+            break
         if wants_summary:
             turn.calls, restart, wants_summary = [], True, False
             chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
@@ -643,7 +647,8 @@ class Sampler:
     def step(self, rows):
         """Speculative decoding: every row that is sampling is fed its last token and a draft of the next ones, and each place is
         sampled. As long as a draft says what was drawn there, the next draw stands too; so drafts change the number of steps and
-        nothing else (but how bf16 rounds). Rows that only fill up the number re-feed their last token, which changes nothing."""
+        nothing else (but how bf16 rounds). Rows that only fill up the number re-feed their last token: the same entry again (or, of
+        weights that came meanwhile, theirs)."""
         live = self.ahead(rows)
         if not live:
             return
@@ -840,27 +845,28 @@ class Workers:
 
     def start(self, i):
         pipe, theirs = self.context.Pipe()
-        self.processes[i] = self.context.Process(target=work, args=(theirs, self.settings), daemon=True)
-        self.processes[i].start()
+        process = self.context.Process(target=work, args=(theirs, self.settings), daemon=True)
+        process.start()
+        self.processes[i] = process
         theirs.close()                                           # or its death would not be the end of the pipe
         return pipe
 
     def tend(self, i):
         """One job at a time. A process that dies is replaced and its job begun again: the same prompts and the same draws, since
         a rollout is a function of (seed, task number, j) and of the weights."""
-        pipe = self.start(i)
+        pipe = None
         while True:
             future, job = self.jobs.get()
             for _ in range(3):
                 try:
+                    pipe = pipe or self.start(i)
                     pipe.send(job)
                     future.set_result(pipe.recv())
                     break
                 except (EOFError, OSError):
                     if self.closed:
                         return
-                    self.restarts += 1
-                    pipe = self.start(i)
+                    self.restarts, pipe = self.restarts + 1, None
             else:
                 future.set_exception(RuntimeError("a generation process died three times on the same tasks; its own words are above"))
 
@@ -904,7 +910,10 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     texts = list(dict.fromkeys(tell(task, Action(words)) for tell in remind.values() for words in ("", "too many")))
     action, turn, hinted, chain = next(moves), 0, {}, None
-    next(play)
+    try:
+        next(play)
+    except StopIteration as end:
+        chain = end.value                                        # the task alone does not fit the window
     while chain is None:
         while action.flaw in remind and rng.random() < hints:
             hinted[turn] = remind[action.flaw](task, action)
@@ -1062,7 +1071,7 @@ def write_transcripts(path, step, lines):
     comes to these steps again. The file is replaced as a whole, so that none is ever torn."""
     try:
         kept = [line for line in read_transcripts(path) if line["step"] < step] if path.exists() and step > 1 else []
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         kept = []                                                # something else lay there: no reason for a run to end
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]))
@@ -1085,12 +1094,17 @@ def spoken(line):
     return said
 
 
+def inert(text):
+    """Control characters, spelled out: a transcript must not move the cursor."""
+    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text)
+
+
 def show(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags."""
-    print("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))
+    print(inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")))
     for who, text, sampled, notes in spoken(line):
-        text = text.replace("\033", "\\e").replace("\n", "\n" + " " * 11)               # a transcript must not move the cursor
-        print(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{', '.join(notes)}]\033[0m" if notes else ""))
+        who, text, notes = inert(who), inert(text).replace("\n", "\n" + " " * 11), inert(", ".join(notes))
+        print(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{notes}]\033[0m" if notes else ""))
 
 
 # ---------------------------------------------------------------- demo and bench

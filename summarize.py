@@ -20,13 +20,12 @@ query's words, that a condensed context is cut at a quarter of the window.
 import argparse
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from rollout import Episode, Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
-from synth_tasks import LEVELS, SUMMARIZE, make_task
+from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
+from synth_tasks import SUMMARIZE, make_task
 
 QUERY = "Summarize."
 

@@ -179,6 +179,7 @@ def test_unfinished_names_the_functions_still_missing_and_open_items():
     assert hint.text == "Reminder: still to do: write f."
     assert fired(chain([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]), "unfinished") == []
     assert fired(chain([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
+    assert fired(chain([*do(RED), BYE], finished=False), "unfinished") == []                    # a limit cut it off
 
 
 def test_one_hint_per_turn_a_limit_per_chain_a_critic_and_no_unknown_rule():

@@ -252,6 +252,22 @@ def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
     assert flatten(chain.episodes[0])[1].sum() == 6
 
 
+@pytest.mark.parametrize("tail", [("<|call|>",) * 6, ("<|call|>", "edit_file", "<|arg|>"), ("<|call|>", "read_file")])
+def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_over_them(tail):
+    read, cut = write_action(BYTES, "", [("read_file", ("a.py",))]), [BYTES.id[w] if w in BYTES.id else by_bytes(w) for w in tail]
+    cut = sum(([w] if isinstance(w, int) else w for w in cut), [])
+    chain, _, _ = drive(agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))), [read, cut[:]])
+    last = chain.turns[-1]
+    assert not chain.finished and last.role == "assistant" and last.calls and not any(call.output for call in last.calls)
+    assert {call.error for call in last.calls} == {"failed"} and feedback_distill.detect(chain) == []
+    assert len(rollout.transcript(chain, BYTES)[0]["messages"][-1]["tool_calls"]) == len(last.calls)
+
+
+def test_a_demonstration_whose_task_alone_outgrows_the_window_is_over_at_once():
+    chain = demonstrate(make_task(7, 1), BYTES, random.Random(0), Limits(40))
+    assert not chain.finished and [turn.role for turn in chain.turns] == ["user"]
+
+
 # ---------------------------------------------------------------- sampling one token
 
 @pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.6, 0.55)])
@@ -942,11 +958,16 @@ def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tm
     rollout.main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
     printed = capsys.readouterr().out
     bright = [" ".join(text.split()) for text in re.findall(r"\033\[1m(.*?)\033\[0m", printed, re.S)]
-    assert bright == ["look > read_file path=a.py > zz 0=1 1=\\e[2J", "plan <|summary|>left: f"]
+    assert bright == ["look > read_file path=a.py > zz 0=1 1=\\x1b[2J", "plan <|summary|>left: f"]
     assert "reward -0.25" in printed and "\033[2J" not in printed
     assert f"[{len(chain.turns[1].tokens) - 1} sampled, policy 7, unknown_tool]" in printed
     rollout.main([f"--replay={tmp_path}/t.jsonl"])
     assert "the end is" in (last := capsys.readouterr().out) and "cut off" in last
+    odd = {"task": "\033[2J", "x": "\udc80", "messages": [{"role": "\033[2J", "content": "a\rb\b\u009b2J\u00e9", "flags": ["\033[2J"]}]}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(odd))
+    rollout.main([f"--replay={tmp_path}/odd.jsonl"])
+    head, said = capsys.readouterr().out.splitlines()
+    assert head == "task \\x1b[2J  x \\udc80" and said.strip() == "\\x1b[2J  \033[2ma\\rb\\x08\\x9b2J\u00e9\033[0m  \033[33m[\\x1b[2J]\033[0m"
 
 
 @pytest.mark.parametrize("text, words", [(None, "No such file"), ("", "line 1 is no"), ("[1]", "line 1 is no"),
@@ -968,6 +989,9 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
     path, line = tmp_path / "t.jsonl", rollout.transcript(spoken_chain()[0], TRAINED)[:1]
     read = lambda: [(l["step"], l["mark"]) for l in rollout.read_transcripts(path)]
     write = lambda step, mark: rollout.write_transcripts(path, step, [{**line[0], "mark": mark}])
+    path.write_text(json.dumps({**line[0], "step": None}))
+    write(2, "other")
+    assert read() == [(2, "other")]
     path.write_text('{"torn')
     for step in (1, 2, 3, 4):
         write(step, "first")
