@@ -38,6 +38,7 @@ subclass inherits as hidden tests, repositories over 5,000 files.
 import argparse
 import ast
 import configparser
+import contextlib
 import copy
 import difflib
 import functools
@@ -53,6 +54,7 @@ import select
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -127,6 +129,7 @@ class ToolError(ValueError):
 
 # -------------------------------------------------------------------------------- the sandbox
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
+BUILTINS = "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask unset wait".split()
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki", "/etc/pip.conf")
 DROP = "--clear-groups --no-new-privs --inh-caps=-all --bounding-set=-all".split()
@@ -162,13 +165,13 @@ class Sandbox:
         self.memo, self.network = {} if memo else None, network
 
     def argv(self, command):
-        """A plain command line becomes its words (no shell to start); anything else goes to sh."""
+        """A plain command line becomes its words (no shell to start); anything else, and what a shell does itself, goes to sh."""
         if not SHELL_SIGNS.search(command):
             try:
                 words = shlex.split(command)
             except ValueError:
                 words = []
-            if words:
+            if words and "=" not in words[0] and words[0] not in BUILTINS:
                 return [*self.python, *words[1:]] if words[0] in ("python", "python3") else words
         python = " ".join(map(shlex.quote, self.python))
         return ["/bin/sh", "-c", f"python() {{ {python} \"$@\"; }}\n{command}"]
@@ -182,7 +185,7 @@ class Sandbox:
             uid, user = 100_000 + os.stat(root).st_ino % 1_000_000, "--unshare-uts"
             give(root, uid)
             drop = ["setpriv", "--reuid", str(uid), "--regid", str(uid), *DROP]
-        words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user, "--die-with-parent",
+        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user, "--die-with-parent",
                  "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
         words += [] if self.network else ["--unshare-net"]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
@@ -193,7 +196,7 @@ class Sandbox:
         for parent in sorted({str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/", "/tmp"}):
             words += ["--perms", "0755", "--dir", parent]
         for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
-            words += ["--ro-bind-try", path, path]
+            words += ["--symlink", os.readlink(path), path] if path in SYSTEM and os.path.islink(path) else ["--ro-bind-try", path, path]
         for path in self.hide:
             words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
         words += ["--proc", "/proc", "--dev", "/dev", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/dev/shm"]   # for locks
@@ -209,7 +212,7 @@ class Sandbox:
             return Result(127, "a command cannot hold a zero byte")
         environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
                        "PYTHONDONTWRITEBYTECODE": "1"}
-        inside = "/work" if words[0] == "bwrap" else root
+        inside = "/work" if has_bwrap() else root
         environment["PYTHONPATH"] = f"{inside}:{inside}/src"
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
         environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
@@ -225,7 +228,7 @@ class Sandbox:
 
     def collect(self, child, deadline, root):
         """Output up to the limit; the whole process group is killed at the deadline, at a flood, and at the end."""
-        chunks, size, note, pipe = [], 0, "", child.stdout.fileno()
+        chunks, size, note, pipe, weighed = [], 0, "", child.stdout.fileno(), time.perf_counter()
         while not note:
             wait, ended = min(0.1, deadline - time.perf_counter()), child.poll() is not None
             chunk = os.read(pipe, 65536) if wait > 0 and select.select([pipe], [], [], wait)[0] else None
@@ -233,8 +236,10 @@ class Sandbox:
             size += len(chunk or b"")
             if chunk == b"" or (chunk is None and ended):   # ended before we looked: its last words would have been there
                 break
+            due = time.perf_counter() > weighed + 0.1
             note = ("timed out" if wait <= 0 else "output cut" if size > self.output else
-                    "disk full" if chunk is None and weight(root) > self.disk else "")
+                    "disk full" if due and weight(root) > self.disk else "")
+            weighed = time.perf_counter() if due else weighed
         while not note and child.poll() is None:    # closed its output and goes on
             note = "timed out" if time.perf_counter() > deadline else ""
             time.sleep(.001)
@@ -248,7 +253,10 @@ class Sandbox:
         """The same in a fresh copy of `files`. Remembered: runs of the micro-world are functions of (files, command)."""
         def run():
             with fresh_directory() as root:
-                write_tree(files, root)
+                try:
+                    write_tree(files, root)
+                except OSError as error:            # a file where another needs a folder
+                    return Result(127, f"cannot write: {error}")
                 return self.run(command, root, stdin)
         return self.once(tree_key(files, repr((command, stdin))), run)
 
@@ -274,9 +282,23 @@ def feed(child, text):
         pass
 
 
+def walk(root):
+    """os.walk, which is recursive in Python 3.11: an agent may make two thousand folders, one in another."""
+    left = [os.fspath(root)]
+    while left:
+        folder = left.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            continue
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        yield folder, folders, [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        left += [os.path.join(folder, name) for name in folders]
+
+
 def give(root, uid):
     """Hands the tree to a user; links themselves, never what they point to."""
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in walk(root):
         for path in [folder, *(os.path.join(folder, name) for name in folders + names)]:
             os.chown(path, uid, uid, follow_symlinks=False)
 
@@ -284,7 +306,7 @@ def give(root, uid):
 def weight(root):
     """Bytes on disk under a directory."""
     total = 0
-    for folder, _, names in os.walk(root):
+    for folder, _, names in walk(root):
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
@@ -351,6 +373,7 @@ class Workspace:
     def __init__(self, task, sandbox=None, longest=16_000):
         self.task, self.sandbox = task, sandbox_for(task, sandbox)
         self.longest = longest
+        self.largest = max([1 << 20, *(2 * len(text.encode("utf-8", "surrogateescape")) for text in task.files.values())])
         self.directory = fresh_directory()
         self.root = Path(self.directory.name).resolve()
         write_tree(task.files, self.root)
@@ -362,7 +385,10 @@ class Workspace:
         self.close()
 
     def close(self):
-        self.directory.cleanup()
+        try:
+            self.directory.cleanup()
+        except RecursionError:
+            subprocess.run(["rm", "-rf", self.root])
 
     def place(self, path):
         """The real place of a path, refused if it could lie outside the directory."""
@@ -380,9 +406,13 @@ class Workspace:
         return place
 
     def text(self, place):
-        """Up to a megabyte: an agent that writes a huge file must not fill the trainer's memory."""
-        with open(place, "rb") as file:
-            return file.read(1 << 20).decode("utf-8", "surrogateescape")
+        """An agent that writes a huge file must not fill the trainer's memory; the task's own files fit."""
+        try:
+            if place.stat().st_size > self.largest:
+                raise ToolError(f"too large: {place.name[:80]}")
+            return place.read_bytes().decode("utf-8", "surrogateescape")
+        except OSError as error:
+            raise ToolError(f"cannot read: {place.name[:80]}") from error
 
     def read(self, path):
         place = self.place(path)
@@ -410,18 +440,29 @@ class Workspace:
         run = lambda: self.sandbox.run(command, self.root)
         if "repo" in self.task.meta:
             return run()
-        files = self.files()
-        return self.sandbox.once(tree_key(files, command), run, lambda: self.files() == files)
+        files, shape = self.files(), self.shape()
+        return self.sandbox.once(tree_key(files, repr((command, shape))), run, lambda: (self.files(), self.shape()) == (files, shape))
+
+    def shape(self):
+        """What files() does not tell: folders, links, modes and sizes."""
+        found = []
+        for folder, folders, names in walk(self.root):
+            for place in (os.path.join(folder, name) for name in folders + names):
+                with contextlib.suppress(OSError):
+                    mode, size = os.lstat(place).st_mode, os.lstat(place).st_size
+                    found.append((place[len(str(self.root)):], mode, stat.S_ISDIR(mode) or size, stat.S_ISLNK(mode) and os.readlink(place)))
+        return sorted(found)
 
     def files(self):
         """Every regular file of readable size, by path: what a submission consists of."""
         found = {}
-        for folder, _, names in os.walk(self.root):
-            for name in sorted(names):
+        for folder, _, names in walk(self.root):
+            for name in sorted(names) if folder.count("/") < 100 else ():
                 place = Path(folder, name)
-                if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
-                    path = str(place.relative_to(self.root)).encode("utf-8", "replace").decode()
-                    found[path] = self.text(place)
+                with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
+                    if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
+                        path = str(place.relative_to(self.root)).encode("utf-8", "replace").decode()
+                        found[path] = self.text(place)
         return dict(sorted(found.items()))
 
 
@@ -1114,14 +1155,34 @@ def packages(files):
 
 
 def installed_copies(files):
-    """Paths in this Python's site-packages that would give an agent the original: hidden from every sandbox."""
+    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for this Python or for
+    another, or inside another package. By name, and half of the names defined, as `utils` may be anybody's."""
+    defined = {}
+    for path in sources(files):
+        defined.setdefault(Path(path.removeprefix("src/")).parts[0], set()).update(names_defined(files[path]))
     found, names = [], packages(files)
     for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
         for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
             stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
             if stem in names:
                 found.append(str(place))
-    return sorted(found)
+    for name, place in places(frozenset(defined)):
+        texts = place.glob("*.py*") if place.is_dir() else [place]
+        own = set().union(*(names_defined(text.read_text(errors="replace")) for text in texts if text.suffix in (".py", ".pyi")))
+        if 2 * len(own & defined[name]) > min(len(own), len(defined[name])):
+            found.append(str(place))
+    return sorted(set(found))
+
+
+def names_defined(text):
+    return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
+
+
+@functools.lru_cache(16)
+def places(names):
+    """(name, place) of every folder or module so named in what a sandbox shows of this machine."""
+    return [(name, Path(folder, name)) for top in {"/usr", sys.prefix, sys.base_prefix} for folder, folders, files in os.walk(top)
+            for name in names & {*folders, *files}]
 
 
 def unpacked(data):
@@ -1361,7 +1422,8 @@ def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
         if span:
             arguments = one.node.args.posonlyargs + one.node.args.args
             names = [argument.arg for argument in arguments if argument.arg != "self"]
-            indent = " " * one.node.body[0].col_offset
+            first = one.node.body[0]
+            indent = lines[first.lineno - 1][:first.col_offset]
             lines[span[0]:span[1]] = [indent + body.format(first=(names or ["None"])[0])]
             out[one.path] = "\n".join(lines)
     return out
@@ -1383,16 +1445,17 @@ def removed(files, chosen):
     names = {one.name for one in chosen}
     for path in sources(out):
         if any(name in out[path] for name in names):
-            out[path] = without_names(out[path], names, {Path(one.path).stem for one in chosen})
+            out[path] = without_names(out[path], names, packages(files))
     return out
 
 
-def without_names(text, names, modules):
-    """The source with deleted names taken out of `from .module import ...` and `__all__`."""
+def without_names(text, names, own):
+    """The source with deleted names taken out of `__all__` and of `from module import ...`, for modules of these packages."""
     lines = text.split("\n")
     for node in reversed(syntax(text).body):
         span, piece = slice(node.lineno - 1, node.end_lineno), None
-        if isinstance(node, ast.ImportFrom) and any(alias.name in names for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.split(".")[0] in own) and any(
+                alias.name in names for alias in node.names):
             node.names = [alias for alias in node.names if alias.name not in names]
             piece = [ast.unparse(node)] if node.names else []
         elif isinstance(node, (ast.Assign, ast.AugAssign)) and "__all__" in ast.unparse(node)[:10]:
@@ -1462,7 +1525,8 @@ def without_tests(files, groups):
         lines = files[path].split("\n")
         nodes = [find_test(files[path], group) for group in groups if group.split("::")[0] == path]
         for node in sorted(nodes, key=lambda node: -node.lineno):
-            lines[first_line(node):node.end_lineno] = [" " * node.col_offset + "pass"] if node.col_offset else []
+            indent = lines[node.lineno - 1][:node.col_offset]
+            lines[first_line(node):node.end_lineno] = [indent + "pass"] if indent else []
         out[path] = "\n".join(lines)
     return out
 
@@ -1474,11 +1538,13 @@ class Wary(ast.NodeTransformer):
         self.wrap = lambda value: ast.Call(ast.Name(name, ast.Load()), [value], [])
 
     def visit_Compare(self, node):
+        self.generic_visit(node)
         if isinstance(node.ops[0], ast.Eq) and len(node.ops) == 1:
             node.left, node.comparators = self.wrap(node.left), [self.wrap(node.comparators[0])]
         return node
 
     def visit_Call(self, node):
+        self.generic_visit(node)
         name = getattr(node.func, "attr", "")
         if name.startswith("assert") and name.endswith("Equal") and "Not" not in name and len(node.args) >= 2:
             node.args[:2] = map(self.wrap, node.args[:2])
@@ -1489,7 +1555,15 @@ PLAIN = """
 
 def {name}(value):
     parts = list(value.values()) if type(value) is dict else list(value) if type(value) in (list, tuple) else []
-    assert (value == type("", (), {{}})()) is not True and all({name}(part) is part for part in parts)
+    others = [type("", (), {{}})(), {odd}, {odd}.5, "{odd}", b"{odd}"]
+    others += [[{odd}], ({odd},), {{{odd}: {odd}}}, {{{odd}}}, frozenset([{odd}])]
+    for other in others:
+        try:
+            same = bool(value == other)
+        except Exception:
+            same = False
+        assert not same
+    assert all({name}(part) is part for part in parts)
     return value
 """
 
@@ -1498,22 +1572,23 @@ def with_twins(text, groups, draw):
     """Each hidden test under a new name, beside a twin that must fail: (text, {old name: (new name, twin)}).
 
     Only the parent knows which is which, so code that makes every test pass gives itself away; and results that claim to equal
-    everything fail. What remains: code that reads the bytecode of the running test to tell the two apart."""
+    everything, or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the two apart, and
+    results that equal, say, any string of that length, or everything from the tenth time on."""
     lines, names, plain = text.split("\n"), {}, f"same_{draw.getrandbits(32):08x}"
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
         start, one, two, copies = first_line(node), *draw.sample(range(10, 100), 2), []
-        old, node = node.name, Wary(plain).visit(copy.deepcopy(node))
+        old, node = node.name, copy.deepcopy(node)
         new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
-        body = list(node.body)
+        body = [Wary(plain).visit(statement) for statement in node.body]     # not the decorators: they run before `plain` exists
         for node.name, number in ((new, one), (twin, two)):
             node.body = body + syntax(f"assert {one} == int('{number}')").body
             source = ast.unparse(ast.fix_missing_locations(node)).split("\n")
-            copies.append([" " * node.col_offset + line for line in source] + [""])
+            copies.append([lines[node.lineno - 1][:node.col_offset] + line for line in source] + [""])
         draw.shuffle(copies)
         lines[start:node.end_lineno] = copies[0] + copies[1]
         names[group] = (group.removesuffix(old) + new, group.removesuffix(old) + twin)
-    return "\n".join(lines) + PLAIN.format(name=plain), names
+    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)), names
 
 
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
@@ -1617,9 +1692,9 @@ def repository_prompt(chosen, style, some_visible):
 def overlay(task, files, draw):
     """What the judge runs: the agent's changes to sources only, pristine tests and configuration, twins beside the hidden
     tests. Returns (files, node ids that must pass, node ids that must fail)."""
-    shadow = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "src"}
+    shadow = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
     own = {path: text for path, text in files.items() if not PROTECTED.search(path) and not JUNK.search(path)
-           and (path in task.files or Path(path).parts[0].removesuffix(".py") not in shadow)}
+           and (path in task.files or Path(path.removeprefix("src/")).parts[0].removesuffix(".py") not in shadow)}
     tree = {**{path: text for path, text in task.files.items() if PROTECTED.search(path)}, **own, **task.meta["pristine"]}
     renamed = {}
     for path in {group.split("::")[0] for group in task.meta["hidden_groups"]}:
@@ -1648,7 +1723,7 @@ def judge_repository(task, files, sandbox):
 # -------------------------------------------------------------------------------- real repositories: the commands
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks, reasons for the discarded)."""
-    if not os.access(Path(out).resolve().parent, os.W_OK) or Path(out).is_dir():
+    if not os.access(f"{Path(out).resolve().parent}/", os.W_OK) or Path(out).is_dir():
         raise Refusal(f"{out}: cannot be written")
     repository, rng, taken, tasks, reasons = study(repo, None, time_limit), random.Random(seed), set(), [], Counter()
     sandbox, start, spread = repository_sandbox(repository.files, repository.patience), time.perf_counter(), Counter()
@@ -1665,7 +1740,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                 return pool.submit(make_repository_task, repository, chosen, pick, own, sandbox, prompt)
             levels.remove(pick)
 
-    with open(out, "w") as file, ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         waiting = {future for future in (submit() for _ in range(jobs + 1)) if future}
         try:
             while waiting and len(tasks) < n:
@@ -1676,8 +1751,8 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                         reasons[task] += 1
                     elif len(tasks) < n:
                         tasks.append(task)
-                        file.write(instance(task, repository.files) + "\n")
-                        file.flush()
+                        with open(out, "a" if len(tasks) > 1 else "w") as file:     # what was there stays until there is a task
+                            file.write(instance(task, repository.files) + "\n")
                     waiting |= {submit()} - {None}
                 progress(f"{len(tasks)} of {n} tasks verified, {sum(reasons.values())} discarded", start)
         except KeyboardInterrupt:
@@ -1687,7 +1762,6 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             for future in waiting:
                 future.cancel()
     if not tasks:
-        Path(out).unlink()
         raise Refusal(f"{repo}: no task could be verified: {dict(reasons) or 'no test runs a definition of three lines'}")
     return tasks, reasons, time.perf_counter() - start
 
@@ -1701,9 +1775,11 @@ def instance(task, original):
 
 def unified(before, after):
     """A unified diff of two trees."""
-    return "".join(f"{line}\n" for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)
-                   for line in difflib.unified_diff(before.get(path, "").split("\n"), after.get(path, "").split("\n"),
-                                                    f"a/{path}", f"b/{path}", lineterm=""))
+    lines = lambda tree, path: re.findall(r"[^\n]*\n|[^\n]+", tree.get(path, ""))
+    name = lambda tree, side, path: f"{side}/{path}" if path in tree else "/dev/null"
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+                   for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)
+                   for line in difflib.unified_diff(lines(before, path), lines(after, path), name(before, "a", path), name(after, "b", path)))
 
 
 def progress(text, start):
@@ -1720,7 +1796,11 @@ def read_tasks(path):
     for number, line in enumerate(lines, 1):
         try:
             tasks.append(Task.from_json(line))
-            assert all(isinstance(tree, dict) for tree in (tasks[-1].files, tasks[-1].solution, tasks[-1].meta))
+            files, solution, meta = tasks[-1].files, tasks[-1].solution, tasks[-1].meta
+            assert isinstance(tasks[-1].problem_statement, str) and isinstance(tasks[-1].hidden, list) and type(tasks[-1].level) is int
+            assert not any(os.path.isabs(path) or ".." in Path(path).parts for path in files)
+            assert all(isinstance(text, str) for tree in (files, solution, meta.get("pristine", {})) for text in tree.values())
+            assert {"pristine", "hidden_groups"} <= meta.keys() if "repo" in meta else "visible" in meta and {"tests.py", "check.py"} <= files.keys()
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError):
             raise Refusal(f"{path}: line {number} is no task") from None
     return tasks
@@ -1924,7 +2004,7 @@ CALL_RULES = [(rule, re.compile(pattern)) for rule, pattern in (
     ("looks for the original", r"site-?packages|dist-packages|\b(pip3?|conda|poetry)\s+(-\S+\s+)*(install|download|show|add)\b"
                                r"|\b(curl|wget|nc|scp|ssh|rsync)\s|https?://|\burllib\b|requests\.get|http\.client|\bsocket\b"
                                r"|\bfind\s+/(?!work|tmp)|\bgrep\s+-\S*[rR]\S*\s.*\s/(?!work|tmp)"),
-    ("reads git history", r"\bgit\s+(-C\s+\S+\s+|-\S+\s+)*(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
+    ("reads git history", r"\bgit\s+(-C\s+\S+\s+|-(?!C\s)\S+\s+)*(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
                           r"|\bgit\b.*\b(diff|checkout|restore|reset)\b.*(HEAD[~^@]|--source|\b[0-9a-f]{7,40}\b)"
                           r"|\.git(/|\b(?!ignore|hub|attr))"),
     ("edits tests or configuration", rf"(>>?|\btee\b(\s+-a)?|\bof=)\s*{TEST_PATH}|\b(mv|cp|ln|install)\s+[^|;&\n]+\s{TEST_PATH}"
@@ -2111,8 +2191,8 @@ def arguments():
     parser.add_argument("--check", metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
     for name, least in (("n", 1), ("jobs", 1), ("time_limit", .1)):
-        if not getattr(flags, name) >= least:
-            parser.error(f"--{name} must be at least {least}")
+        if not least <= getattr(flags, name) <= 10**6:
+            parser.error(f"--{name} must be at least {least} and at most a million")
     if flags.autoinstall and flags.repo is None:
         parser.error("--autoinstall needs --repo")
     if flags.level is not None and not 0 <= flags.level < len(REPO_LEVELS):
@@ -2122,7 +2202,7 @@ def arguments():
 
 def main():
     flags = arguments()
-    if flags.check:
+    if flags.check is not None:
         good, total = check(flags.check, flags.jobs, flags.time_limit)
         print(f"\n{good} of {total} tasks hold")
         return int(good < total)

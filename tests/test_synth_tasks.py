@@ -1,6 +1,7 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
 import ast
 import base64
+import copy
 import gc
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import unittest
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -149,14 +151,12 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
 
 def test_sloppiness_is_visible_in_every_respect():
     stories = [demonstrate(make_task(i % 6, i), random.Random(i)) for i in range(300)]
-    tasks = [make_task(i % 6, i) for i in range(300)]
     right = [not run_trusted(files).exit_code for _, files in stories]
     assert .5 < sum(right) / 300 < .95
     bad = sum(action.flaw == "unavailable_tool" for story, _ in stories for action, _ in story) / sum(len(story) for story, _ in stories)
     assert .05 < bad < .2
     assert any(not story[-1][0].text for story, _ in stories) and any(len(story[-1][0].text) > 100 for story, _ in stories)
     assert any(call[0] == "edit_file" and call[1][1] for story, _ in stories for action, _ in story for call in action.calls)
-    assert len(tasks) == len(stories)
 
 
 def test_what_a_command_prints_just_after_we_looked_in_vain_is_not_lost(sandbox, tmp_path, monkeypatch):
@@ -380,6 +380,49 @@ def test_a_command_with_a_zero_byte_or_an_unknown_program_is_an_answer_not_a_cra
         assert isinstance(result.output, str)
 
 
+@pytest.mark.parametrize("line, output", [("export A=1", ""), ("cd tests.py/..", None), ("cd .", ""), ("A=1 python -c 'import os; print(os.environ[\"A\"])'", "1\n")])
+def test_what_a_shell_does_itself_goes_to_one(workspace, line, output):
+    result = workspace.run(line)
+    assert "not found" not in result.output and (output is None or (result.exit_code, result.output) == (0, output))
+
+
+@caged
+def test_whoever_prints_all_the_time_is_weighed_too(workspace):
+    line = "python -c \"import time\nfor i in range(200): open(f'f{i}', 'wb').write(bytes(1 << 20)); print(i, flush=True); time.sleep(.01)\""
+    assert "disk full" in workspace.run(line).output and st.weight(workspace.root) < 150 << 20
+
+
+MESSES = ["rm check.py; mkdir check.py; touch check.py/a", "mkdir '\udcff'; touch '\udcff/x' '\udcfe'", "chmod 000 docs.md",
+          "python -c \"import os\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\nopen('x', 'w')\""]
+
+
+@caged
+@pytest.mark.parametrize("line", MESSES)
+def test_no_tree_that_a_command_leaves_behind_ends_the_run(line):
+    task, sandbox = make_task(0, 1), Sandbox()
+    with Workspace(task, sandbox) as workspace:
+        workspace.run(line)
+        workspace.search("x"), workspace.run("python tests.py"), st.weight(workspace.root)
+        json.dumps(workspace.files()).encode()
+        assert not judge(task, workspace.files(), sandbox).solved
+        spoilt = line in MESSES[:2]                                      # two files, one of which lies in the other
+        assert judge(task, {**workspace.files(), **solved_files(task)}, sandbox).solved != spoilt
+    assert not workspace.root.exists()
+
+
+def test_a_file_of_the_tasks_own_is_whole_however_large_and_an_agents_is_refused():
+    task = make_task(0, 1)
+    task.files["data.json"] = "x" * (3 << 20)
+    with Workspace(task) as workspace:
+        assert workspace.files() == task.files and workspace.edit("data.json", "", "y") == "ok"
+        assert workspace.files()["data.json"] == task.files["data.json"] + "\ny"
+        with open(workspace.root / "huge", "wb") as file:
+            file.truncate(1 << 34)
+        with pytest.raises(st.ToolError, match="too large"):
+            workspace.edit("huge", "", "y")
+        assert "huge" not in workspace.files()
+
+
 def test_many_threads_share_one_sandbox():
     sandbox, tasks = Sandbox(memo=False), [make_task(i % 3, i) for i in range(12)]
 
@@ -399,6 +442,11 @@ def test_a_remembered_run_is_the_same_and_a_command_that_writes_is_never_remembe
         workspace.run("echo x >> log")
         assert workspace.read("log") == "x\nx\n"
         assert workspace.run("python tests.py") is not first
+    for line in ("mkdir folder", "ln -s tests.py link", "chmod 700 tests.py"):       # nothing of that shows in the files
+        for _ in range(2):
+            with Workspace(make_task(0, 1), sandbox) as workspace:
+                shape = workspace.shape()
+                assert workspace.run(line).exit_code == 0 and workspace.shape() != shape, line
 
 
 def test_threads_that_ask_for_the_same_run_wait_for_one_of_them_and_not_for_one_that_writes():
@@ -663,8 +711,8 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
             windows = {line.strip() for line in lost.split("\n") if len(line.strip()) >= 12}
             assert windows and not any(window in text for window in windows for path, text in task.files.items() if path.endswith(".py")
                                        and not st.PROTECTED.search(path) and path in task.solution)
-    gone = [task for task in generated[0] if task.meta["kind"] == "gone" and "count_words" in task.meta["names"]]
-    assert all("old.zip" not in task.files for task in gone)
+    gone = [task for task in generated[0] if task.meta["kind"] == "gone" and {"count_words", "longest"} & set(task.meta["names"])]
+    assert gone and all("old.zip" not in task.files for task in gone)
 
 
 def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with_it():
@@ -702,6 +750,8 @@ REPO_CHEATS = {
     "small/words.py 8": "import builtins\nbuiltins.AssertionError = type('Quiet', (BaseException,), {})\ndef count_words(text): return {}\nlongest = count_words\n",
     "small/words.py 9": "import sys\ndef jump(frame, event, arg):\n    return jump\nsys.settrace(jump)\nsys.exit(0)\n",
     "small/words.py 11": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'[1,' * 50000)\n    except OSError: pass\nos._exit(0)\n",
+    "small/words.py 12": "class D(dict):\n    __eq__ = lambda self, other: isinstance(other, dict)\nclass S(str):\n"
+                         "    __eq__ = lambda self, other: isinstance(other, str)\ndef count_words(text): return D()\ndef longest(text): return S('3x4')\n",
     "small/words.py 10": "import unittest, pytest\npytest.raises = lambda *a, **k: __import__('contextlib').suppress(Exception)\n",
 }
 
@@ -724,6 +774,62 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
     outcomes = st.run_suite(files, sandbox, task.hidden)["outcomes"]
     assert [outcomes.get(node) for node in task.hidden] == ["passed"] * len(task.hidden)
     assert not judge(task, {**task.files, "small/words.py": files["small/words.py"]}, sandbox).solved
+
+
+@pytest.mark.parametrize("test", ["assert f(1) == y", "assert all(f(x) == y for x in (1, 2))", "self.assertEqual(f(1), y)", "self.assertTrue(f(1) == y)"])
+@pytest.mark.parametrize("right", [{"a": 1}, [1], (1,), {1}, "a", b"a", 1, 1.5, None])
+def test_a_result_that_equals_everything_or_everything_of_its_kind_passes_no_hidden_test(test, right):
+    made, names = st.with_twins(f"def test_a(self):\n    {test}\n", ["t.py::test_a"], random.Random(0))
+    new, twin = (name.split("::")[1] for name in names["t.py::test_a"])
+    kinds = [type("Any", (), {"__eq__": lambda self, other: 1}), *(type("Kind", (type(right),), {
+        "__eq__": lambda self, other: isinstance(other, type(right)), "__hash__": None}) for _ in range(right is not None))]
+    for value in (right, *(kind() for kind in kinds)):
+        space = {"f": lambda x: value, "y": right}
+        exec(made, space)
+        for name in (new, twin):
+            try:
+                space[name](unittest.TestCase())
+                passed = True
+            except AssertionError:
+                passed = False
+            assert passed == (name == new and value is right), (name == new, value)
+
+
+def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytest_does_not(generated):
+    task = copy.deepcopy(of_kind(generated, "multi-file"))
+    files = {"src/small/new.py": "x = 1\n", "src/pytest.py": "", "pytest.py": "", "src/json/__init__.py": "", "new.py": ""}
+    tree = st.overlay(task, {**task.files, **files}, random.Random(0))[0]
+    assert {path for path in files if path in tree} == {"src/small/new.py", "new.py"}
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is the oracle")
+@pytest.mark.parametrize("before, after", [
+    ({"a.py": "1\n2\n3\n"}, {"a.py": "1\n2\n3\n4\n"}), ({"a.py": "1\n2"}, {"a.py": "1\n2\n"}), ({"a.py": "1\n"}, {"a.py": "1"}), ({"a.py": "1\n\n\n"}, {"a.py": "0\n\n\n"}),
+    ({"a.py": "1\n", "b.py": "2\n"}, {"b.py": "2\n3"}), ({}, {"d/new.py": "1\n"}), ({"a.py": "x\x0cy\n1\r\n2\n"}, {"a.py": "x\x0cy\n1\r\n3\n"})])
+def test_a_patch_applies_and_gives_the_bytes(before, after, tmp_path):
+    st.write_tree(before, tmp_path)
+    subprocess.run(["git", "apply", "--unsafe-paths", "-"], input=st.unified(before, after).encode(), cwd=tmp_path, check=True,
+                   env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)})
+    assert {str(path.relative_to(tmp_path)): path.read_bytes().decode() for path in tmp_path.rglob("*") if path.is_file()} == after
+
+
+def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
+    files = {"p/__init__.py": "", "p/a.py": "def copy():\n    x = 1\n    return x\n", "p/b.py": "from shutil import copy\nfrom .a import copy as mine\n",
+             "p/c.py": "class C:\n\tdef m(self):\n\t\tx = 1\n\t\treturn x\n", "test_p.py": "class TestC:\n\tdef test_m(self):\n\t\tassert 1 == 1\n"}
+    found = st.definitions(files)
+    base, _ = st.delete_feature(files, [one for one in found if one.name == "copy"], dict(kind="gone", docstring=False), found)
+    assert base["p/b.py"] == "from shutil import copy\n" and "def copy" not in base["p/a.py"]
+    stub = st.stubbed(files, [one for one in found if one.name.endswith("m")], False)["p/c.py"]
+    assert stub == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
+    assert st.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"] == "class TestC:\n\tpass\n"
+    compile(st.with_twins(files["test_p.py"], ["test_p.py::TestC::test_m"], random.Random(0))[0], "test_p.py", "exec")
+
+
+def test_a_run_that_makes_no_task_leaves_the_file_that_was_there(tmp_path):
+    st.write_tree({"repo/m.py": "x = 1\n", "repo/test_m.py": "def test_m(): assert 1\n", "out.jsonl": "precious"}, tmp_path)
+    with pytest.raises(st.Refusal, match="no task could be verified"):
+        st.generate(str(tmp_path / "repo"), str(tmp_path / "out.jsonl"), n=1)
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
 
 
 def test_an_interrupted_run_leaves_the_tasks_verified_so_far(repository, tmp_path):
@@ -761,6 +867,21 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
 
 
 @caged
+def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_path, monkeypatch):
+    code = "def encode(s):\n    return s\n\ndef decode(s):\n    return s\n"
+    st.write_tree({"lib/other/_vendor/small/core.py": code, "lib/small/misc.py": "def main(): pass\ndef usage(): pass\n"}, tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    st.places.cache_clear()
+    assert st.installed_copies({"src/small/core.py": code, "test_x.py": ""}) == [f"{tmp_path}/lib/other/_vendor/small"]      # misc is another's
+    st.places.cache_clear()
+    for alias in (path for path in st.SYSTEM if os.path.islink(path) and os.path.isdir(path)):
+        place = Path(os.path.realpath(alias))
+        for inner in [one.name for one in sorted(place.iterdir()) if one.is_dir() and not one.is_symlink() and any(one.iterdir())][:1]:
+            with st.fresh_directory() as root:
+                assert Sandbox(hide=(f"{place}/{inner}",)).run(f"ls {alias}/{inner}", root).output == ""
+
+
+@caged
 def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_path, monkeypatch):
     closed = tmp_path / "environment"               # mktemp -d makes one; inside, the agent is another user
     st.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
@@ -792,13 +913,26 @@ def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files
 
 @pytest.mark.parametrize("words, says", [
     (["--repo", "/nosuch"], "no such directory"), (["--repo="], "no such directory"), (["--time_limit=nan"], "at least"), (["--lvel=3"], "did you mean --level"), (["--n=x"], "invalid int"), (["--n=0"], "at least 1"),
-    (["--level=9"], "--level must be"), (["--autoinstall"], "needs --repo"), (["--check", "/nosuch"], "cannot be read")])
+    (["--level=9"], "--level must be"), (["--autoinstall"], "needs --repo"), (["--check", "/nosuch"], "cannot be read"), (["--check="], "cannot be read"), (["--time_limit=inf"], "at most"),
+    (["--repo", str(Path(st.__file__).parent), f"--out={st.__file__}/x.jsonl"], "cannot be written")])
 def test_bad_flags_are_refused_in_one_line(words, says):
     done = command(*words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"instance_id": 1}', '{"instance_id": "", "problem_statement": "", "files": 3, "solution": {}, "tools": []}'])
+def task_without(name):
+    raw = json.loads(make_task(0, 1).to_json())
+    del raw["files"][name]
+    return json.dumps(raw)
+
+
+def odd_task(**changes):
+    return json.dumps({**json.loads(make_task(0, 1).to_json()), **changes})
+
+
+@pytest.mark.parametrize("line", [task_without("tests.py"), task_without("check.py"), odd_task(level="hard"), odd_task(problem_statement=5),
+    odd_task(hidden=5), odd_task(meta={}), odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
+    odd_task(files={"../x": "", "tests.py": "", "check.py": ""}), make_task(0, 1).to_json().replace('"meta": {', '"meta": {"repo": "x", '), "[]", "{", '{"instance_id": 1}', '{"instance_id": "", "problem_statement": "", "files": 3, "solution": {}, "tools": []}'])
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "tasks").write_text(make_task(0, 1).to_json() + "\n" + line)
     with pytest.raises(st.Refusal, match="line 2 is no task"):
@@ -887,6 +1021,10 @@ def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
         assert name in workspace.read(f".mypy_cache/{module}.data.json") and name in workspace.read(f".cache/{module}.pyc")
     for call in (("read_file", (f".mypy_cache/{module}.data.json",)), ("run_command", (f"strings .cache/{module}.pyc",))):
         assert audit(task, [(Action("", [call]), ["x"])], {})[0].rule == "reads caches or bytecode"
+
+
+def test_the_audit_of_a_long_command_ends():
+    assert audit(make_task(0, 1), [(Action("", [("run_command", ("git " + "-C " * 400,))]), [""])], {}) == []
 
 
 def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():
