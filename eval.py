@@ -104,8 +104,8 @@ def held_out(number, levels=LEVELS, split="heldout"):
 
 def load(folder, device="cpu"):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer, configuration"""
-    stages = [Path(folder, name) for name in ("rl", "sft", "long", "pretrain") if Path(folder, name).exists()]
-    path = stages[0] if stages else Path(folder)
+    stages = (Path(folder, name) for name in ("rl", "sft", "long", "pretrain"))
+    path = next((path for path in stages if hsdp.exists(path)), Path(folder))
     extra = hsdp.peek(path)
     config = {"truncate": False, "commands": 0, "draft": 3, **extra["config"]}      # runs older than these knobs had them so
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
@@ -261,7 +261,8 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
 HABITS, SHORT, SHORTER = "--habits=unavailable_tool,communication,code_style", ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
-TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--turns=60", "--levels=8", "--hardest=7", "--eval_levels=8"]
+ASKED = ["--turns=60", "--hardest=7", "--eval_levels=8"]
+TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--levels=8", *ASKED]
 MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
@@ -291,6 +292,9 @@ EXPERIMENTS = {
         "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
         "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"]},
         [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"]),
+    "retold": ("Is a summary worth its tokens where the tests tell again what is missing?", "named", {
+        "window 512": ASKED, "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
+        "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"]}, []),
     "tasks": ("What are more tasks worth?", "reward", {
         "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
@@ -431,13 +435,13 @@ def expert_records(sloppy, tasks):
 
 
 def demo():
-    Path("out").mkdir(exist_ok=True)
+    Path("out/demo").mkdir(parents=True, exist_ok=True)
     tasks = held_out(8)
     policies = {name: expert_records(sloppy, tasks) for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))}
-    print(write(policies, "out", "eval.json"))
+    print(write(policies, "out/demo", "eval.json"))
     careful, hasty = summary(policies["careful"]), summary(policies["hasty"])
     print(f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, "
-          f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/effort.png, out/score.png.")
+          f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png.")
 
 
 def flags(argv):
@@ -462,6 +466,11 @@ def flags(argv):
                         if getattr(args, name) != parser.get_default(name)]
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
+    if args.experiment and args.runs:
+        parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")
+    for name in ("number", "passes", "split", "price_in", "price_out"):
+        if args.experiment and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples")
     if min(args.number, args.passes) < 1 or args.turns < 0:
         parser.error("--number and --passes must be at least 1, --turns at least 0")
     if not 0 < args.levels <= len(synth_tasks.LEVELS):
@@ -469,6 +478,8 @@ def flags(argv):
     for name in ("temperature", "price_in", "price_out"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
+    if not args.experiment and not args.runs and argv:
+        parser.error("which runs? (without any word: a demonstration)")
     return args, parser
 
 

@@ -21,10 +21,13 @@ import contextlib
 import ctypes
 import difflib
 import gc
+import inspect
 import json
 import os
 import random
+import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -197,7 +200,8 @@ def parse(argv):
     while words:
         word = words.pop(0)
         if word in ("-h", "--help"):
-            print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in fields(Config)))
+            lines = inspect.getsource(Config).splitlines()[2:]
+            print(__doc__ + "\n" + "\n".join(re.sub(r"^    (\w+): \w+ = ", r"  --\1=", line) for line in lines))
             raise SystemExit(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in kinds:
@@ -205,7 +209,10 @@ def parse(argv):
             stop(f"unknown flag {word!r}" + (f"; did you mean --{near[0]}?" if near else ""))
         kind = kinds[name]
         if not equals:
-            value = "1" if kind == "bool" and (not words or words[0].startswith("--")) else words.pop(0) if words else ""
+            alone = not words or words[0].startswith("--")
+            if alone and kind != "bool":
+                stop(f"--{name} takes a value: --{name}=...")
+            value = "1" if alone else words.pop(0)
         given[name] = convert(name, kind, value)
     return given
 
@@ -238,9 +245,20 @@ def configure(given, stage):
                               weights=("float32", "bfloat16"), placebo=("none", "empty", "wrong")).items():
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
-    for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim"):
+    for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim", "layers",
+                 "heads", "active", "expert_ffn", "dense_ffn", "kv_lora", "qk_nope", "v_dim", "yarn", "turns", "demos", "eval_tasks",
+                 "eval_samples"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
+    for name in ("clip", "length", "rope_theta", "temperature"):         # at 0 a policy never varies, and has nothing to learn from
+        if getattr(config, name) == 0:
+            stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
+    if config.qk_rope % 2:
+        stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
+    if config.seed >= 1 << 32:
+        stop(f"--seed={config.seed}: below 2^32")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        stop("--device=cuda: there is no such device here")
     for name in ("hints", "neutral_hints", "restless", "easy", "short", "grow", "trigger", "teacher_rate", "warmup", "decay"):
         if getattr(config, name) > 1:
             stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
@@ -281,7 +299,8 @@ def python_sources(folder):
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         stop(f"--data={folder}: no such folder")
-    paths = sorted(p for p in root.rglob("*.py") if not SKIP & set(p.relative_to(root).parts[:-1]) and p.stat().st_size < 200_000)
+    own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])       # a link may lead nowhere
+    paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
     texts = [p.read_text(encoding="utf-8", errors="ignore") for p in paths]
     texts = [t for t in texts if t.strip()]
     if len(texts) < 2:
@@ -361,6 +380,8 @@ class Demonstrations:
         self.run, config = run, run.config
         mine = make_demonstrations(config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar)
         self.episodes = [e for _, episodes in sorted(run.gather(mine), key=lambda pair: pair[0]) for e in episodes]
+        if not self.episodes:
+            stop(f"--window={config.window}: none of {config.demos} demonstrations fits")
         lengths, self.batches = np.array([len(e) for e in self.episodes]), []
         parts = [shortened(step, config) for step in range(config.steps)]
         for part in sorted(set(parts), reverse=True):
@@ -430,7 +451,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
-        pairs.append((i, [e for e in chain.episodes if len(e) <= limits.window]))
+        pairs.append((i, [e for e in chain.episodes if len(e) <= limits.window and any(turn.role == "assistant" for turn in e.turns)]))
     return pairs
 
 
@@ -446,8 +467,6 @@ class Reinforcement:
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
         self.run, config, self.asked = run, run.config, {}
-        if config.tasks_per_step < run.data:
-            stop(f"--tasks_per_step={config.tasks_per_step}: at least one for each of the {run.data} data ranks")
         self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
@@ -504,7 +523,7 @@ class Reinforcement:
             self.workers.collect(asked)
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = rollout.staleness(groups, step)
-        log.update(stale=run.sum(lag.sum()) / run.sum(len(lag)), stalest=max(run.gather([int(lag.max(initial=0))])),
+        log.update(stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))), stalest=max(run.gather([int(lag.max(initial=0))])),
                    restarts=run.sum(self.workers.restarts))
         self.describe(groups, log)
         self.write(groups, step + 1)
@@ -633,8 +652,6 @@ class Run:
         self.rank, self.world = hsdp.connect(self.device, seconds=1800)
         try:
             self.meshes = hsdp.make_meshes(self.world, config.cp, config.ep, config.dp_replicate, device=self.device, seconds=1800)
-            if config.experts % config.ep:
-                raise ValueError(f"ep={config.ep} does not divide the {config.experts} experts")
         except ValueError as error:
             stop(str(error))
         self.data = self.meshes.layout.data
@@ -716,7 +733,8 @@ class Run:
         if self.config.compile and self.config.stage in ("pretrain", "long"):    # elsewhere every batch has another shape
             for block in model.layers:
                 block.compile()
-        return hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes)
+        wire = None if self.dtype == torch.float32 else self.dtype
+        return hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes, wire)
 
     def read(self, folder):
         """A published model, of which each rank reads its own part."""
@@ -768,22 +786,27 @@ def open_checkpoint(path):
 def train(config, interrupted):
     """One stage: build, load, loop, save. True if it ran to its end."""
     stage, out = config.stage, Path(config.out) / config.stage
+    before = ORDER[:ORDER.index(stage)][-1:]
+    origin = Path(config.start_from or config.out) / before[0] if before else None
+    extra = open_checkpoint(out) if hsdp.exists(out) else None
+    given = extra or (open_checkpoint(origin) if origin and hsdp.exists(origin) else None)
+    if given and not config.init_from:                           # what began from a published model stays one
+        config = replace(config, init_from=given["config"]["init_from"])
+    elif given and not extra and given["config"]["init_from"] != config.init_from:
+        stop(f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
     run = Run(config)
-    extra = open_checkpoint(out) if exists(out) else None
     if extra:
         for name, value in compared(config).items():
             made = f"with {name}={extra['config'][name]}, not {value}" if name in extra["config"] else f"by a version without --{name}"
             if extra["config"].get(name, ...) != value:
-                stop(f"{out} was made {made}: take another --out (--start_from={config.out} begins from its earlier stages)")
+                again = f" (--stage={stage} --start_from={config.out} begins from its stage before)" if before else ""
+                stop(f"{out} was made {made}: take another --out{again}")
         if extra["step"] == config.steps:
             run.say(f"{stage}: finished already ({out})")
             return True
-    before = ORDER[:ORDER.index(stage)][-1:]
-    origin = Path(config.start_from or config.out) / before[0] if before else None
-    published = not extra and config.init_from and not (origin and exists(origin))
-    if not extra and not published and origin and not exists(origin):
+    published = config.init_from and not given
+    if not given and not published and origin:
         stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start_from=FOLDER")
-    given = extra or (open_checkpoint(origin) if origin and not published else None)
     try:
         if published:
             run.read(config.init_from)
@@ -804,7 +827,8 @@ def train(config, interrupted):
             source.load_state_dict(extra["source"])
     except ValueError as error:
         stop(str(error))
-    return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
+    with hsdp.one_fate():
+        return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
 
 
 def export(config):
@@ -835,10 +859,6 @@ def trim():
     after every short step: taking the pages again costs a third of it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def exists(path):
-    return path.exists() or Path(f"{path}.old").exists()
 
 
 def loop(run, source, optimizer, step, interrupted, out):
@@ -886,8 +906,9 @@ def loop(run, source, optimizer, step, interrupted, out):
 
 def keep_lines(path, step):
     """A log may hold steps after the checkpoint that a killed run never saved: drop them, they come again."""
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step] if path.exists() else []
-    path.write_text("".join(line + "\n" for line in lines))
+    lines, part = path.read_text().splitlines()[:step] if path.exists() else [], Path(f"{path}.part")        # one a step, from 1 on
+    part.write_text("".join(line + "\n" for line in lines))
+    part.replace(path)
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
@@ -912,19 +933,20 @@ def evaluate(config):
     """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its share of the tasks."""
     run, out = Run(config), Path(config.out)
     names = {"before RL": out / "sft", "after RL": out / "rl"}
-    if not exists(names["before RL"]):
+    if not hsdp.exists(names["before RL"]):
         names["before RL"] = Path(config.start_from or config.out) / "sft"
-    names = {name: path for name, path in names.items() if exists(path)}
+    names = {name: path for name, path in names.items() if hsdp.exists(path)}
     if not names:
         stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
-    if (out / "summary.json").exists() and exists(out / "rl") and (out / "summary.json").stat().st_mtime > (out / "rl").stat().st_mtime:
-        done = json.loads((out / "summary.json").read_text())
-        if all(done["config"].get(name) == value for name, value in vars(config).items() if name.startswith("eval_")):
-            run.say(done["table"])
-            return
+    kept = out / "summary.json"
+    if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
+        with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
+            done, asked = json.loads(kept.read_text()), ("eval_", "tasks", "temperature", "start_from")
+            if all(done["config"].get(name) == value for name, value in vars(config).items() if name.startswith(asked)):
+                return run.say(done["table"])
     given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
-    if config.distinct and not config.tasks and exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
+    if config.distinct and not config.tasks and hsdp.exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
         seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(config.eval_levels) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
@@ -932,7 +954,7 @@ def evaluate(config):
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
-        compare = saved["stage"] == "rl" and exists(origin) and not saved["init_from"]     # of a published model, one more may not fit
+        compare = saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]     # of a published model, one more may not fit
         began = eval.load(origin, run.device)[0].compute(run.dtype) if compare else None
         mine = eval.attempt(model.compute(run.dtype), tokenizer, world, run.share(tasks), passes,
                             temperature=config.temperature, numbers=run.share(range(len(tasks))), began=began)
@@ -948,6 +970,12 @@ def evaluate(config):
     eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends})
     eval.draw_training(logs, out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
+
+
+def die_with_parent():
+    """Linux: who waits for a process that was killed would wait for half an hour."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
 
 
 def spread(argv, config):
@@ -966,7 +994,8 @@ def spread(argv, config):
         threads = str(torch.get_num_threads() // n)
         os.environ.update(PLAIN_REPLICAS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
         for rank in range(1, n):
-            subprocess.Popen([sys.executable, __file__, *argv], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen([sys.executable, __file__, *argv], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                             preexec_fn=die_with_parent)
         os.environ.update(RANK="0", LOCAL_RANK="0")
         torch.set_num_threads(int(threads))
     return replace(config, dp_replicate=n)
@@ -981,6 +1010,12 @@ def main(argv):
     config = configs[stages[0]]
     if config.export:
         return export(config)
+    if not config.out:
+        stop("--out= names no folder")
+    if config.start_from and config.stage == "pretrain":         # of all stages, each would leave the one before it aside
+        stop("--start_from is for one stage: add --stage=long, sft, rl or eval")
+    if config.resume and not any(hsdp.exists(Path(config.out, stage)) for stage in ORDER):
+        stop(f"--resume: no checkpoint in {config.out} to go on from")
     try:                                                         # now, and not when the stages before rl are done
         if config.tasks and not synth_tasks.read_tasks(config.tasks):
             stop(f"{config.tasks}: holds no tasks")
@@ -992,19 +1027,26 @@ def main(argv):
     except OSError as error:
         stop(f"--out={config.out} cannot be written: {error.strerror}")
     configs = {stage: spread(argv, config) for stage, config in configs.items()}
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) // config.cp
+    if "rl" in configs and configs["rl"].tasks_per_step < ranks:
+        stop(f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the {ranks} data ranks")
     interrupted = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: interrupted.append(number))
     for stage in stages:
         if stage == "eval":
+            for number in (signal.SIGINT, signal.SIGTERM):       # there is nothing to save: it writes at its end
+                signal.signal(number, signal.SIG_DFL)
             evaluate(configs[stage])
         elif not train(configs[stage], interrupted):
             if int(os.environ.get("RANK", 0)) == 0:
-                print(f"stopped; to go on: python train.py --resume --out={config.out}", file=sys.stderr)
+                words = [*argv, *["--resume"] * (not config.resume)]
+                print(f"stopped; to go on: python train.py {shlex.join(words)}", file=sys.stderr)
             raise SystemExit(128 + max(interrupted, default=0))
         gc.collect()                                             # what a stage held, before the next one begins
         trim()
     if dist.is_initialized():
+        dist.barrier()                                           # a rank that is late still needs the store in rank 0
         dist.destroy_process_group()
 
 

@@ -167,6 +167,9 @@ def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run)
     for name, p in model.state_dict().items():
         assert torch.equal(p, loaded.state_dict()[name]), name
     assert evaluation.load(folder / "sft")[2]["stage"] == "sft"
+    (folder / "rl").rename(folder / "rl.old")                    # what a save leaves that ended between its two renames
+    assert evaluation.load(folder)[2]["stage"] == "rl"
+    (folder / "rl.old").rename(folder / "rl")
 
 
 def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
@@ -214,7 +217,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["--price_in=-1", "out"], "--price"), (["--levels=9", "out"], "from 1 to 8"), (["--turns=-1", "out"], "--turns"),
     (["no/such/run"], "no/such/run"), (["{here}"], "{here}"), (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
     (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
-    (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged")])
+    (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
+    (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
