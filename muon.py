@@ -358,7 +358,8 @@ class Muon(torch.optim.Optimizer):
 
     ns_dtype: dtype of the matrix products, and of the wire. check_gradients: NaN and inf raise before anything has changed.
     task_bytes, window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event);
-    .traffic counts the collectives and bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW: is left alone).
+    .traffic counts the collectives and bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
+    alone).
     State is fp32. Weights in bf16 are rounded by chance, alike on every rank that holds a copy.
     """
 

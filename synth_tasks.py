@@ -17,7 +17,8 @@ Ours: the micro-world and its levels, the held-out split, the expert's flaws, th
 The judge never believes a process in which the agent's code has run. Generated tasks: the child is given calls and returns
 values, and the parent compares them with what it alone knows. pytest suites have to compare inside, so the parent renames each
 hidden test at random, puts a twin beside it that must fail, and asks for the outcome of every node id; code that makes all tests
-pass, or values that equal everything, give themselves away. Not covered: code that reads the bytecode of the test that calls it.
+pass, or values that equal everything or all of a kind, give themselves away. Not covered: code that reads the bytecode of the test
+that calls it, and values that equal a narrower kind, or everything from the tenth time on.
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
@@ -185,8 +186,8 @@ class Sandbox:
             uid, user = 100_000 + os.stat(root).st_ino % 1_000_000, "--unshare-uts"
             give(root, uid)
             drop = ["setpriv", "--reuid", str(uid), "--regid", str(uid), *DROP]
-        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user, "--die-with-parent",
-                 "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
+        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user,
+                 "--die-with-parent", "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
         words += [] if self.network else ["--unshare-net"]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
@@ -449,8 +450,9 @@ class Workspace:
         for folder, folders, names in walk(self.root):
             for place in (os.path.join(folder, name) for name in folders + names):
                 with contextlib.suppress(OSError):
-                    mode, size = os.lstat(place).st_mode, os.lstat(place).st_size
-                    found.append((place[len(str(self.root)):], mode, stat.S_ISDIR(mode) or size, stat.S_ISLNK(mode) and os.readlink(place)))
+                    status = os.lstat(place)
+                    size, target = stat.S_ISDIR(status.st_mode) or status.st_size, stat.S_ISLNK(status.st_mode) and os.readlink(place)
+                    found.append((place[len(str(self.root)):], status.st_mode, size, target))
         return sorted(found)
 
     def files(self):
@@ -1777,9 +1779,9 @@ def unified(before, after):
     """A unified diff of two trees."""
     lines = lambda tree, path: re.findall(r"[^\n]*\n|[^\n]+", tree.get(path, ""))
     name = lambda tree, side, path: f"{side}/{path}" if path in tree else "/dev/null"
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-                   for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)
-                   for line in difflib.unified_diff(lines(before, path), lines(after, path), name(before, "a", path), name(after, "b", path)))
+    changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for path in changed for line in
+                   difflib.unified_diff(lines(before, path), lines(after, path), name(before, "a", path), name(after, "b", path)))
 
 
 def progress(text, start):
@@ -1800,7 +1802,8 @@ def read_tasks(path):
             assert isinstance(tasks[-1].problem_statement, str) and isinstance(tasks[-1].hidden, list) and type(tasks[-1].level) is int
             assert not any(os.path.isabs(path) or ".." in Path(path).parts for path in files)
             assert all(isinstance(text, str) for tree in (files, solution, meta.get("pristine", {})) for text in tree.values())
-            assert {"pristine", "hidden_groups"} <= meta.keys() if "repo" in meta else "visible" in meta and {"tests.py", "check.py"} <= files.keys()
+            micro = "visible" in meta and {"tests.py", "check.py"} <= files.keys()
+            assert {"pristine", "hidden_groups"} <= meta.keys() if "repo" in meta else micro
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError):
             raise Refusal(f"{path}: line {number} is no task") from None
     return tasks
