@@ -292,7 +292,7 @@ EXPERIMENTS = {
         "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
         "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"]},
         [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"]),
-    "retold": ("Is a summary worth its tokens where the tests tell again what is missing?", "named", {
+    "retold": ("Summaries where tests tell again", "named", {
         "window 512": ASKED, "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
         "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"]}, []),
     "tasks": ("What are more tasks worth?", "reward", {
