@@ -250,7 +250,7 @@ def configure(given, stage):
                  "eval_samples"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
-    for name in ("clip", "length", "rope_theta", "temperature"):         # at 0 a policy never varies, and has nothing to learn from
+    for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
     if config.qk_rope % 2:
@@ -941,8 +941,8 @@ def evaluate(config):
     kept = out / "summary.json"
     if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
         with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
-            done, asked = json.loads(kept.read_text()), ("eval_", "tasks", "temperature", "start_from")
-            if all(done["config"].get(name) == value for name, value in vars(config).items() if name.startswith(asked)):
+            done, asked = json.loads(kept.read_text()), ("tasks", "temperature", "start_from", "eval_levels", "eval_tasks", "eval_samples")
+            if all(done["config"][name] == getattr(config, name) for name in asked):
                 return run.say(done["table"])
     given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]

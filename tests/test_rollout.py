@@ -890,6 +890,17 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
 
 
+def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
+    def fails(self, i):
+        raise EOFError("the server that forks is gone")
+    monkeypatch.setattr(rollout.Workers, "start", fails)
+    workers = rollout.Workers(1, {})
+    for _ in range(2):                                           # and whoever asks again is told again
+        (future, _), = workers.submit(REAL, range(3), 0)
+        with pytest.raises(RuntimeError, match="died three times"):
+            future.result(timeout=30)
+
+
 def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(tmp_path, monkeypatch):
     """Workers that finish the moment they are asked: with staleness 1, all tokens after the first step are exactly one update old."""
     import train
