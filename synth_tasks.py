@@ -491,7 +491,8 @@ VERBS = ("bake bring build carry catch clean climb count drop find follow give h
          "turn wash").split()
 NOUNS = ("apple bell boat book cloud coin door field flower garden hill horse island key lake moon paper river stone table tower "
          "train tree window").split()
-WORDS = {*VERBS, *NOUNS, *"23456789"}           # what a task does not share with the others: names and constants
+CONSTANTS = {*"23456789"}
+WORDS = {*VERBS, *NOUNS, *CONSTANTS}            # what a task does not share with the others: names and constants
 
 
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests"); named: prompt names the target

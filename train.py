@@ -388,9 +388,10 @@ class Demonstrations:
             fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
             groups = length_groups(lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part))
             self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
-        self.copied = torch.zeros(run.model.config.vocab, dtype=torch.bool, device=run.device)
-        self.copied[[token for word, token in run.tokenizer.ranks.items()
-                     if word.decode(errors="ignore").strip(" ._`") in synth_tasks.WORDS]] = True
+        trimmed = {token: word.decode(errors="ignore").strip(" ._`") for word, token in run.tokenizer.ranks.items()}
+        marked = lambda words: torch.zeros(run.model.config.vocab, dtype=torch.bool, device=run.device).index_fill_(
+            0, torch.tensor([token for token, word in trimmed.items() if word in words], device=run.device), True)
+        self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(synth_tasks.CONSTANTS)
 
     def losses(self, step, log):
         config, run, groups = self.run.config, self.run, [[self.episodes[i] for i in group] for group in self.batches[step]]
@@ -398,7 +399,7 @@ class Demonstrations:
         mine = [(e, 1.0) for g, group in enumerate(groups) for j, e in enumerate(group) if (2 * j + g) % run.data == run.meshes.data_rank]
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
             logp = run.model.logprobs(run.hidden(batch), batch["targets"], where=batch["inside"] > 0)
-            copied = self.copied[batch["targets"]] & (shortened(step, config) > 1)
+            copied = (self.names | self.constants)[batch["targets"]] & (shortened(step, config) > 1)
             weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
             weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
@@ -406,7 +407,22 @@ class Demonstrations:
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
 
-    validate = lambda self: {}
+    @torch.no_grad()
+    def validate(self):
+        """Are names and constants copied? Their mean probabilities where a careful expert writes them, in held-out tasks."""
+        config, run = self.run.config, self.run
+        chains = [rollout.demonstrate(task, run.tokenizer, random.Random(task.instance_id), agent_limits(config), 0.0, run.compact)
+                  for task in run.share(eval.held_out(12, range(config.levels)))]
+        total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
+        episodes = [(e, 1.0) for chain in chains for e in chain.episodes if len(e) <= config.window]
+        for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
+            p = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()
+            for name, those in (("names", self.names), ("constants", self.constants)):
+                where = those[batch["targets"]] & (batch["mask"] > 0)
+                total[name] = total[name] + torch.stack([p[where].sum(), where.sum()]).cpu() * batch["real"]
+        sums = {name: [run.sum(x) for x in pair] for name, pair in total.items()}
+        return {name: p / count for name, (p, count) in sums.items() if count}
+
     after_step = lambda self: None
     state_dict = lambda self: {}
     load_state_dict = lambda self, state: None
@@ -439,15 +455,17 @@ def agent_limits(config):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
-    sequences."""
+    """-> (number, episodes) pairs. Each task from its own seed; a summarised chain gives several training sequences. Levels in equal
+    shares, but those with functions of two steps twice: a single constant is found by the function's name alone, only of two does one
+    learn which belongs to the operator at hand."""
+    levels = [level for level in range(config.levels) for _ in range(synth_tasks.LEVELS[level]["steps"][1])]
     quarter = replace(config, window=config.window // 4)
     whole, short = (agent_limits(config), compact), (agent_limits(quarter), summarize.compact(asdict(quarter)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, i % config.levels, (config.seed << 24) + i)
+        task = make_task(config, levels[i % len(levels)], (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
@@ -912,8 +930,8 @@ def keep_lines(path, step):
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
-           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "norm": "{:7.3f}", "load": "{:5.2f}", "memory": "{:4.1f}",
-           "tokens_per_s": "{:8.0f}", "seconds": "{:6.2f}"}
+           "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "names": "{:5.3f}", "constants": "{:5.3f}", "norm": "{:7.3f}",
+           "load": "{:5.2f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}", "seconds": "{:6.2f}"}
 
 
 def report(run, bar, log, path):

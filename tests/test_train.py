@@ -2,6 +2,7 @@
 import base64
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -448,6 +449,26 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
                 expected -= float(logp[place, token]) * ((copied if word in train.synth_tasks.WORDS else 1) if own else .2)
                 written += own
     assert abs(got - expected / written) < 1e-4
+
+
+def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
+    """What the stage reports at its end against the model's full distribution, token by token."""
+    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    one = train.Run(config)
+    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    torch.nn.init.normal_(one.model.head.weight, std=.1)
+    got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
+    for task in train.eval.held_out(12, range(config.levels)):
+        chain = train.rollout.demonstrate(task, one.tokenizer, random.Random(task.instance_id), train.agent_limits(config), 0.0, one.compact)
+        for turn, before in ((turn, episode.turns[:i]) for episode in chain.episodes for i, turn in enumerate(episode.turns)):
+            past = [token for earlier in before for token in earlier.tokens]
+            if turn.role == "assistant":
+                logits = one.model.logits(one.model(torch.tensor([*past, *turn.tokens])[None]))[0]
+                for place, token in enumerate(turn.tokens[1:], len(past)):
+                    word = "" if token in one.tokenizer.name else one.tokenizer.decode([token]).strip(" ._`")
+                    if word in train.synth_tasks.WORDS:
+                        found["constants" if word.isdigit() else "names"].append(float(logits[place].softmax(-1)[token].detach()))
+    assert min(map(len, found.values())) > 20 and got == pytest.approx({name: sum(ps) / len(ps) for name, ps in found.items()}, rel=1e-4)
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
