@@ -389,8 +389,7 @@ class Demonstrations:
             groups = length_groups(lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part))
             self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
         trimmed = {token: word.decode(errors="ignore").strip(" ._`") for word, token in run.tokenizer.ranks.items()}
-        marked = lambda words: torch.zeros(run.model.config.vocab, dtype=torch.bool, device=run.device).index_fill_(
-            0, torch.tensor([token for token, word in trimmed.items() if word in words], device=run.device), True)
+        marked = lambda words: torch.tensor([trimmed.get(token) in words for token in range(run.model.config.vocab)], device=run.device)
         self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(synth_tasks.CONSTANTS)
 
     def losses(self, step, log):
@@ -455,17 +454,15 @@ def agent_limits(config):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs. Each task from its own seed; a summarised chain gives several training sequences. Levels in equal
-    shares, but those with functions of two steps twice: a single constant is found by the function's name alone, only of two does one
-    learn which belongs to the operator at hand."""
-    levels = [level for level in range(config.levels) for _ in range(synth_tasks.LEVELS[level]["steps"][1])]
+    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
+    sequences."""
     quarter = replace(config, window=config.window // 4)
     whole, short = (agent_limits(config), compact), (agent_limits(quarter), summarize.compact(asdict(quarter)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, levels[i % len(levels)], (config.seed << 24) + i)
+        task = make_task(config, i % config.levels, (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
