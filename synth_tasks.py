@@ -21,7 +21,8 @@ pass, or values that equal everything or all of a kind, give themselves away. No
 that calls it, and values that equal a narrower kind, or everything from the tenth time on.
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
-processes, file size, disk, output. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
+processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
+less than half of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
 reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the disk.
 
 Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should print, a second one
@@ -51,10 +52,11 @@ import marshal
 import os
 import random
 import re
+import resource
 import select
 import shlex
 import shutil
-import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -65,6 +67,7 @@ import time
 import tomllib
 import types
 import warnings
+import weakref
 import zipfile
 import zlib
 from collections import Counter
@@ -133,14 +136,153 @@ SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 BUILTINS = "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask unset wait".split()
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki", "/etc/pip.conf")
-DROP = "--clear-groups --no-new-privs --inh-caps=-all --bounding-set=-all".split()
+
+# No command waits until a cage stands and Python has started: a server in the cage forks (Cursor's environments fork snapshots of memory).
+# Each command is three processes. One looks on from outside: it makes namespaces and mounts that are this command's alone, kills, and
+# tells how it ended. The next is the first of its process namespace, and when it ends all in there die. The last is the command; where
+# that is a plain Python script, it is this very interpreter, in the state in which it started.
+SERVER = """import sys
+fresh = set(sys.modules)
+import ctypes, fcntl, gc, marshal, os, resource, select, signal, socket, struct
+line, caged, libc = socket.socket(fileno=int(sys.argv[1])), sys.argv[2] == "1", ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
+RDONLY, NOSUID, NODEV, NOEXEC, BIND, NO_NEW_PRIVS, DUMPABLE, DROP = 1, 2, 4, 8, 4096, 38, 4, 24
+
+def call(name, *arguments):
+    if getattr(libc, name)(*(os.fsencode(word) if isinstance(word, str) else word for word in arguments)):
+        raise OSError(ctypes.get_errno(), name + ": " + os.strerror(ctypes.get_errno()))
+
+def enclose(order):
+    call("unshare", NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET * (not order["network"]))
+    kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
+    for place in ("/tmp", "/dev/shm"):
+        call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, "mode=1777,size=%d" % order["disk"])
+    for place, fd in kept:                          # a Python that lives there
+        os.makedirs(place if os.path.isdir("/proc/self/fd/%d" % fd) else os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT)) if not os.path.exists(place) else None
+        call("mount", "/proc/self/fd/%d" % fd, place, None, BIND, None)
+        os.close(fd)
+    call("mount", "/host" + order["root"], "/work", None, BIND, None)
+    call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")    # whoever has no right to unmount never sees under it
+    if not order["network"]:
+        with socket.socket() as any:                # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+            fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
+
+def settle(order):
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
+    if not order["uid"]:                            # who is not root gets a user namespace that owns nothing, and counts its own processes
+        maps = ("setgroups", "deny"), ("uid_map", "%d %d 1" % (os.getuid(), os.getuid())), ("gid_map", "%d %d 1" % (os.getgid(), os.getgid()))
+        call("unshare", NEWUSER)
+        for name, text in maps:
+            with open("/proc/self/" + name, "w") as file:
+                file.write(text)
+
+def renounce(order):
+    for capability in range(64):                    # until there is none of this number
+        if libc.prctl(DROP, capability, 0, 0, 0):
+            break
+    if order["uid"]:
+        os.setgroups([]), os.setresgid(*[order["uid"]] * 3), os.setresuid(*[order["uid"]] * 3)
+    call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
+    call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", DUMPABLE, 1, 0, 0, 0)             # its own /proc is its own again
+
+def script(python, *rest):
+    flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
+    del rest[:len(flags)]
+    if python == sys.executable and "-S" in flags and rest[:1] == ["-c"] and len(rest) > 1:
+        return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [""] * ("-I" not in flags)
+    if python == sys.executable and "-S" in flags and rest and rest[0].endswith(".py") and os.path.isfile(rest[0]):
+        with open(rest[0], "rb") as file:
+            return file.read(), os.path.abspath(rest[0]), rest, [os.path.dirname(os.path.realpath(rest[0]))] * ("-I" not in flags)
+
+def command(order, given, wanted):
+    os.dup2(given, 0), os.dup2(wanted, 1), os.dup2(wanted, 2), os.closerange(3, 1024)
+    try:
+        renounce(order) if caged else None
+        os.chdir("/work" if caged else order["root"])
+        os.environ.clear(), os.environ.update(order["environment"])
+        for kind, most in order["limits"]:
+            most = min([most, *(limit for limit in resource.getrlimit(kind)[1:] if limit != resource.RLIM_INFINITY)])
+            try:
+                resource.setrlimit(kind, (most, most))
+            except ValueError:                      # macOS knows no limit on memory
+                if caged:
+                    raise
+        found = script(*order["words"])
+        if not found:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL), signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            os.execvp(order["words"][0], order["words"])
+        return found
+    except (OSError, ValueError) as error:
+        os.write(2, ("%s: %s" % (order["words"][0][:80], getattr(error, "strerror", 0) or error)).encode("utf-8", "replace"))
+        os._exit(127)
+
+def run(order, control, given, wanted):
+    alive, ours = os.pipe()                         # the other end is closed when the first of them is gone
+    try:
+        enclose(order) if caged else None
+        first = os.fork()
+        if not first:
+            os.setsid()
+            settle(order) if caged else None
+            last = os.fork()
+            if not last:
+                return command(order, given, wanted)
+            os.close(given), os.close(wanted)
+            while True:
+                pid, status = os.wait()
+                if pid == last:
+                    code = os.waitstatus_to_exitcode(status)
+                    os._exit(code if code >= 0 else 128 - code)
+        os.close(ours), os.close(given), os.close(wanted)
+        if alive not in select.select([control, alive], [], [])[0]:
+            os.kill(first, signal.SIGKILL)
+        status = os.waitpid(first, 0)[1]
+        libc.killpg(first, signal.SIGKILL)          # where there is no cage some may be left
+        os.write(control, b"%d" % os.waitstatus_to_exitcode(status))
+    except BaseException as error:
+        os.write(control, str(error).encode() + b"; ")
+    os._exit(0)
+
+with open("/proc/self/mountinfo" if caged else os.devnull) as file:
+    mounted = [text.split()[4].encode().decode("unicode_escape") for text in file]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # who looks on is not waited for
+gc.freeze()
+line.send(b"!")
+while True:
+    head, places, *_ = socket.recv_fds(line, 4, 3, socket.MSG_WAITALL)
+    if len(head) < 4:
+        sys.exit()
+    text = b""
+    while len(text) < int.from_bytes(head, "big"):
+        text += line.recv(int.from_bytes(head, "big") - len(text))
+    if not os.fork():
+        line.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        source, name, sys.argv, sys.path[:1] = run(marshal.loads(text), *places)
+        break
+    for place in places:
+        os.close(place)
+main = sys.modules["__main__"] = type(sys)("__main__")
+main.__dict__.update(__builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name}))
+for other in set(sys.modules) - fresh:
+    del sys.modules[other]
+try:
+    exec(compile(source, name, "exec"), main.__dict__)
+except Exception as error:
+    error.__traceback__ = error.__traceback__.tb_next
+    sys.excepthook(type(error), error, error.__traceback__)
+    sys.exit(1)
+"""
 
 
 @functools.lru_cache(None)
 def has_bwrap():
-    """True if bubblewrap is installed and this kernel lets us use it; otherwise says so once."""
+    """True if bubblewrap is installed and this kernel lets us use it, in one cage another; otherwise says so once."""
     path = shutil.which("bwrap")
-    command = [path, "--unshare-all", "--ro-bind", "/", "/", "true"]
+    command = [path, "--unshare-all", "--cap-add", "ALL", "--ro-bind", "/", "/", "--proc", "/proc",
+               "unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc", "true"]
     if path and subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
         return True
     warnings.warn("bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
@@ -158,12 +300,10 @@ class Sandbox:
     def __init__(self, time_limit=10.0, cpu=5, memory=1 << 30, file_size=64 << 20, disk=256 << 20, output=16_000, open_files=256,
                  processes=64, python=(os.path.realpath(sys.executable), "-S", "-E", "-B"), memo=True, hide=(), network=False):
         self.time_limit, self.output, self.disk, self.python, self.hide = time_limit, output, disk, tuple(python), tuple(hide)
-        self.limits = (f"ulimit -c 0; ulimit -t {cpu}; ulimit -v {memory // 1024}; ulimit -f {file_size // 512}; "
-                       f"ulimit -n {open_files}")
-        if has_bwrap():                             # the limit counts this sandbox only: alone it would count all of a user's
-            self.limits += f"; ulimit -p {processes} 2>/dev/null || ulimit -u {processes}"
-        self.limits += '; exec "$@"'
-        self.memo, self.network = {} if memo else None, network
+        limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
+        limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
+        self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
+        self.memo, self.network, self.line, self.lock = {} if memo else None, network, None, threading.Lock()
 
     def argv(self, command):
         """A plain command line becomes its words (no shell to start); anything else, and what a shell does itself, goes to sh."""
@@ -177,62 +317,101 @@ class Sandbox:
         python = " ".join(map(shlex.quote, self.python))
         return ["/bin/sh", "-c", f"python() {{ {python} \"$@\"; }}\n{command}"]
 
-    def cage(self, root):
-        """The words in front of a command that put it behind bubblewrap."""
-        if not has_bwrap():
-            return []
-        drop, user = [], "--unshare-user"
-        if os.geteuid() == 0 and shutil.which("setpriv"):
-            uid, user = 100_000 + os.stat(root).st_ino % 1_000_000, "--unshare-uts"
-            give(root, uid)
-            drop = ["setpriv", "--reuid", str(uid), "--regid", str(uid), *DROP]
-        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", user,
-                 "--die-with-parent", "--new-session", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/tmp"]
-        words += [] if self.network else ["--unshare-net"]
+    def cage(self):
+        """The words in front of the server that put it behind bubblewrap. It sees the whole machine under /host and has all
+        capabilities in there; its commands have neither."""
+        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try",
+                 *["--unshare-user"] * (os.geteuid() != 0), *["--unshare-net"] * (not self.network), "--cap-add", "ALL"]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
         mounts = []                                 # of a folder that is closed to others (mktemp -d), what it holds
         for path in prefixes:
             mounts += [path] if os.stat(path).st_mode & 5 == 5 else sorted(map(str, Path(path).iterdir()))
-        for parent in sorted({str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/", "/tmp"}):
+        for parent in sorted({str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/"}):
             words += ["--perms", "0755", "--dir", parent]
         for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
             words += ["--symlink", os.readlink(path), path] if path in SYSTEM and os.path.islink(path) else ["--ro-bind-try", path, path]
         for path in self.hide:
             words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
-        words += ["--proc", "/proc", "--dev", "/dev", "--size", str(self.disk), "--perms", "1777", "--tmpfs", "/dev/shm"]   # for locks
-        return words + ["--bind", str(root), "/work", "--chdir", "/work", *drop]
+        words += ["--dir", "/tmp", "--dir", "/work", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", "/", "/host"]
+        return [*words, "--remount-ro", "/"]
+
+    def serve(self):
+        """The line to the server, which is started when there is none."""
+        if self.line is None:
+            self.line, far = socket.socketpair()
+            words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", SERVER, str(far.fileno()), str(int(has_bwrap()))]
+            server = subprocess.Popen([*self.cage(), *words] if has_bwrap() else words, env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()],
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+            far.close()
+            if not self.line.recv(1):
+                self.line = None
+                raise OSError(server.communicate()[1].decode("utf-8", "replace").strip())
+            weakref.finalize(self, leave, self.line, server, os.getpid())
+        return self.line
+
+    def order(self, words, root):
+        """Asks the server for a command -> our ends of its control, its input and its output."""
+        uid, inside = 0, "/work" if has_bwrap() else root
+        if has_bwrap() and os.geteuid() == 0:
+            uid = 100_000 + os.stat(root).st_ino % 1_000_000
+            give(root, uid)
+        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
+                       "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
+        proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
+        environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
+        text = marshal.dumps(dict(words=words, root=root, uid=uid, network=self.network, disk=self.disk, limits=self.limits,
+                                  environment=environment))
+        control, far = socket.socketpair()
+        (given, pen), (ear, wanted) = os.pipe(), os.pipe()
+        try:
+            with self.lock:
+                for again in (True, False):         # a server may have been killed
+                    try:
+                        line = self.serve()
+                        socket.send_fds(line, [len(text).to_bytes(4, "big")], [far.fileno(), given, wanted])
+                        line.sendall(text)
+                        break
+                    except ConnectionError:
+                        self.line = None
+                        if not again:
+                            raise
+        except OSError:
+            control.close(), os.close(pen), os.close(ear)
+            raise
+        finally:
+            far.close(), os.close(given), os.close(wanted)
+        return control, pen, ear
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does."""
         words = self.argv(command) if isinstance(command, str) else list(command)
         if os.path.islink(root) or not os.path.isdir(root):
             return Result(127, "no such directory")
-        words = [*self.cage(root), "/bin/sh", "-c", self.limits, "sh", *words]
         if any("\0" in word for word in words):
             return Result(127, "a command cannot hold a zero byte")
-        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
-                       "PYTHONDONTWRITEBYTECODE": "1"}
-        inside = "/work" if has_bwrap() else root
-        environment["PYTHONPATH"] = f"{inside}:{inside}/src"
-        proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
-        environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
         deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
-            child = subprocess.Popen(words, cwd=root, env=environment, start_new_session=True, stdin=subprocess.PIPE,
-                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        except (OSError, UnicodeError) as error:
+            control, pen, ear = self.order(words, os.path.realpath(root))
+        except OSError as error:
             return Result(127, f"cannot start: {error}")
-        threading.Thread(target=feed, args=(child, stdin), daemon=True).start() if stdin else child.stdin.close()
-        text, timed_out = self.collect(child, deadline, root)
-        return Result(child.returncode, text, timed_out)
+        threading.Thread(target=feed, args=(pen, stdin), daemon=True).start() if stdin else os.close(pen)
+        with control:
+            text, timed_out = self.collect(control, ear, deadline, root)
+            control.shutdown(socket.SHUT_WR)        # whatever is left dies now
+            code = b"".join(iter(lambda: control.recv(4096), b"")).decode("utf-8", "replace")
+        os.close(ear)
+        if not code.lstrip("-").isdigit():
+            return Result(127, f"cannot start: {code}")
+        return Result(int(code), text, timed_out)
 
-    def collect(self, child, deadline, root):
-        """Output up to the limit; the whole process group is killed at the deadline, at a flood, and at the end."""
-        chunks, size, note, pipe, weighed = [], 0, "", child.stdout.fileno(), time.perf_counter()
+    def collect(self, control, pipe, deadline, root):
+        """Output up to the limit, which a command may also reach by writing nothing for too long, or too much to disk."""
+        chunks, size, note, weighed = [], 0, "", time.perf_counter()
+        ready = lambda file, wait: bool(select.select([file], [], [], wait)[0])
         while not note:
-            wait, ended = min(0.1, deadline - time.perf_counter()), child.poll() is not None
-            chunk = os.read(pipe, 65536) if wait > 0 and select.select([pipe], [], [], wait)[0] else None
+            wait, ended = min(0.1, deadline - time.perf_counter()), ready(control, 0)
+            chunk = os.read(pipe, 65536) if wait > 0 and ready(pipe, wait) else None
             chunks.append(chunk or b"")
             size += len(chunk or b"")
             if chunk == b"" or (chunk is None and ended):   # ended before we looked: its last words would have been there
@@ -241,12 +420,8 @@ class Sandbox:
             note = ("timed out" if wait <= 0 else "output cut" if size > self.output else
                     "disk full" if due and weight(root) > self.disk else "")
             weighed = time.perf_counter() if due else weighed
-        while not note and child.poll() is None:    # closed its output and goes on
-            note = "timed out" if time.perf_counter() > deadline else ""
-            time.sleep(.001)
-        kill_group(child.pid)
-        child.wait()
-        child.stdout.close()
+        if not note and not ready(control, max(0, deadline - time.perf_counter())):    # closed its output and goes on
+            note = "timed out"
         text = b"".join(chunks)[:self.output].decode("utf-8", "replace")
         return text + (f"\n[{note}]" if note else ""), note == "timed out"
 
@@ -275,12 +450,16 @@ class Sandbox:
             return entry[1]
 
 
-def feed(child, text):
-    try:
-        with child.stdin as pipe:
-            pipe.write(text.encode())
-    except (BrokenPipeError, ValueError):
-        pass
+def leave(line, server, pid):
+    """A server goes when nobody holds the other end of its line; a forked copy of us only lets go."""
+    line.close(), server.stderr.close()
+    if os.getpid() == pid:
+        server.wait()
+
+
+def feed(pen, text):
+    with contextlib.suppress(BrokenPipeError), open(pen, "wb") as pipe:
+        pipe.write(text.encode())
 
 
 def walk(root):
@@ -314,13 +493,6 @@ def weight(root):
             except OSError:
                 pass
     return total
-
-
-def kill_group(pid):
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def tree_key(files, command):

@@ -454,15 +454,18 @@ def agent_limits(config):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
-    sequences."""
+    """-> (number, episodes) pairs. Each task from its own seed; a summarised chain gives several training sequences. Levels with
+    functions of two steps come two or three times as often as the others: where there is one constant it is found by the function's
+    name alone, and only of two does one learn which belongs to the operator at hand."""
+    levels = [level for level, dials in enumerate(synth_tasks.LEVELS[:config.levels])
+              for _ in range(1 + (dials["steps"][1] > 1) * min(2, dials["deletions"]))]
     quarter = replace(config, window=config.window // 4)
     whole, short = (agent_limits(config), compact), (agent_limits(quarter), summarize.compact(asdict(quarter)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, i % config.levels, (config.seed << 24) + i)
+        task = make_task(config, levels[i % len(levels)], (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)

@@ -1,6 +1,7 @@
 """Tests of synth_tasks.py. Oracles: plain exec of the deleted code, the real interpreter, and worlds that must stay unharmed."""
 import ast
 import base64
+import contextlib
 import copy
 import gc
 import importlib.util
@@ -321,7 +322,9 @@ ESCAPES = {     # command -> what must not be in its output; "" means: it only h
     "python -c \"import ctypes; print('traced', ctypes.CDLL(None).ptrace(16, {pid}, 0, 0))\"": "traced 0",
     "python -c \"import socket; socket.create_connection(('127.0.0.1', {port})); print('connected')\"": "connected",
     "python -c \"import socket; socket.create_connection(('192.0.2.1', 80), 1); print('connected')\"": "connected",
-    "ls /proc/{pid}/fd && echo looked": "looked",
+    "ls /proc/{pid}/fd && echo looked": "looked", "ls /host{folder} && echo looked": "looked",
+    "unshare -Urm sh -c 'umount /host; umount -l /host; cat /host{secret} && echo looked'": "looked",
+    "python -c \"import ctypes, os; ctypes.CDLL(None).umount2(b'/host', 2); print(os.path.exists('/host{secret}'))\"": "True",
 }
 
 
@@ -372,6 +375,59 @@ def test_a_fork_bomb_hits_its_own_limit_and_not_the_machine(workspace):
     assert "stopped at" in result.output and time.perf_counter() - start < 5
     workspace.sandbox.run("sh -c 'b() { b | b & }; b; sleep 1'", workspace.root, time_limit=2)
     assert subprocess.run(["true"]).returncode == 0
+
+
+SCRIPTS = {     # what a script can tell about the interpreter that runs it
+    "modules": "import sys; print(sorted(sys.modules), sys.argv, __file__, __name__, sys.path, sys.flags.dont_write_bytecode, sys.flags.no_site)",
+    "an error": "def f(n):\n    return 1 / n\nf(0)", "a chain of errors": "try:\n    {}[1]\nexcept KeyError as e:\n    raise ValueError('x') from e",
+    "a syntax error": "print('not reached')\ndef f(:\n", "an encoding": "# coding: latin-1\nprint(ascii('\u00e9'))", "nothing": "",
+    "exit": "import sys; sys.exit(7)", "exit with words": "import sys; sys.exit('no')", "exit with nothing": "raise SystemExit",
+    "a hook": "import sys; sys.excepthook = lambda *e: print(e[0]); 1 / 0", "a signal": "import os; os.kill(os.getpid(), 15)",
+    "ends": "import atexit, threading, time\natexit.register(print, 'last')\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()\n"
+            "file = open('left', 'w')\nfile.write('unflushed')", "a file left": "print(open('left').read())",
+    "order": "import os, sys; print('a'); sys.stderr.write('b\\n'); os.write(1, b'c\\n'); print(sys.stdout.line_buffering, sys.stdout.encoding)",
+    "input": "import sys; print(repr(sys.stdin.read()))", "its own socket.py": "import socket; print(socket.mine)", "imports": "import json, ctypes, select; print(json.dumps(1))",
+    "signals": "import signal; print([signal.getsignal(n) for n in (2, 10, 13, 17, 25)])", "files": "import os; print(len(os.listdir('/proc/self/fd')))",
+    "limits": "import resource; print([resource.getrlimit(n) for n in range(10)])", "environment": "import os; print(sorted(os.environ), os.getcwd(), os.umask(18))",
+    "rights": "print([line for line in open('/proc/self/status') if line.split(':')[0] in 'Uid Gid Groups NoNewPrivs CapInh CapPrm CapEff CapBnd'])",
+    "hosts": "import os; print(os.listdir('/host') if os.path.exists('/host') else [], open('/proc/mounts').read().count('/work '))",
+    "children": "import os, subprocess; print(subprocess.run(['true']).returncode, os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)[1])",
+    "deep": "def f(n): return n and f(n - 1)\nprint(f(900))\ntry:\n    f(2000)\nexcept RecursionError as e:\n    print(e)"}
+
+
+@caged
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_in_the_servers_interpreter_cannot_tell_it_from_a_new_one(name):
+    """The oracle is Python started by `env`."""
+    task = make_task(0, 1)
+    task.files |= {"one.py": SCRIPTS[name], "socket.py": "mine = 1", "left": "unflushed"}
+    sandbox = Sandbox(memo=False)
+    words = sandbox.argv("python one.py a b")
+    with Workspace(task, sandbox) as workspace:
+        assert sandbox.run(words, workspace.root, "in") == sandbox.run(["env", *words], workspace.root, "in")
+        assert (workspace.root / "left").read_text() == "unflushed"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox(workspace):
+    def servers():
+        found = set()
+        for place in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if st.SERVER.encode() in place.read_bytes():
+                    found.add(int(place.parent.name))
+        return found
+    before, sandbox = servers(), Sandbox(memo=False)
+    assert sandbox.run("echo 1", workspace.root).output == "1\n"
+    first = servers() - before
+    for pid in first:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    time.sleep(.2)
+    assert sandbox.run("echo 2", workspace.root).output == "2\n"
+    second = servers() - before - first
+    del sandbox
+    assert first and second and not (first | second) & servers()
 
 
 def test_a_command_with_a_zero_byte_or_an_unknown_program_is_an_answer_not_a_crash(workspace):
