@@ -329,8 +329,9 @@ def experiment(name, seeds, out, flags):
         if own:
             jobs += [[f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common] for stage in ("pretrain", "long")]
             jobs.append(["--stage=sft", f"--start_from={out.parent}/base-{seed}", f"--out={start}", *common, *own])
-        elif base != "pretrain":
-            jobs.append([f"--out={start}", *common])
+        elif base != "pretrain":                                 # its RL only where it is an arm
+            jobs += [[f"--out={start}", *common]] if not all(arms.values()) else [
+                [f"--stage={stage}", f"--out={start}", *common] for stage in ("pretrain", "long", "sft")]
         for arm, changes in arms.items():
             folders[arm].append(out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start)
             here = [f"--out={folders[arm][-1]}", *common, *changes]

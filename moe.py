@@ -589,13 +589,13 @@ class Attention(nn.Module):
         """Attention of q (B, H, T, N + R) on the cache's latents themselves: every head reads the same C + R numbers, so the
         heads line up along the query axis of one wide head. The values are the entries; their rotary part is dropped."""
         c, (B, H, T, _) = self.config, q.shape
+        by_head = lambda x, w: torch.bmm(x.transpose(0, 1).flatten(1, 2), w.to(x.dtype)).view(H, B, T, -1).transpose(0, 1)
         nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
-        nope = torch.einsum("bhtn,hnc->bhtc", nope, self.wk_b.to(q.dtype))
-        q = torch.cat((nope, rope), -1).reshape(B, 1, H * T, -1)
+        q = torch.cat((by_head(nope, self.wk_b), rope), -1).view(B, 1, H * T, -1)
         mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
         entry = entry[:, None]
         o = attend(q, entry, entry, mask, self.scale * self.q ** -0.5)
-        return torch.einsum("bhtc,hvc->bhtv", o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.to(q.dtype))
+        return by_head(o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.transpose(1, 2))
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         q, entry = self.query(x, cos, sin), self.entry(x, cos, sin)

@@ -451,10 +451,12 @@ class Sandbox:
 
 
 def leave(line, server, pid):
-    """A server goes when nobody holds the other end of its line; a forked copy of us only lets go."""
-    line.close(), server.stderr.close()
+    """Its server ends with a sandbox, whoever else was forked with the line; such a copy only lets go."""
     if os.getpid() == pid:
+        with contextlib.suppress(OSError):          # it was killed
+            line.shutdown(socket.SHUT_RDWR)
         server.wait()
+    line.close(), server.stderr.close()
 
 
 def feed(pen, text):
