@@ -109,6 +109,7 @@ class Result:
     exit_code: int
     output: str
     timed_out: bool = False
+    started: bool = True
 
 
 @dataclass
@@ -394,7 +395,7 @@ class Sandbox:
         try:
             control, pen, ear = self.order(words, os.path.realpath(root))
         except OSError as error:
-            return Result(127, f"cannot start: {error}")
+            return Result(127, f"cannot start: {error}", started=False)
         threading.Thread(target=feed, args=(pen, stdin), daemon=True).start() if stdin else os.close(pen)
         with control:
             text, timed_out = self.collect(control, ear, deadline, root)
@@ -402,7 +403,7 @@ class Sandbox:
             code = b"".join(iter(lambda: control.recv(4096), b"")).decode("utf-8", "replace")
         os.close(ear)
         if not code.lstrip("-").isdigit():
-            return Result(127, f"cannot start: {code}")
+            return Result(127, f"cannot start: {code}", started=False)
         return Result(int(code), text, timed_out)
 
     def collect(self, control, pipe, deadline, root):
@@ -444,7 +445,7 @@ class Sandbox:
         with entry[0]:
             if len(entry) == 1:
                 result = run()
-                if result.timed_out or not repeatable():
+                if result.timed_out or not result.started or not repeatable():
                     return result
                 entry.append(result)
             return entry[1]

@@ -479,6 +479,15 @@ def test_a_file_of_the_tasks_own_is_whole_however_large_and_an_agents_is_refused
         assert "huge" not in workspace.files()
 
 
+def test_a_command_that_could_not_start_is_not_remembered(monkeypatch):
+    sandbox, task = Sandbox(), make_task(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(st, "SERVER", "raise SystemExit('no more processes')")
+        failed = sandbox.run_files(task.files, "python tests.py")
+    assert not failed.started and "no more processes" in failed.output
+    assert sandbox.run_files(task.files, "python tests.py").output == run_trusted(task.files).output
+
+
 def test_many_threads_share_one_sandbox():
     sandbox, tasks = Sandbox(memo=False), [make_task(i % 3, i) for i in range(12)]
 
