@@ -1186,17 +1186,16 @@ def products(step):
     return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
 
 
-def best_times(candidates, rounds, burst=1, budget=5.0):
+def best_times(candidates, rounds, budget=5.0):
     """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on all; one that used its budget
-    of seconds stops. burst: so many times in a row, the first of which does not count: it finds the caches full of the others' data,
-    where in earnest one step follows another."""
+    of seconds stops."""
     spent = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, one in candidates.items():
-            for i in range(burst if sum(spent[name]) < budget else 0):
+            if sum(spent[name]) < budget:
                 start = time.perf_counter()
                 one()
-                spent[name] += [time.perf_counter() - start] * (burst == 1 or i > 0)
+                spent[name].append(time.perf_counter() - start)
     return {name: min(times[1:] or times) for name, times in spent.items()}
 
 
@@ -1218,7 +1217,7 @@ def bench():
     with torch.inference_mode():
         lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
         seconds = best_times({"from the latent cache": one, "its matrix products alone": products(one), "with 3 drafts, none right": four,
-                              "its matrix products": products(four), "full forward per token": full}, 40, burst=6)
+                              "its matrix products": products(four), "full forward per token": full}, 100)
     for name, t in seconds.items():
         print(f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens")
     cached, alone, drafted, its, full = seconds.values()
