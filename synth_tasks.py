@@ -22,7 +22,7 @@ that calls it, and values that equal a narrower kind, or everything from the ten
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
-less than half of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
+two thirds of the time of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
 reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the disk.
 
 Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should print, a second one
