@@ -454,18 +454,15 @@ def agent_limits(config):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs. Each task from its own seed; a summarised chain gives several training sequences. Levels with
-    functions of two steps come two or three times as often as the others: where there is one constant it is found by the function's
-    name alone, and only of two does one learn which belongs to the operator at hand."""
-    levels = [level for level, dials in enumerate(synth_tasks.LEVELS[:config.levels])
-              for _ in range(1 + (dials["steps"][1] > 1) * min(2, dials["deletions"]))]
+    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a summarised chain gives several training
+    sequences."""
     quarter = replace(config, window=config.window // 4)
     whole, short = (agent_limits(config), compact), (agent_limits(quarter), summarize.compact(asdict(quarter)))
     remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, levels[i % len(levels)], (config.seed << 24) + i)
+        task = make_task(config, i % config.levels, (config.seed << 24) + i)
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
@@ -556,7 +553,8 @@ class Reinforcement:
 
     def learn(self, groups, log):
         """Policy gradient over all episodes, and on flagged turns the divergence from the hinted teacher: its sum over the
-        flagged tokens, over their number or that of the rollouts, so that the last few flagged turns do not drown the reward."""
+        flagged tokens, over their number or that of the rollouts, so that the last few flagged turns do not drown the reward. In the
+        log, gap: by how many nats hints make what was flagged less likely. Where that is nothing, nothing can be distilled."""
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
@@ -569,7 +567,7 @@ class Reinforcement:
         rollouts = config.tasks_per_step * config.group
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)]))
-        mismatch = kl = read = 0.0
+        mismatch = kl = read = gap = 0.0
         for batch in run.micro_batches(items, spare=items[0]):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
@@ -587,11 +585,13 @@ class Reinforcement:
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
                                                           token_cap=2.0)
                 loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
+                before, after = (x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum() for x in (student, expected))
+                gap += float(before - after)
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
         log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
-                   teacher_tokens=run.sum(read))
+                   teacher_tokens=run.sum(read), gap=run.sum(gap) / max(1, targets))
 
     def splice(self, chain, hint):
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about, and which token it never does"""

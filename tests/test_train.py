@@ -227,9 +227,13 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
     assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (1, 0, 0, True)
     train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
-    train.main([*rl, f"--out={tmp_path}/c", "--reward=0", "--imitate=1", "--sloppy=3", "--habits=unavailable_tool,communication"])
+    hints = [*rl, "--reward=0", "--imitate=1", "--sloppy=3", "--habits=unavailable_tool,communication"]
+    train.main([*hints, f"--out={tmp_path}/c"])
     log = json.loads((tmp_path / "c" / "rl.jsonl").read_text())      # nothing but hints, on what a careless expert does
-    assert log["flagged"] > 10 and log["teacher_tokens"] > 100
+    assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
+    train.main([*hints, f"--out={tmp_path}/d", "--placebo=empty", "--teacher=current"])
+    log = json.loads((tmp_path / "d" / "rl.jsonl").read_text())
+    assert log["flagged"] > 10 and log["gap"] == log["feedback_kl"] == 0
     after = {name: weights(tmp_path / name / "rl") for name in "abc"}
     assert not torch.equal(after["c"]["head.weight"], before["head.weight"])
     learned = {name: t for name, t in after["b"].items() if not name.endswith(("router.bias", "router.load"))}
