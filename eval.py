@@ -23,6 +23,7 @@ import math
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -113,9 +114,9 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
-def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None, began=None):
+def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None, began=None, hints=False):
     """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts. began: a
-    model; the records then say how far the policy has moved from it."""
+    model; the records then say how far the policy has moved from it. hints: see heeded."""
     compact, limits = summarize.compact(config), rollout.Limits(config["window"], config["turns"], commands=config["commands"])
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
@@ -123,7 +124,23 @@ def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, p
     sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature, draft=config["draft"])
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
     moved = lambda chain: {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
-    return [{**record(chain, price), **moved(chain)} for group in groups for chain in group]
+    told = lambda chain: {"hints": heeded(model, tokenizer, chain)} if hints else {}
+    return [{**record(chain, price), **moved(chain), **told(chain)} for group in groups for chain in group]
+
+
+@torch.no_grad()
+def heeded(model, tokenizer, chain):
+    """Would this policy heed the hint, could it be its own teacher? -> for each call to a tool that is not there (tool, probability of
+    beginning and naming that call, the same under the hint). Where the two are alike, there is nothing to distil."""
+    found = []
+    for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
+        episode, text = chain.episodes[hint.episode], feedback_distill.hint_tokens(tokenizer, hint.text)
+        turn, above = episode.turns[hint.turn], [token for turn in episode.turns[:hint.turn + 1] for token in turn.tokens]
+        at = feedback_distill.pack([episode], [(0, hint.turn, text, feedback_distill.span(tokenizer, turn, hint))]).to(model.embed.weight.device)
+        places = (torch.tensor([above], device=at.row.device), at.student_row, at.student_position), (at.tokens, at.row, at.position)
+        logp = [feedback_distill.logits_at(model, *place).log_softmax(-1).gather(1, at.token[:, None]).sum() for place in places]
+        found.append((next(call.name for call in turn.calls if call.error == "unknown_tool"), *(float(p.exp()) for p in logp)))
+    return found
 
 
 @torch.no_grad()
@@ -458,6 +475,7 @@ def flags(argv):
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="of generated tasks; train: only seeds are new")
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
+    parser.add_argument("--hints", action="store_true", help="also tell which wrong tools a hint would keep the policy from")
     parser.add_argument("--out", default="out")
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
@@ -501,9 +519,16 @@ def main(argv):
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["turns"] = args.turns or config["turns"]
-        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out))
+        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),
+                                hints=args.hints)
     kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
     print(write(policies, args.out, "eval.json", kind=kind))
+    for run, records in policies.items() if args.hints else ():
+        found = [call for record in records for call in record["hints"]]
+        print(f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it")
+        for tool, number in Counter(tool for tool, *_ in found).most_common(8):
+            before, after = np.mean([p for name, *p in found if name == tool], 0)
+            print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")
     print(f"\n{args.out}/eval.json, effort.png, score.png")
 
 

@@ -202,6 +202,34 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
     assert evaluation.drift(other, chain, 0.7) == (0.0, 0)
 
 
+def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_and_without_token_by_token(run, tmp_path, capsys):
+    model, tokenizer, _ = evaluation.load(run[0])
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    task = next(task for task in (make_task(0, i) for i in range(99)) if "run_command" not in task.tools)
+    chain = rollout.demonstrate(task, tokenizer, random.Random(6), rollout.Limits(10**6), sloppy=4.0)
+    expected, said = [], []
+    for i, turn in enumerate(turns := chain.episodes[0].turns):
+        names = [call.name for call in turn.calls if call.error == "unknown_tool"]
+        if names:
+            begin = turn.tokens.index(tokenizer.id["<|call|>"])
+            wrong = [tokenizer.id["<|call|>"], *tokenizer.encode(names[0])]
+            assert turn.tokens[begin:begin + len(wrong)] == wrong
+            before = [token for earlier in turns[:i] for token in earlier.tokens]
+            hint = [tokenizer.id["<|hint|>"], *tokenizer.encode(f"Reminder: Available tools: {', '.join(task.tools)}."), tokenizer.id["<|end|>"]]
+            for above in ([], hint):
+                ids = [*before, *above, *turn.tokens[:begin]]
+                p = 1.0
+                for token in wrong:
+                    p *= float(model.logits(model(torch.tensor([ids])))[0, -1].softmax(-1)[token].detach())
+                    ids.append(token)
+                said.append(p)
+            expected.append((names[0], *said[-2:]))
+    found = evaluation.heeded(model, tokenizer, chain)
+    assert len(expected) > 1 and [(name, pytest.approx(p, rel=1e-3), pytest.approx(q, rel=1e-3)) for name, p, q in expected] == found
+    evaluation.main([str(run[0]), "--number=1", "--passes=1", "--levels=1", "--hints", f"--out={tmp_path}"])
+    assert "with the hint above it" in capsys.readouterr().out
+
+
 def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     tasks = evaluation.held_out(2)
     assert all(r["solved"] for r in evaluation.expert_records(0.0, tasks))
@@ -239,7 +267,7 @@ def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, ar
 
 def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeypatch):
     asked, attempt = [], evaluation.attempt
-    monkeypatch.setattr(evaluation, "attempt", lambda *words: asked.append(words[2]["turns"]) or attempt(*words))
+    monkeypatch.setattr(evaluation, "attempt", lambda *words, **more: asked.append(words[2]["turns"]) or attempt(*words, **more))
     for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
         policy, = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
