@@ -278,13 +278,18 @@ except Exception as error:
 """
 
 
+def bwrap():
+    """The first words of a cage, which to root is one without a user namespace"""
+    return [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--cap-add", "ALL",
+            *["--unshare-user"] * (os.geteuid() != 0)]
+
+
 @functools.lru_cache(None)
 def has_bwrap():
     """True if bubblewrap is installed and this kernel lets us use it, in one cage another; otherwise says so once."""
-    path = shutil.which("bwrap")
-    command = [path, "--unshare-all", "--cap-add", "ALL", "--ro-bind", "/", "/", "--proc", "/proc",
+    command = [*bwrap(), "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc",
                "unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc", "true"]
-    if path and subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
+    if command[0] and subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
         return True
     warnings.warn("bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
                   "your files in reach (apt-get install bubblewrap)", stacklevel=3)
@@ -321,8 +326,7 @@ class Sandbox:
     def cage(self):
         """The words in front of the server that put it behind bubblewrap. It sees the whole machine under /host and has all
         capabilities in there; its commands have neither."""
-        words = [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try",
-                 *["--unshare-user"] * (os.geteuid() != 0), *["--unshare-net"] * (not self.network), "--cap-add", "ALL"]
+        words = [*bwrap(), *["--unshare-net"] * (not self.network)]
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
         mounts = []                                 # of a folder that is closed to others (mktemp -d), what it holds
