@@ -309,7 +309,7 @@ class Sandbox:
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
-        self.memo, self.network, self.line, self.lock = {} if memo else None, network, None, threading.Lock()
+        self.memo, self.network, self.line, self.owner, self.lock = {} if memo else None, network, None, None, threading.Lock()
 
     def argv(self, command):
         """A plain command line becomes its words (no shell to start); anything else, and what a shell does itself, goes to sh."""
@@ -342,9 +342,9 @@ class Sandbox:
         return [*words, "--remount-ro", "/"]
 
     def serve(self):
-        """The line to the server, which is started when there is none."""
-        if self.line is None:
-            self.line, far = socket.socketpair()
+        """The line to the server, which is started when there is none, or when this is a fork of the process that it belongs to."""
+        if self.line is None or self.owner != os.getpid():
+            (self.line, far), self.owner = socket.socketpair(), os.getpid()
             words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", SERVER, str(far.fileno()), str(int(has_bwrap()))]
             server = subprocess.Popen([*self.cage(), *words] if has_bwrap() else words, env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()],
                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -352,7 +352,7 @@ class Sandbox:
             if not self.line.recv(1):
                 self.line = None
                 raise OSError(server.communicate()[1].decode("utf-8", "replace").strip())
-            weakref.finalize(self, leave, self.line, server, os.getpid())
+            weakref.finalize(self, leave, self.line, server, self.owner)
         return self.line
 
     def order(self, words, root):
@@ -411,7 +411,7 @@ class Sandbox:
         return Result(int(code), text, timed_out)
 
     def collect(self, control, pipe, deadline, root):
-        """Output up to the limit, which a command may also reach by writing nothing for too long, or too much to disk."""
+        """Output, until the command ends, or has to: at the deadline, at a flood of words, when the disk is full."""
         chunks, size, note, weighed = [], 0, "", time.perf_counter()
         ready = lambda file, wait: bool(select.select([file], [], [], wait)[0])
         while not note:

@@ -479,6 +479,17 @@ def test_a_file_of_the_tasks_own_is_whole_however_large_and_an_agents_is_refused
         assert "huge" not in workspace.files()
 
 
+def test_forks_of_a_process_that_has_a_server_have_their_own(tmp_path):
+    """Orders of two processes on one line would be read as one."""
+    sandbox = Sandbox(memo=False)
+    assert sandbox.run("echo 0", tmp_path).output == "0\n"
+    pid = os.fork()
+    if not pid:
+        os._exit(sum(sandbox.run(f"echo {i}", tmp_path).output != f"{i}\n" for i in range(20)))
+    assert all(sandbox.run(f"echo {i}", tmp_path).output == f"{i}\n" for i in range(20))
+    assert os.waitpid(pid, 0)[1] == 0 and sandbox.run("echo 1", tmp_path).output == "1\n"
+
+
 def test_a_command_that_could_not_start_is_not_remembered(monkeypatch):
     sandbox, task = Sandbox(), make_task(0, 1)
     with monkeypatch.context() as patch:
