@@ -136,8 +136,9 @@ def heeded(model, tokenizer, chain):
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
         episode, text = chain.episodes[hint.episode], feedback_distill.hint_tokens(tokenizer, hint.text)
         turn, above = episode.turns[hint.turn], [token for turn in episode.turns[:hint.turn + 1] for token in turn.tokens]
-        at = feedback_distill.pack([episode], [(0, hint.turn, text, feedback_distill.span(tokenizer, turn, hint))]).to(model.embed.weight.device)
-        places = (torch.tensor([above], device=at.row.device), at.student_row, at.student_position), (at.tokens, at.row, at.position)
+        span, device = feedback_distill.span(tokenizer, turn, hint), model.embed.weight.device
+        at = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
+        places = (torch.tensor([above], device=device), at.student_row, at.student_position), (at.tokens, at.row, at.position)
         logp = [feedback_distill.logits_at(model, *place).log_softmax(-1).gather(1, at.token[:, None]).sum() for place in places]
         found.append((next(call.name for call in turn.calls if call.error == "unknown_tool"), *(float(p.exp()) for p in logp)))
     return found

@@ -22,8 +22,9 @@ that calls it, and values that equal a narrower kind, or everything from the ten
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
-two thirds of the time of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
-reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the disk.
+two thirds of the time of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot
+stop stays open: reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the
+disk.
 
 Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should print, a second one
 gets a bare environment and three of them, and has to make them run as described within five tries, mocks allowed, or else the
@@ -172,9 +173,9 @@ def enclose(order):
 def settle(order):
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     if not order["uid"]:                            # who is not root gets a user namespace that owns nothing, and counts its own processes
-        maps = ("setgroups", "deny"), ("uid_map", "%d %d 1" % (os.getuid(), os.getuid())), ("gid_map", "%d %d 1" % (os.getgid(), os.getgid()))
+        maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
         call("unshare", NEWUSER)
-        for name, text in maps:
+        for name, text in ("setgroups", "deny"), ("uid_map", maps[0]), ("gid_map", maps[1]):
             with open("/proc/self/" + name, "w") as file:
                 file.write(text)
 
