@@ -476,7 +476,7 @@ def flags(argv):
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="of generated tasks; train: only seeds are new")
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
-    parser.add_argument("--hints", action="store_true", help="also tell which wrong tools a hint would keep the policy from")
+    parser.add_argument("--gap", action="store_true", help="also tell which wrong tools a hint would keep the policy from")
     parser.add_argument("--out", default="out")
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
@@ -488,7 +488,7 @@ def flags(argv):
         parser.error(f"unknown flag {args.others[0]!r}")
     if args.experiment and args.runs:
         parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")
-    for name in ("number", "passes", "split", "price_in", "price_out"):
+    for name in ("number", "passes", "split", "price_in", "price_out", "gap"):
         if args.experiment and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples")
     if min(args.number, args.passes) < 1 or args.turns < 0:
@@ -521,10 +521,10 @@ def main(argv):
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["turns"] = args.turns or config["turns"]
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),
-                                hints=args.hints)
+                                hints=args.gap)
     kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
     print(write(policies, args.out, "eval.json", kind=kind))
-    for run, records in policies.items() if args.hints else ():
+    for run, records in policies.items() if args.gap else ():
         found = [call for record in records for call in record["hints"]]
         print(f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it")
         for tool, number in Counter(tool for tool, *_ in found).most_common(8):

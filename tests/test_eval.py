@@ -226,7 +226,7 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
             expected.append((names[0], *said[-2:]))
     found = evaluation.heeded(model, tokenizer, chain)
     assert len(expected) > 1 and [(name, pytest.approx(p, rel=1e-3), pytest.approx(q, rel=1e-3)) for name, p, q in expected] == found
-    evaluation.main([str(run[0]), "--number=1", "--passes=1", "--levels=1", "--hints", f"--out={tmp_path}"])
+    evaluation.main([str(run[0]), "--number=1", "--passes=1", "--levels=1", "--gap", f"--out={tmp_path}"])
     assert "with the hint above it" in capsys.readouterr().out
 
 
@@ -246,7 +246,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["no/such/run"], "no/such/run"), (["{here}"], "{here}"), (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
     (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
     (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
-    (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment")])
+    (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
+    (["--experiment=feedback", "--gap"], "not for an experiment")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
