@@ -365,13 +365,18 @@ def slice_rows(number, size):
 
 # ---------------------------------------------------------------- layers
 
+def inverse_rms(x, eps):
+    """x (..., D) -> 1 / sqrt(mean(x^2) + eps), (..., 1)"""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (norm * norm / x.shape[-1] + eps).rsqrt()
+
+
 class RMSNorm(torch.autograd.Function):
     """x / sqrt(mean(x^2) + eps) * w by hand, x (..., D), w (D,): on a CPU, where PyTorch makes it of many steps, each over all of x,
     forward and backward take a third of the time."""
     @staticmethod
     def forward(ctx, x, w, eps):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = (norm * norm / x.shape[-1] + eps).rsqrt()                                # (..., 1)
+        r = inverse_rms(x, eps)
         ctx.save_for_backward(x, w, r)
         return (x * r).mul_(w)
 
@@ -391,8 +396,10 @@ class Norm(nn.Module):
 
     def forward(self, x):
         x, w = x.float(), self.weight.float()
-        by_hand = x.device.type == "cpu" and not torch.is_inference_mode_enabled()    # a teacher without gradients has a student's bits
-        return (RMSNorm.apply(x, w, self.eps) if by_hand else F.rms_norm(x, w.shape, w, self.eps)).to(self.dtype)
+        if x.device.type != "cpu":
+            return F.rms_norm(x, w.shape, w, self.eps).to(self.dtype)
+        y = (x * inverse_rms(x, self.eps)).mul_(w) if torch.is_inference_mode_enabled() else RMSNorm.apply(x, w, self.eps)
+        return y.to(self.dtype)                                  # in the sampler the same bits, without autograd's own time
 
 
 def weight(*shape, std=None):
@@ -496,6 +503,7 @@ class MoE(nn.Module):
         self.shared = FFN(config.dim, config.expert_ffn * config.shared) if config.shared else None
         self.few, self.plausible = 0 if config.experts > 16 or config.precision else 2048 // config.experts, config.plausible
         self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
+        self.whole = None                                          # see Model.side_by_side
 
     def forward(self, x, replay=None, record=None, decoding=False):
         B, T, D = x.shape
@@ -504,7 +512,7 @@ class MoE(nn.Module):
         if record is not None:
             record.append(choice.view(B, T, -1))
         if decoding:
-            return self.all_experts(flat, choice, gates).view(B, T, D)
+            return self.all_experts(flat, choice, gates).unflatten(0, (B, T))
         order = choice.flatten().argsort(stable=True)                                # (M*K,) rows by expert
         counts = torch.bincount(choice.flatten(), minlength=len(self.router.bias))   # (E,)
         if self.training and replay is None:
@@ -514,16 +522,37 @@ class MoE(nn.Module):
         y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
         return y if self.shared is None else y + self.shared(x)
 
+    def wide(self):
+        """All experts, the shared ones behind the others, as one network: gate and up (2 (E + S) F, D), down (D, (E + S) F)."""
+        e, s = self.experts, self.shared
+        if self.whole is not None and self.whole[0].data_ptr() == e.w_gate.data_ptr():
+            return self.whole
+        of_shared = lambda name: [getattr(s, name)] if s is not None else []
+        up = [w for name in ("w_gate", "w_up") for w in (getattr(e, name).flatten(0, 1), *of_shared(name))]
+        return torch.cat(up), torch.cat([e.w_down.transpose(0, 1).flatten(1), *of_shared("w_down")], 1)
+
+    def side_by_side(self):
+        up, down = self.whole = self.wide()
+        (E, F, _), n = self.experts.w_gate.shape, self.experts.w_gate.shape[:2].numel()
+        for name, rows in zip(("w_gate", "w_up"), up.chunk(2)):
+            getattr(self.experts, name).data = rows[:n].unflatten(0, (E, F))
+            if self.shared is not None:
+                getattr(self.shared, name).data = rows[n:]
+        self.experts.w_down.data = down[:, :n].unflatten(1, (E, F)).transpose(0, 1)
+        if self.shared is not None:
+            self.shared.w_down.data = down[:, n:]
+
     def all_experts(self, x, choice, gates):
         """A decoding step, or a short prefill, reads nearly every expert's weights for its few tokens. Then one wide network, each
         expert a stretch of its hidden units and those not chosen gated to zero, costs less than sorting. Weights stand on the left
-        of every product, where a CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
-        w_gate, w_up, w_down = (w.to(x.dtype) for w in (self.experts.w_gate, self.experts.w_up, self.experts.w_down))
-        gate = gates.new_zeros(len(w_gate), len(x)).scatter_(0, choice.T, gates.T).to(x.dtype)     # (E, M)
-        hidden = F.silu(w_gate.flatten(0, 1) @ x.T) * (w_up.flatten(0, 1) @ x.T)                   # (E * F, M)
-        y = torch.bmm(w_down, hidden.view(*w_gate.shape[:2], -1) * gate[:, None]).sum(0)
-        y = y.T.contiguous()                                                                       # (D, M) -> (M, D)
-        return y if self.shared is None else y + self.shared(x)
+        of both products, where a CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
+        up, down = (w.to(x.dtype) for w in self.wide())
+        E, F_ = self.experts.w_gate.shape[:2]
+        gate = gates.new_ones(down.shape[1] // F_, len(x))                                         # (E + S, M)
+        gate[:E] = gates.new_zeros(E, len(x)).scatter_(0, choice.T, gates.T)
+        g, u = (up @ x.T).chunk(2)                                                                 # ((E + S) F, M) each
+        hidden = F.silu(g).mul_(u).view(len(gate), F_, -1).mul_(gate.to(x.dtype)[:, None])
+        return (down @ hidden.flatten(0, 1)).T
 
 
 class Attention(nn.Module):
@@ -548,31 +577,52 @@ class Attention(nn.Module):
         if c.qkv_bias:                                          # flat: vectors are AdamW's, matrices Muon's
             self.bq, self.bk, self.bv = (nn.Parameter(torch.zeros(w.shape[0] * w.shape[1])) for w in (self.wq, self.wk, self.wv))
         self.wo = weight(D, H * c.v_dim, std=0)
+        self.whole = None                                       # see Model.side_by_side
 
     @property
     def entry_width(self):
         c = self.config
         return c.kv_lora + c.qk_rope if c.attention == "mla" else c.kv_heads * (self.q + c.v_dim)
 
-    def project(self, x, name):
-        """x (B, T, D) -> the queries, keys or values (name q, k or v) of all heads, before RoPE: (B, T, H, N + R or V)"""
-        y = linear(x, getattr(self, "w" + name))
+    def readers(self):
+        """The weights that multiply a layer's input"""
+        names = ("wq_a" if self.config.q_lora else "wq", "wkv_a") if self.config.attention == "mla" else ("wq", "wk", "wv")
+        return [getattr(self, name) for name in names]
+
+    def side_by_side(self):
+        weights = self.readers()
+        self.whole = torch.cat([w.flatten(0, -2) for w in weights])
+        for w, part in zip(weights, self.whole.split([w.shape[:-1].numel() for w in weights])):
+            w.data = part.view(w.shape)
+
+    def products(self, x):
+        """x (B, T, D) times each of these weights: (B, T, R), or (B, T, H, R) of a stack"""
+        weights = self.readers()
+        if self.whole is None or self.whole.data_ptr() != weights[0].data_ptr():
+            return [linear(x, w) for w in weights]
+        parts = F.linear(x, self.whole.to(x.dtype)).split([w.shape[:-1].numel() for w in weights], -1)
+        return [part if w.ndim == 2 else part.unflatten(-1, w.shape[:-1]) for part, w in zip(parts, weights)]
+
+    def refined(self, y, name):
+        """Queries, keys or values (name q, k or v) of all heads (B, T, H, N + R or V), with biases and norms where there are any"""
         if self.config.qkv_bias:
             y = y + getattr(self, "b" + name).to(y.dtype).view(y.shape[-2:])
         return getattr(self, name + "_head_norm")(y) if self.config.qk_norm and name != "v" else y
 
-    def query(self, x, cos, sin):
-        x = self.q_norm(linear(x, self.wq_a)) if self.config.q_lora else x
-        nope, rope = self.project(x, "q").split((self.config.qk_nope, self.config.qk_rope), -1)
-        return torch.cat((nope, rotate(rope, cos, sin)), -1).transpose(1, 2)         # (B, H, T, N + R)
-
-    def entry(self, x, cos, sin):
+    def read(self, x, cos, sin):
+        """x (B, T, D) -> queries (B, H, T, N + R), and the entries (B, T, width) that a cache holds. RoPE turns all heads at once."""
         c = self.config
+        q, *rest = self.products(x)
+        q = self.refined(linear(self.q_norm(q), self.wq) if c.q_lora else q, "q")
         if c.attention == "mla":
-            latent, rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)
-            return torch.cat((self.kv_norm(latent).to(x.dtype), rotate(rope[:, :, None], cos, sin)[:, :, 0]), -1)
-        nope, rope = self.project(x, "k").split((c.qk_nope, c.qk_rope), -1)
-        return torch.cat((nope, rotate(rope, cos, sin), self.project(x, "v")), -1).flatten(2)
+            latent, k = rest[0][..., :c.kv_lora], rest[0][:, :, None, c.kv_lora:]                  # one rotary key for all heads
+        else:
+            k, v = self.refined(rest[0], "k"), self.refined(rest[1], "v")
+        turned = rotate(torch.cat((q[..., c.qk_nope:], k[..., -c.qk_rope:]), 2), cos, sin)
+        q = torch.cat((q[..., :c.qk_nope], turned[:, :, :c.heads]), -1).transpose(1, 2)
+        if c.attention == "mla":
+            return q, torch.cat((self.kv_norm(latent).to(x.dtype), turned[:, :, c.heads]), -1)
+        return q, torch.cat((k[..., :c.qk_nope], turned[:, :, c.heads:], v), -1).flatten(2)
 
     def keys_values(self, entry):
         """entry (B, T, width) -> k (B, H, T, N + R), v (B, H, T, V)"""
@@ -598,7 +648,7 @@ class Attention(nn.Module):
         return by_head(o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.transpose(1, 2))
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        q, entry = self.query(x, cos, sin), self.entry(x, cos, sin)
+        q, entry = self.read(x, cos, sin)
         if cache is not None:
             entry = cache(entry)                                                     # (B, T_cached, width)
         if cache is not None and self.config.attention == "mla":
@@ -695,6 +745,14 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, (Norm, Model)):
                 module.dtype = dtype
+        return self
+
+    def side_by_side(self):
+        """For a model that only samples: weights that a decoding step multiplies by the same numbers are moved to lie side by side in
+        memory, so that one product does for several. They stay the parameters that they were, and take what is loaded into them."""
+        for module in self.modules():
+            if isinstance(module, (Attention, MoE)):
+                module.side_by_side()
         return self
 
     def angles(self, positions):

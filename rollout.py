@@ -707,7 +707,7 @@ def generation_model(config, dtype, device="cpu"):
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
-    return model.requires_grad_(False).eval()
+    return model.side_by_side().requires_grad_(False).eval()
 
 
 # ---------------------------------------------------------------- weights on their way, and processes that sample

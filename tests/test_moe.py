@@ -159,7 +159,7 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
     x = [model.embed(tokens[:, p]) for p in parts]
     for block in model.layers:
         angles = [model.angles(p[None]) for p in parts]
-        entries = [block.attn.entry(block.attn_norm(h), *a) for h, a in zip(x, angles)]
+        entries = [block.attn.read(block.attn_norm(h), *a)[1] for h, a in zip(x, angles)]
         keys = torch.cat(parts)
         for i, p in enumerate(parts):
             block.attn.gather = lambda t: torch.cat(entries, 1)
