@@ -586,8 +586,8 @@ class Attention(nn.Module):
 
     def readers(self):
         """The weights that multiply a layer's input"""
-        names = ("wq_a" if self.config.q_lora else "wq", "wkv_a") if self.config.attention == "mla" else ("wq", "wk", "wv")
-        return [getattr(self, name) for name in names]
+        rest = ("wkv_a",) if self.config.attention == "mla" else ("wk", "wv")
+        return [getattr(self, name) for name in ("wq_a" if self.config.q_lora else "wq", *rest)]
 
     def side_by_side(self):
         weights = self.readers()
