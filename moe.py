@@ -40,6 +40,7 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -647,15 +648,17 @@ class Attention(nn.Module):
         o = attend(q, entry, entry, mask, self.scale * self.q ** -0.5)
         return by_head(o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.transpose(1, 2))
 
+    def over(self, q, entry, mask):
+        """Attention of q (B, H, T, N + R) over entries (B, S, width) -> (B, H, T, V)"""
+        k, v = self.keys_values(entry)
+        return attend(q, k, v, mask, self.scale * self.q ** -0.5, coarse=not self.config.qkv_bias)     # Qwen2's reach hundreds
+
     def forward(self, x, cos, sin, mask=None, cache=None):
         q, entry = self.read(x, cos, sin)
-        if cache is not None:
-            entry = cache(entry)                                                     # (B, T_cached, width)
-        if cache is not None and self.config.attention == "mla":
-            o = self.absorbed(q, entry, mask)
+        if cache is None:
+            o = self.over(q, self.gather(entry), mask)
         else:
-            k, v = self.keys_values(self.gather(entry) if cache is None else entry)
-            o = attend(q, k, v, mask, self.scale * self.q ** -0.5, coarse=not self.config.qkv_bias)    # Qwen2's reach hundreds
+            o = cache(q, entry, self.absorbed if self.config.attention == "mla" else self.over)
         return linear(o.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -704,17 +707,27 @@ class Cache:
         layers, width = len(model.layers) + model.config.mtp, model.layers[0].attn.entry_width
         self.data = torch.zeros(layers, rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
 
-    def writer(self, layer, rows, positions, upto):
-        """-> a function that stores entries (B, T, width) at positions (B, T) of `rows` and returns all (B, upto, width)."""
-        def store(entry):
-            data = self.data[layer]
-            if isinstance(rows, slice):                         # a prefix of the rows: no copy on reading
-                view = data[rows]
-                view[torch.arange(len(view), device=entry.device)[:, None], positions] = entry
-                return view[:, :upto]
-            data[rows[:, None], positions] = entry
-            return data[rows, :upto]
-        return store
+    def mask(self, position):
+        """position (B, T) -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any of them looks"""
+        upto = min(self.data.shape[2], filled(int(position.max()) + 1))
+        later = (torch.arange(upto, device=position.device) > position[..., None])[:, None]
+        return torch.zeros(later.shape, dtype=self.data.dtype, device=position.device).masked_fill_(later, -torch.inf)
+
+    def look(self, layer, row, position, spans, order=None):
+        """-> for a layer's attention: a function that stores the entries (1, N, width) of the N tokens fed at `position` of `row` (of any
+        shapes that broadcast to N numbers), and gives what their queries (1, H, N, Q) see of all that is cached, (1, H, N, V).
+        spans: (rows, index, mask) of sequences that are continued by equally many tokens; index (b, t) says which of the N, None all
+        in order. order (N,): where each token's result stands in those of all spans, one behind the other."""
+        def seen(q, entry, over):
+            data, q = self.data[layer], q[0].transpose(0, 1)                         # (N, H, Q)
+            data[row, position] = entry.view(*position.shape, -1)
+            found = []
+            for rows, index, mask in spans:
+                part = q.view(len(mask), -1, *q.shape[1:]) if index is None else q[index]            # (b, t, H, Q)
+                found.append(over(part.transpose(1, 2), data[rows, :mask.shape[-1]], mask).transpose(1, 2).flatten(0, 1))
+            o = found[0] if order is None else torch.cat(found)[order]               # (N, H, V)
+            return o.transpose(0, 1)[None]
+        return seen
 
 
 class Model(nn.Module):
@@ -785,37 +798,60 @@ class Model(nn.Module):
             return block(*inputs)
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again(block)))
 
-    def decode(self, tokens, cache, rows, start, record=None):
-        """tokens (B, T) continue the cached sequences `rows` (an index tensor, or a slice) at start (B,) -> hidden (B, T, D).
-        Padding at the end of a row is harmless: its entries are masked now and overwritten later. The cache's last place is
-        never read by a real token: give it one more than the window."""
-        positions, upto, where = self.places(tokens.shape[1], cache, start)
-        x = self.embed(tokens).float()
+    def continued(self, tokens, cache, row, position, spans, order=None, record=None):
+        """All layers for tokens that continue cached sequences; of any shape, see Cache.look -> hidden (N, D)"""
+        x, (cos, sin) = self.embed(tokens.reshape(1, -1)).float(), self.angles(position.reshape(1, -1))
         for i, block in enumerate(self.layers):
-            x = block(x, *where, cache.writer(i, rows, positions, upto), None, record)
-        return x
+            x = block(x, cos, sin, None, cache.look(i, row, position, spans, order), None, record)
+        return x[0]
 
-    def places(self, length, cache, start):
-        """-> positions (B, T) of `length` tokens from start (B,), how far their attention reads, and its (cos, sin, mask)"""
+    def decode(self, tokens, cache, rows, start, record=None):
+        """tokens (B, T) continue the cached sequences `rows` (a slice) at start (B,) -> hidden (B, T, D). Padding at the end of a row is
+        harmless: its entries are masked now and overwritten later. The cache's last place is never read by a real token: give it
+        one more than the window. record: gets the experts, one (1, B * T, K) per MoE layer."""
+        row, position, spans = self.places(tokens.shape[1], cache, rows, start)
+        return self.continued(tokens, cache, row, position, spans, None, record).view(*tokens.shape, -1)
+
+    def places(self, length, cache, rows, start):
+        """-> rows (B, 1) and positions (B, T) of `length` tokens from start (B,), and the one span that they are"""
         room = cache.data.shape[2]
         assert int(start.max()) < room, f"position {int(start.max())} in a cache of {room} tokens"
-        positions = start[:, None] + torch.arange(length, device=start.device)               # (B, T)
-        positions = positions.clamp(max=room - 1)                                            # only padding reaches so far
-        upto = min(room, filled(int(positions.max()) + 1))
-        later = (torch.arange(upto, device=start.device) > positions[..., None])[:, None]    # (B, 1, T, upto)
-        mask = torch.zeros(later.shape, dtype=self.dtype, device=start.device).masked_fill_(later, -torch.inf)
-        return positions, upto, (*self.angles(positions), mask)
+        position = start[:, None] + torch.arange(length, device=start.device)                # (B, T)
+        position = position.clamp(max=room - 1)                                              # only padding reaches so far
+        row = torch.arange(cache.data.shape[1], device=start.device)[rows]
+        return row[:, None], position, [(rows, None, cache.mask(position))]
+
+    def prefill(self, chunks, cache, rows, start, record=None):
+        """Feed chunks (lists of tokens, of any lengths), each to the cached sequence rows[i] from start[i] on; hidden states are not wanted.
+        The tokens stand one behind the other; only attention pads, among chunks of about a length, a chunk's last token repeated.
+        record: as in decode, the tokens of all chunks and some more, (1, N, K)."""
+        device, lengths = cache.data.device, [len(chunk) for chunk in chunks]
+        tensor = lambda numbers: torch.tensor(numbers, device=device)
+        ends, more = list(accumulate(lengths)), -sum(lengths) % 32                           # few different shapes: see filled
+        where = [(row, first + j) for row, first, n in zip(rows, start, lengths) for j in range(n)]
+        row, position = tensor(where + where[-1:] * more).T
+        tokens = tensor([token for chunk in chunks for token in chunk] + chunks[-1][-1:] * more)
+        spans, order, at = [], [0] * ends[-1], 0
+        for width in sorted({n + -n % 16 for n in lengths}):
+            members = [i for i, n in enumerate(lengths) if n + -n % 16 == width]
+            index = tensor([[ends[i] - lengths[i] + min(j, lengths[i] - 1) for j in range(width)] for i in members])
+            spans.append((tensor([rows[i] for i in members]), index, cache.mask(position[index])))
+            for i in members:
+                order[ends[i] - lengths[i]:ends[i]] = range(at, at + lengths[i])
+                at += width
+        self.continued(tokens, cache, row, position, spans, tensor(order + order[-1:] * more), record)
 
     def draft(self, hidden, following, cache=None, rows=None, start=None):
         """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab) for the token after that.
         Embedding and output head are the model's, but this gradient does not reach them: the draft learns, the model stays."""
         assert self.mtp is not None, "this model has no head to draft with: build it with ModelConfig(mtp=1)"
+        hidden, token = hidden.detach(), F.embedding(following, self.embed.weight.detach())
         if cache is None:
-            where, store = (*self.angles(torch.arange(following.shape[1], device=following.device)[None]), None), None
+            x = self.mtp(hidden, token, *self.angles(torch.arange(following.shape[1], device=following.device)[None]))
         else:
-            positions, upto, where = self.places(following.shape[1], cache, start)
-            store = cache.writer(len(self.layers), rows, positions, upto)
-        x = self.mtp(hidden.detach(), F.embedding(following, self.embed.weight.detach()), *where, store)
+            row, position, spans = self.places(following.shape[1], cache, rows, start)
+            flat = hidden.flatten(0, 1)[None], token.flatten(0, 1)[None], *self.angles(position.reshape(1, -1))
+            x = self.mtp(*flat, None, cache.look(len(self.layers), row, position, spans)).view(hidden.shape)
         return F.linear(x, self.head.weight.detach().to(x.dtype)).float()
 
     def logits(self, hidden):

@@ -584,33 +584,26 @@ class Sampler:
         for row in waiting:
             key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
             same.setdefault(key, []).append(row)
-        heads = sorted((group[0] for group in same.values()), key=lambda row: len(row.context) - row.cached)
+        heads = [group[0] for group in same.values()]
         while heads:
-            width = len(heads[-1].context) - heads[-1].cached - 1
-            width += -width % 32                                 # few different shapes: see moe.filled
-            batch, heads = heads[-max(1, 4096 // width):], heads[:-max(1, 4096 // width)]
-            chunks = [row.context[row.cached:-1] for row in batch]
-            tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.device)
-            index = torch.tensor([where[id(row)] for row in batch], device=self.device)
-            record = []
-            self.feed(tokens, index, torch.tensor([row.cached for row in batch], device=self.device), record)
+            batch, heads = heads[:32], heads[32:]                # so attention's scores stay small
+            chunks, record = [row.context[row.cached:-1] for row in batch], []
+            self.fed += sum(map(len, chunks))
+            self.model.prefill(chunks, self.cache, [where[id(row)] for row in batch], [row.cached for row in batch], record)
             self.keep(batch, record, [len(chunk) for chunk in chunks])
         for head, *others in same.values():
             for row in others:
                 self.cache.data[:, where[id(row)]] = self.cache.data[:, where[id(head)]]
                 row.cached, row.records[-1][:] = head.cached, head.records[-1]
 
-    def feed(self, tokens, rows, start, record):
-        self.fed += tokens.numel()
-        return self.model.decode(tokens, self.cache, rows, start, record)
-
-    def keep(self, batch, record, lengths):
-        """Note which experts every fed token took, and move the rows' cache ends."""
-        record = torch.stack(record, 2).cpu().numpy() if record else None            # (B, T, L, K)
-        for i, (row, n) in enumerate(zip(batch, lengths)):
+    def keep(self, batch, record, lengths, width=None):
+        """Note which experts every fed token took, and move the rows' cache ends. In the record, a row has `width` tokens (None: as many
+        as it keeps), one row behind the other."""
+        record, at = torch.cat(record).cpu().numpy().swapaxes(0, 1) if record else None, 0          # (N, L, K)
+        for row, n in zip(batch, lengths):
             if record is not None:
-                row.records[-1][row.cached:row.cached + n] = record[i, :n]
-            row.cached += n
+                row.records[-1][row.cached:row.cached + n] = record[at:at + n]
+            row.cached, at = row.cached + n, at + (width or n)
 
     def guess(self, row):
         """What followed the longest known ending of this context where it was last read or written, in any row: a draft of the next
@@ -662,8 +655,8 @@ class Sampler:
         position += [0] * (number - len(position))
         tokens = torch.tensor([words + [0] * (width - len(words)) for words in tokens], device=self.device)
         record = []
-        hidden = self.feed(tokens, slice(0, number), torch.tensor(position, device=self.device), record)
-        self.steps += 1
+        hidden = self.model.decode(tokens, self.cache, slice(0, number), torch.tensor(position, device=self.device), record)
+        self.steps, self.fed = self.steps + 1, self.fed + tokens.numel()
         places = torch.tensor([(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], device=self.device).T
         uniform = torch.tensor([u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], device=self.device)
         token, logp = (drawn.tolist() for drawn in choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p))
@@ -674,7 +667,7 @@ class Sampler:
             row.sampling = token[n - 1] != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
             del token[:1 + len(draft)], logp[:1 + len(draft)]
             stand.append(n)
-        self.keep(rows[:live], [r[:live] for r in record], stand)
+        self.keep(rows[:live], record, stand, width)
 
 
 # ---------------------------------------------------------------- rollouts and demonstrations

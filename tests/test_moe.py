@@ -40,39 +40,33 @@ def text(rows, length, seed=0, vocab=61):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.inference_mode()
-def test_ragged_prefill_then_one_by_one_equals_the_full_forward(kind):
-    model, tokens = build(**KINDS[kind]), text(3, 20)
-    full = model(tokens)
-    cache, done = Cache(model, 5, 24), torch.tensor([0, 0, 0])
-    rows = torch.tensor([4, 0, 2])                                   # scattered rows of a larger cache: the index path
+def test_ragged_prefill_of_scattered_rows_then_one_by_one_equals_the_full_forward(kind):
+    model, tokens, chosen = build(**KINDS[kind]), text(3, 60), []
+    full, cache, rows, done = model(tokens, record=chosen), Cache(model, 3, 64), [2, 0, 1], [0, 0, 0]
     cache.data.normal_()                                             # whatever an earlier sequence left behind
-    for chunk in ([3, 7, 1], [5, 1, 6]):                             # ragged: row i gets chunk[i] tokens, the rest is padding
-        fed = torch.full((3, max(chunk)), 9)
-        for i, n in enumerate(chunk):
-            fed[i, :n] = tokens[i, done[i]:done[i] + n]
-        hidden = model.decode(fed, cache, rows, done)
-        for i, n in enumerate(chunk):
-            torch.testing.assert_close(hidden[i, :n], full[i, done[i]:done[i] + n], atol=2e-5, rtol=1e-5)
-        done = done + torch.tensor(chunk)
-    while bool((done < 20).any()):                                   # rows at different positions, one token each
-        at = done.clamp(max=19)                                      # a row that is complete feeds its last token again
-        hidden = model.decode(tokens.gather(1, at[:, None]), cache, rows, at)
-        torch.testing.assert_close(hidden[:, 0], full[torch.arange(3), at], atol=2e-5, rtol=1e-5)
-        done = (done + 1).clamp(max=20)
+    for lengths in ([3, 37, 1], [25, 1, 16], [6, 17, 40]):
+        record, chunks = [], [tokens[i, at:at + n].tolist() for i, (at, n) in enumerate(zip(done, lengths))]
+        model.prefill(chunks, cache, rows, done, record)
+        where = [(i, done[i] + j) for i, n in enumerate(lengths) for j in range(n)]
+        for mine, whole in zip(record, chosen):                      # experts, token by token, whatever fills up the shape behind them
+            assert torch.equal(mine[0, :len(where)], torch.stack([whole[place] for place in where]))
+        done = [at + n for at, n in zip(done, lengths)]
+    at = torch.tensor(done)[[1, 2, 0]]                               # the order in the cache: rows at different positions
+    for _ in range(5):
+        hidden = model.decode(tokens[[1, 2, 0], at][:, None], cache, slice(0, 3), at)
+        torch.testing.assert_close(hidden[:, 0], full[[1, 2, 0], at], atol=2e-5, rtol=1e-5)
+        at = (at + 1).clamp(max=59)                                  # a row that is complete feeds its last token again
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.inference_mode()
-def test_a_slice_of_rows_decodes_as_the_same_rows_by_index(kind):
+def test_a_prefix_of_the_rows_decodes_as_the_full_forward_and_leaves_the_others_alone(kind):
     model, tokens = build(**KINDS[kind]), text(3, 12)
-    full, by_slice, by_index = model(tokens), Cache(model, 4, 13), Cache(model, 4, 13)
+    full, cache = model(tokens), Cache(model, 4, 13)
     for t in range(0, 12, 2):
-        start = torch.full((3,), t)
-        one = model.decode(tokens[:, t:t + 2], by_slice, slice(0, 3), start)
-        other = model.decode(tokens[:, t:t + 2], by_index, torch.arange(3), start)
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(one, full[:, t:t + 2], atol=2e-5, rtol=1e-5)
-    assert torch.equal(by_slice.data, by_index.data) and not by_slice.data[:, 3].any()
+        hidden = model.decode(tokens[:, t:t + 2], cache, slice(0, 3), torch.full((3,), t))
+        torch.testing.assert_close(hidden, full[:, t:t + 2], atol=2e-5, rtol=1e-5)
+    assert not cache.data[:, 3].any()
 
 
 def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
@@ -89,7 +83,7 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
     fed = torch.stack((tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long)))))
     # to place 14 of 11
     model.decode(torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1), cache, slice(0, 2), torch.tensor([6, 6]))
-    hidden = model.decode(tokens[1:, 7:10], cache, torch.tensor([1]), torch.tensor([7]))
+    hidden = model.decode(tokens[1:, 7:10], cache, slice(1, 2), torch.tensor([7]))
     torch.testing.assert_close(hidden[0], full[1, 7:10], atol=2e-5, rtol=1e-5)
     with pytest.raises(AssertionError, match="cache of 11"):
         model.decode(tokens[:, :1], cache, slice(0, 2), torch.tensor([0, 11]))

@@ -474,16 +474,16 @@ def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
 
 
 def test_a_shared_prompt_is_fed_once_per_group(answers):
-    """Agents whose first turn is the last: everything fed is the prompts, filled to 32s, and each row as long as it samples."""
+    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it samples."""
     model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
     short = Limits(160, 1, 2)
     sampler = Sampler(model, TRAINED, 8, 160)
     chains = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
-    assert sampler.fed == prompt + -prompt % 32 + sum(chain.steps for chain in chains)
+    assert sampler.fed == prompt + sum(chain.steps for chain in chains)
     sampler = Sampler(model, TRAINED, 8, 160)
     chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
-    longest = max(len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1]))
-    assert sampler.fed == 2 * (longest + -longest % 32) + sum(chain.steps for chain in chains)
+    prompts = sum(len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1]))
+    assert sampler.fed == prompts + sum(chain.steps for chain in chains)
 
 
 def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
