@@ -145,7 +145,7 @@ NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "
 # that is a plain Python script, it is this very interpreter, in the state in which it started.
 SERVER = """import sys
 fresh = set(sys.modules)
-import ctypes, fcntl, gc, marshal, os, resource, select, signal, socket, struct
+import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
 line, caged, libc = socket.socket(fileno=int(sys.argv[1])), sys.argv[2] == "1", ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 RDONLY, NOSUID, NODEV, NOEXEC, BIND, NO_NEW_PRIVS, DUMPABLE, DROP = 1, 2, 4, 8, 4096, 38, 4, 24
@@ -179,10 +179,13 @@ def settle(order):
             with open("/proc/self/" + name, "w") as file:
                 file.write(text)
 
-def renounce(order):
+def bound():                                        # no program that is started from here on gains a right
     for capability in range(64):                    # until there is none of this number
         if libc.prctl(DROP, capability, 0, 0, 0):
             break
+
+def renounce(order):
+    bound() if not order["uid"] else None           # a new user namespace has them all again
     if order["uid"]:
         os.setgroups([]), os.setresgid(*[order["uid"]] * 3), os.setresuid(*[order["uid"]] * 3)
     call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
@@ -247,9 +250,31 @@ def run(order, control, given, wanted):
         os.write(control, str(error).encode() + b"; ")
     os._exit(0)
 
+def flush(*files):
+    for file in files:
+        if file is not None and not file.closed:
+            file.flush()
+
+def leave():                                        # as Python ends, but for taking all of its own memory apart, which is copied page by page
+    streams = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+    try:
+        flush(*streams)
+    except BaseException:                           # that has its words and its exit code
+        return
+    for other in set(sys.modules) - fresh | {"__main__"}:
+        del sys.modules[other]
+    del globals()["main"]
+    atexit._clear(), gc.collect()                   # what the script made goes, and files are flushed with it
+    flush(*(left for left in gc.get_objects() if issubclass(type(left), io.IOBase)), *streams)
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL), os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
 with open("/proc/self/mountinfo" if caged else os.devnull) as file:
     mounted = [text.split()[4].encode().decode("unicode_escape") for text in file]
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # who looks on is not waited for
+exec(compile(b"", "", "exec"))                      # the first time of anything is dear
+bound() if caged and not os.getuid() else None
 gc.freeze()
 line.send(b"!")
 while True:
@@ -268,14 +293,18 @@ while True:
         os.close(place)
 main = sys.modules["__main__"] = type(sys)("__main__")
 main.__dict__.update(__builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name}))
-for other in set(sys.modules) - fresh:
-    del sys.modules[other]
+kept = [sys.modules.pop(other) for other in set(sys.modules) - fresh]
+atexit.register(leave)                              # what the script registers is called before
+status, interrupted = 0, False
 try:
     exec(compile(source, name, "exec"), main.__dict__)
-except Exception as error:
+except SystemExit as error:
+    status = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
+    raise
+except BaseException as error:
     error.__traceback__ = error.__traceback__.tb_next
     sys.excepthook(type(error), error, error.__traceback__)
-    sys.exit(1)
+    status, interrupted = 1, type(error) is KeyboardInterrupt
 """
 
 
