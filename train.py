@@ -536,6 +536,7 @@ class Reinforcement:
         log["rollout_s"] = time.time() - start
         if config.time_tools:
             self.workers.collect(asked)
+            run.gather([])                                       # for the slowest rank, as before
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = rollout.staleness(groups, step)
         log.update(stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))), stalest=max(run.gather([int(lag.max(initial=0))])),
