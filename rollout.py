@@ -456,14 +456,16 @@ def choose(logits, uniform, temperature=1.0, top_p=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from."""
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    logp = F.log_softmax(logits / temperature, -1)
+    p = (logits if temperature == 1 else logits / temperature).softmax(-1)
     if top_p < 1:
-        ordered, where = logp.sort(-1, descending=True)
-        cut = ordered.exp().cumsum(-1) - ordered.exp() >= top_p          # keep the token that crosses the line
-        logp = F.log_softmax(logp.masked_fill(cut.gather(-1, where.argsort(-1)), -torch.inf), -1)
-    mass, uniform = logp.exp().cumsum(-1), uniform.clamp(max=1 - 2 ** -24)   # a draw just below 1 rounds to 1 in fp32
-    tokens = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
-    return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+        ordered, where = p.sort(-1, descending=True)
+        cut = ordered.cumsum(-1) - ordered >= top_p              # keep the token that crosses the line
+        p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
+        p = p / p.sum(-1, keepdim=True)
+    mass = p.cumsum(-1)
+    draw = uniform.clamp(max=1 - 2 ** -24) * mass[:, -1]         # a draw just below 1 rounds to 1 in fp32
+    tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
 
 
 class Row:
