@@ -549,8 +549,8 @@ class MoE(nn.Module):
         of both products, where a CPU reads them as they lie, at twice the rate. x (M, D), choice and gates (M, K) -> (M, D)"""
         up, down = (w.to(x.dtype) for w in self.wide())
         E, F_ = self.experts.w_gate.shape[:2]
-        gate = gates.new_ones(down.shape[1] // F_, len(x))                                         # (E + S, M)
-        gate[:E] = gates.new_zeros(E, len(x)).scatter_(0, choice.T, gates.T)
+        gate = gates.new_zeros(down.shape[1] // F_, len(x)).scatter_(0, choice.T, gates.T)         # (E + S, M)
+        gate[E:] = 1
         g, u = (up @ x.T).chunk(2)                                                                 # ((E + S) F, M) each
         hidden = F.silu(g).mul_(u).view(len(gate), F_, -1).mul_(gate.to(x.dtype)[:, None])
         return (down @ hidden.flatten(0, 1)).T
@@ -638,13 +638,12 @@ class Attention(nn.Module):
 
     def absorbed(self, q, entry, mask):
         """Attention of q (B, H, T, N + R) on the cache's latents themselves: every head reads the same C + R numbers, so the
-        heads line up along the query axis of one wide head. The values are the entries; their rotary part is dropped."""
+        heads line up along the query axis of one wide head (mask (B, 1, H * T, S)). The values are the entries; their rotary part is
+        dropped."""
         c, (B, H, T, _) = self.config, q.shape
         by_head = lambda x, w: torch.bmm(x.transpose(0, 1).flatten(1, 2), w.to(x.dtype)).view(H, B, T, -1).transpose(0, 1)
         nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
-        q = torch.cat((by_head(nope, self.wk_b), rope), -1).view(B, 1, H * T, -1)
-        mask = mask.expand(B, H, T, -1).reshape(B, 1, H * T, -1)
-        entry = entry[:, None]
+        q, entry = torch.cat((by_head(nope, self.wk_b), rope), -1).view(B, 1, H * T, -1), entry[:, None]
         o = attend(q, entry, entry, mask, self.scale * self.q ** -0.5)
         return by_head(o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.transpose(1, 2))
 
@@ -706,11 +705,13 @@ class Cache:
     def __init__(self, model, rows, length):
         layers, width = len(model.layers) + model.config.mtp, model.layers[0].attn.entry_width
         self.data = torch.zeros(layers, rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
+        self.lined_up = model.config.heads if model.config.attention == "mla" else 1       # see Attention.absorbed
 
     def mask(self, position):
-        """position (B, T) -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any of them looks"""
+        """position (B, T) -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any of them looks. Where all
+        heads line up along the query axis, once for each of them."""
         upto = min(self.data.shape[2], filled(int(position.max()) + 1))
-        later = (torch.arange(upto, device=position.device) > position[..., None])[:, None]
+        later = (torch.arange(upto, device=position.device) > position.repeat(1, self.lined_up)[..., None])[:, None]
         return torch.zeros(later.shape, dtype=self.data.dtype, device=position.device).masked_fill_(later, -torch.inf)
 
     def look(self, layer, row, position, spans, order=None):
@@ -723,7 +724,7 @@ class Cache:
             data[row, position] = entry.view(*position.shape, -1)
             found = []
             for rows, index, mask in spans:
-                part = q.view(len(mask), -1, *q.shape[1:]) if index is None else q[index]            # (b, t, H, Q)
+                part = q.unflatten(0, (len(mask), -1)) if index is None else q[index]            # (b, t, H, Q)
                 found.append(over(part.transpose(1, 2), data[rows, :mask.shape[-1]], mask).transpose(1, 2).flatten(0, 1))
             o = found[0] if order is None else torch.cat(found)[order]               # (N, H, V)
             return o.transpose(0, 1)[None]
