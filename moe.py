@@ -767,7 +767,7 @@ class Model(nn.Module):
         for module in self.modules():
             if isinstance(module, (Attention, MoE)):
                 module.side_by_side()
-        return self
+        return self.requires_grad_(False)
 
     def angles(self, positions):
         angle = positions.float()[..., None, None] * self.frequency.to(positions.device)     # (B or 1, T, 1, R/2)
@@ -1599,7 +1599,7 @@ def against_transformers(device, rows=16, new=64):
         times = [seconds(partial(step, model.train(), batch), repeat=15)[0] for model in models.values()]
         for name, t in zip(models, times):
             print(f"  training, {title}, {name:12s} {same.numel() / t:8,.0f} tokens/s   {min(times[1:]) / t:5.2f} x their faster one")
-    theirs["grouped_mm"].eval(), ours.eval()
+    theirs["grouped_mm"].eval(), ours.side_by_side().eval()
     for length in (64, 1024):
         start = draw(rows, length)
         times = seconds(partial(generate, start), partial(decode, start), repeat=3)

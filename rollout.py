@@ -702,7 +702,7 @@ def generation_model(config, dtype, device="cpu"):
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
-    return model.side_by_side().requires_grad_(False).eval()
+    return model.side_by_side().eval()
 
 
 # ---------------------------------------------------------------- weights on their way, and processes that sample
@@ -1196,6 +1196,7 @@ def best_times(candidates, rounds, budget=5.0):
 
 def bench():
     from moe import Cache
+    torch.set_num_threads(1)                                     # as in train.py's processes: one for each core
     letters, pairs = {bytes([b]): b for b in range(256)}, {bytes(divmod(i, 256)): i for i in range(256, 1014)}
     tokenizer, rows, length, window = Tokenizer(letters | pairs), 32, 256, 512
     model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(torch.bfloat16)         # train.py's, of 1,024 tokens

@@ -1,4 +1,5 @@
 """The model against slow loops, PyTorch's own autograd, and itself computed another way."""
+import copy
 import dataclasses
 import math
 import struct
@@ -67,6 +68,27 @@ def test_a_prefix_of_the_rows_decodes_as_the_full_forward_and_leaves_the_others_
         hidden = model.decode(tokens[:, t:t + 2], cache, slice(0, 3), torch.full((3,), t))
         torch.testing.assert_close(hidden, full[:, t:t + 2], atol=2e-5, rtol=1e-5)
     assert not cache.data[:, 3].any()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@torch.inference_mode()
+def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_may_part_again(kind):
+    model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]).side_by_side(), text(3, 12)
+    for p in lean.parameters():
+        p.normal_()
+    decode = lambda m: m.decode(tokens, Cache(m, 3, 13), slice(0, 3), torch.zeros(3, dtype=torch.long))
+    assert not torch.allclose(decode(lean), decode(model), atol=.1)
+    lean.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(lean.state_dict().values(), model.state_dict().values()))
+    for weights in (lean.layers[0].attn.whole, lean.layers[1].ffn.whole[0]):
+        assert weights.data_ptr() in {p.data_ptr() for p in lean.parameters()}
+    torch.testing.assert_close(decode(lean), decode(model), atol=1e-5, rtol=1e-5)
+    apart = copy.deepcopy(lean)
+    for p in apart.parameters():
+        p.mul_(1.1)
+    for p in model.parameters():
+        p.mul_(1.1)
+    torch.testing.assert_close(decode(apart), decode(model), atol=1e-5, rtol=1e-5)
 
 
 def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
