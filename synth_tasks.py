@@ -140,9 +140,9 @@ SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/alternatives", "/etc
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki", "/etc/pip.conf")
 
 # No command waits until a cage stands and Python has started: a server in the cage forks (Cursor's environments fork snapshots of memory).
-# Each command is three processes. One looks on from outside: it makes namespaces and mounts that are this command's alone, kills, and
-# tells how it ended. The next is the first of its process namespace, and when it ends all in there die. The last is the command; where
-# that is a plain Python script, it is this very interpreter, in the state in which it started.
+# Each command is two processes. One is the first of a process namespace that is this command's alone, as its mounts and all else are: it
+# looks on, kills, and tells how it ended. The other is the command; where that is a plain Python script, it is this very interpreter, in
+# the state in which it started.
 SERVER = """import sys
 fresh = set(sys.modules)
 import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
@@ -155,7 +155,7 @@ def call(name, *arguments):
         raise OSError(ctypes.get_errno(), name + ": " + os.strerror(ctypes.get_errno()))
 
 def enclose(order):
-    call("unshare", NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET * (not order["network"]))
+    call("unshare", NEWNS | NEWUTS | NEWIPC | NEWNET * (not order["network"]))
     kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
     for place in ("/tmp", "/dev/shm"):
         call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, "mode=1777,size=%d" % order["disk"])
@@ -166,12 +166,10 @@ def enclose(order):
         os.close(fd)
     call("mount", "/host" + order["root"], "/work", None, BIND, None)
     call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")    # whoever has no right to unmount never sees under it
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     if not order["network"]:
         with socket.socket() as any:                # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
             fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
-
-def settle(order):
-    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     if not order["uid"]:                            # who is not root gets a user namespace that owns nothing, and counts its own processes
         maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
         call("unshare", NEWUSER)
@@ -224,28 +222,34 @@ def command(order, given, wanted):
         os._exit(127)
 
 def run(order, control, given, wanted):
-    alive, ours = os.pipe()                         # the other end is closed when the first of them is gone
     try:
         enclose(order) if caged else None
-        first = os.fork()
-        if not first:
+        ended, pen = os.pipe()                      # has something to read when a process has ended
+        os.set_blocking(pen, False)
+        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None)
+        last = os.fork()
+        if not last:
+            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            settle(order) if caged else None
-            last = os.fork()
-            if not last:
-                return command(order, given, wanted)
-            os.close(given), os.close(wanted)
-            while True:
-                pid, status = os.wait()
-                if pid == last:
-                    code = os.waitstatus_to_exitcode(status)
-                    os._exit(code if code >= 0 else 128 - code)
-        os.close(ours), os.close(given), os.close(wanted)
-        if alive not in select.select([control, alive], [], [])[0]:
-            os.kill(first, signal.SIGKILL)
-        status = os.waitpid(first, 0)[1]
-        libc.killpg(first, signal.SIGKILL)          # where there is no cage some may be left
-        os.write(control, b"%d" % os.waitstatus_to_exitcode(status))
+            return command(order, given, wanted)
+        os.close(given), os.close(wanted)
+        code = None
+        while code is None and control not in select.select([control, ended], [], [])[0]:
+            os.read(ended, 4096)
+            pid = 1
+            while pid:                              # strangers, too, whose parents have ended
+                try:
+                    pid, status = os.waitpid(-1, os.WNOHANG)
+                except ChildProcessError:
+                    break
+                code = os.waitstatus_to_exitcode(status) if pid == last else code
+        libc.killpg(last, signal.SIGKILL)
+        if caged:
+            libc.kill(-1, signal.SIGKILL)
+            while libc.waitpid(-1, None, 0) > 0:    # they write nothing any more
+                pass
+        code = -signal.SIGKILL if code is None else code
+        os.write(control, b"%d" % (code if code >= 0 else 128 - code))
     except BaseException as error:
         os.write(control, str(error).encode() + b"; ")
     os._exit(0)
@@ -272,6 +276,7 @@ def leave():                                        # as Python ends, but for ta
 
 with open("/proc/self/mountinfo" if caged else os.devnull) as file:
     mounted = [text.split()[4].encode().decode("unicode_escape") for text in file]
+ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if caged else None
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # who looks on is not waited for
 exec(compile(b"", "", "exec"))                      # the first time of anything is dear
 bound() if caged and not os.getuid() else None
@@ -284,7 +289,12 @@ while True:
     text = b""
     while len(text) < int.from_bytes(head, "big"):
         text += line.recv(int.from_bytes(head, "big") - len(text))
-    if not os.fork():
+    if caged:
+        call("unshare", NEWPID)
+    child = os.fork()
+    if child and caged:                             # for the next one another
+        call("setns", ours, NEWPID)
+    if not child:
         line.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         source, name, sys.argv, sys.path[:1] = run(marshal.loads(text), *places)
