@@ -155,7 +155,7 @@ def attend(q, k, v, mask, scale, coarse=True):
             bias = q.new_full((min(r.stop, T) - r.start, end), -torch.inf).triu(1 + r.start) if mask is None else mask[:, :, r]
             bias = bias.expand(B, H, -1, -1).flatten(0, 1)
             out.append(torch.bmm(torch.baddbmm(bias, q[:, r], k[:, :, :end], alpha=scale).softmax(-1), v[:, :end]))
-        return torch.cat(out, 1).unflatten(0, (B, H))
+        return (torch.cat(out, 1) if len(out) > 1 else out[0]).view(B, H, T, V)
     v = F.pad(v, (0, Q - V)) if Q > V else v                                         # flash attention wants equal widths
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)[..., :V]
 
@@ -369,7 +369,7 @@ def slice_rows(number, size):
 def inverse_rms(x, eps):
     """x (..., D) -> 1 / sqrt(mean(x^2) + eps), (..., 1)"""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (norm * norm / x.shape[-1] + eps).rsqrt()
+    return norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 class RMSNorm(torch.autograd.Function):
@@ -458,7 +458,8 @@ class Router(nn.Module):
             preference = torch.where(given & (score >= floor), biased + 1e3, preference)
         choice = preference.topk(self.k)[1]
         gates = score.gather(1, choice)
-        return choice, self.scale * gates / (gates.sum(1, keepdim=True) + 1e-20 if self.normalize else 1)
+        gates = gates / (gates.sum(1, keepdim=True) + 1e-20) if self.normalize else gates
+        return choice, gates if self.scale == 1 else gates * self.scale
 
 
 def collect(rows, back, gates):
@@ -642,8 +643,7 @@ class Attention(nn.Module):
         dropped."""
         c, (B, H, T, _) = self.config, q.shape
         by_head = lambda x, w: torch.bmm(x.transpose(0, 1).flatten(1, 2), w.to(x.dtype)).view(H, B, T, -1).transpose(0, 1)
-        nope, rope = q.split((c.qk_nope, c.qk_rope), -1)
-        q, entry = torch.cat((by_head(nope, self.wk_b), rope), -1).view(B, 1, H * T, -1), entry[:, None]
+        q, entry = torch.cat((by_head(q[..., :c.qk_nope], self.wk_b), q[..., c.qk_nope:]), -1).view(B, 1, H * T, -1), entry[:, None]
         o = attend(q, entry, entry, mask, self.scale * self.q ** -0.5)
         return by_head(o.view(B, H, T, -1)[..., :c.kv_lora], self.wv_b.transpose(1, 2))
 
@@ -711,8 +711,9 @@ class Cache:
         """position (B, T) -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any of them looks. Where all
         heads line up along the query axis, once for each of them."""
         upto = min(self.data.shape[2], filled(int(position.max()) + 1))
-        later = (torch.arange(upto, device=position.device) > position.repeat(1, self.lined_up)[..., None])[:, None]
-        return torch.zeros(later.shape, dtype=self.data.dtype, device=position.device).masked_fill_(later, -torch.inf)
+        later = torch.arange(upto, device=position.device) > position[..., None]                 # (B, T, S)
+        later = torch.zeros(later.shape, dtype=self.data.dtype, device=position.device).masked_fill_(later, -torch.inf)
+        return later.repeat(1, self.lined_up, 1)[:, None]
 
     def look(self, layer, row, position, spans, order=None):
         """-> for a layer's attention: a function that stores the entries (1, N, width) of the N tokens fed at `position` of `row` (of any
