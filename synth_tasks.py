@@ -2280,6 +2280,7 @@ def audit(task, transcript, diff, second=None):
     return findings + (second(task, transcript, diff, findings) if second else [])
 
 
+@functools.lru_cache(1024)                          # a group's rollouts have the same tests
 def literals(text):
     """Collections and longer strings written out in a source: what special-casing would have to repeat."""
     words = {ast.dump(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.Constant)
