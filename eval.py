@@ -20,10 +20,12 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -332,16 +334,17 @@ def train_py(*words):
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        tqdm.write(done.stderr.strip().rpartition("\n")[2] or f"train.py ended with code {done.returncode}", file=sys.stderr)
-        raise SystemExit(done.returncode)
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ChildProcessError(done.returncode, last or f"train.py ended with code {done.returncode}")
 
 
 def experiment(name, seeds, out, flags):
     """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
-    Killed, it goes on."""
+    Killed, it goes on. A run takes two cores; where there are more, seeds stand side by side."""
     question, curves, arms, base = EXPERIMENTS[name]
-    out, jobs, folders = Path(out, name), [], {arm: [] for arm in arms}
+    out, chains, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
+        chains.append(jobs := [])
         own, common = isinstance(base, list) and base, [f"--seed={seed}", *flags]
         start = Path(out if own else out.parent, f"base-{seed}")
         if own:
@@ -358,9 +361,23 @@ def experiment(name, seeds, out, flags):
                 jobs += [["--stage=pretrain", *here], *([f"--stage={stage}", here[0], *common] for stage in rest)]
             elif changes:
                 jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", f"--start_from={start}", *here]]
-    with tqdm(jobs, desc=name, leave=False) as bar:
-        for words in bar:
-            train_py(*words)
+    cores = os.cpu_count() or 1
+    if (at_once := 1 if torch.cuda.is_available() else max(1, min(len(seeds), cores // 2))) > 1:
+        os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
+    with tqdm(total=sum(map(len, chains)), desc=name, leave=False) as bar, ThreadPoolExecutor(at_once) as pool:
+        def work(jobs):
+            while jobs:
+                train_py(*jobs.pop(0))
+                bar.update()
+        try:
+            for done in [pool.submit(work, jobs) for jobs in chains]:
+                done.result()
+        except ChildProcessError as failure:
+            tqdm.write(failure.strerror, file=sys.stderr)
+            raise SystemExit(failure.errno) from None
+        finally:                                                 # if one has failed, the others end with what they are at
+            for jobs in chains:
+                jobs.clear()
     results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
     out.mkdir(parents=True, exist_ok=True)
     draw_curves(question, results, out / f"{name}.png")

@@ -1,11 +1,13 @@
 """The numbers of an evaluation against enumeration, hand-made records, and the real command line."""
 import itertools
 import json
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -300,9 +302,16 @@ def fake_runs(monkeypatch):
     return asked
 
 
-def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(tmp_path, monkeypatch, capsys):
-    asked = fake_runs(monkeypatch)
+@pytest.mark.parametrize("cores", [2, 8])
+def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(cores, tmp_path, monkeypatch, capsys):
+    asked, begun, train_py = fake_runs(monkeypatch), threading.Barrier(cores // 4 or 1), evaluation.train_py
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(evaluation, "train_py", lambda *words: (begun.wait(60), train_py(*words)))   # two seeds at once, or one
     evaluation.main(["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"])
+    assert os.environ["OMP_NUM_THREADS"] == ("4" if cores == 8 else "1")
+    asked.sort(key=lambda words: "--seed=3" in words)
     base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
     start = f"--start_from={tmp_path}/base-1"
     assert asked[:3] == [(base, "--seed=1", "--scale=tiny"), ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
@@ -343,7 +352,10 @@ def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_rewa
     assert "loss after SFT" in data["table"] and "seen" not in data["table"] and "nan" not in data["table"]
 
 
-def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(tmp_path, capsys):
+@pytest.mark.parametrize("cores", [2, 6])
+def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(cores, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as end:
         evaluation.main(["--experiment=feedback", f"--out={tmp_path}", "--scalee=tiny"])
-    assert end.value.code == 2 and "did you mean --scale?" in capsys.readouterr().err
+    assert end.value.code == 2 and capsys.readouterr().err.count("did you mean --scale?") == 1
