@@ -243,14 +243,12 @@ def run(order, control, given, wanted):
                 except ChildProcessError:
                     break
                 code = os.waitstatus_to_exitcode(status) if pid == last else code
-        if code is None:
-            libc.kill(last, signal.SIGKILL)
-            code = -signal.SIGKILL
         libc.killpg(last, signal.SIGKILL)
         if caged:
             libc.kill(-1, signal.SIGKILL)
             while libc.waitpid(-1, None, 0) > 0:    # they write nothing any more
                 pass
+        code = -signal.SIGKILL if code is None else code
         os.write(control, b"%d" % (code if code >= 0 else 128 - code))
     except BaseException as error:
         os.write(control, str(error).encode() + b"; ")
@@ -1278,13 +1276,12 @@ def example_texts(number, seed):
 class Curriculum:
     """Selects levels that are neither always won nor never, and opens a harder one when the hardest is won.
 
-    Per level a Beta posterior over the solve rate. The policy moves, so with every group a little is forgotten of all levels: one
-    not seen for long may have been lost meanwhile. A level is drawn with weight p (1 - p), p a sample of its posterior: the
-    variance of its reward, which is what a group can learn from. Not `on`: a fixed mix,
+    Per level a Beta posterior over the solve rate, with forgetting since the policy moves. A level is drawn with weight
+    p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group can learn from. Not `on`: a fixed mix,
     a share `easy` of the lowest level and the rest of all alike. Tasks are made as they are drawn (`distinct` of each level, over
     and over; 0: never one twice), or come from a file with `sizes` (level -> number of tasks in it)."""
 
-    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.97, sizes=None, distinct=0, easy=0.0):
+    def __init__(self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=.9, sizes=None, distinct=0, easy=0.0):
         self.levels, self.on, self.forget, self.easy = sorted(sizes or levels), on, forget, easy
         self.hardest = self.levels[-1] if sizes else hardest    # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}
@@ -1309,9 +1306,8 @@ class Curriculum:
 
     def update(self, level, solved, total):
         """Counts a group's outcome; opens the next level once the hardest one is nearly mastered."""
-        for counts in self.counts.values():
-            counts[:] = [1 + self.forget * (number - 1) for number in counts]
-        self.counts[level] = [count + more for count, more in zip(self.counts[level], (solved, total - solved))]
+        won, lost = self.counts[level]
+        self.counts[level] = [self.forget * won + solved + 1 - self.forget, self.forget * lost + total - solved + 1 - self.forget]
         top = max(self.levels)
         if self.on and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .85:
             self.levels.append(top + 1)

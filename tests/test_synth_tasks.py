@@ -622,19 +622,6 @@ def test_levels_always_won_or_never_are_left_and_a_harder_one_is_made():
     assert 300 < drawn.count(0) < 400 and all(20 < drawn.count(level) < 80 for level in range(1, 6))
 
 
-def test_what_is_known_of_a_level_fades_with_every_group_until_it_is_looked_at_again():
-    curriculum, rng = st.Curriculum(), random.Random(0)
-    share = lambda: [curriculum.next(rng)[0] for _ in range(2000)].count(0) / 2000
-    for level in [*range(6)] * 40:
-        curriculum.update(level, 8 if level == 0 else 4, 8)
-    won, watched = 1 + 8 * sum(.97 ** n for n in range(5, 240, 6)), share()
-    assert curriculum.counts[0] == pytest.approx([won, 1])
-    for level in [*range(1, 6)] * 20:
-        curriculum.update(level, 4, 8)
-    assert curriculum.counts[0] == pytest.approx([1 + (won - 1) * .97 ** 100, 1])
-    assert watched < .06 and share() > 2 * watched
-
-
 # ---------------------------------------------------------------------------------------------------- real repositories
 SHAPES = '''"""Shapes."""
 
