@@ -362,7 +362,8 @@ def experiment(name, seeds, out, flags):
             elif changes:
                 jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", f"--start_from={start}", *here]]
     cores = os.cpu_count() or 1
-    if (at_once := 1 if torch.cuda.is_available() else max(1, min(len(seeds), cores // 2))) > 1:
+    at_once = 1 if torch.cuda.is_available() else max(1, min(len(seeds), cores // 2))
+    if at_once > 1:
         os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
     with tqdm(total=sum(map(len, chains)), desc=name, leave=False) as bar, ThreadPoolExecutor(at_once) as pool:
         def work(jobs):

@@ -243,12 +243,14 @@ def run(order, control, given, wanted):
                 except ChildProcessError:
                     break
                 code = os.waitstatus_to_exitcode(status) if pid == last else code
+        if code is None:
+            libc.kill(last, signal.SIGKILL)         # it may have no session of its own yet
+            code = -signal.SIGKILL
         libc.killpg(last, signal.SIGKILL)
         if caged:
             libc.kill(-1, signal.SIGKILL)
             while libc.waitpid(-1, None, 0) > 0:    # they write nothing any more
                 pass
-        code = -signal.SIGKILL if code is None else code
         os.write(control, b"%d" % (code if code >= 0 else 128 - code))
     except BaseException as error:
         os.write(control, str(error).encode() + b"; ")
@@ -291,14 +293,13 @@ while True:
         text += line.recv(int.from_bytes(head, "big") - len(text))
     if caged:
         call("unshare", NEWPID)
-    child = os.fork()
-    if child and caged:                             # for the next one another
-        call("setns", ours, NEWPID)
-    if not child:
+    if not os.fork():
         line.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         source, name, sys.argv, sys.path[:1] = run(marshal.loads(text), *places)
         break
+    if caged:                                       # back: the next one begins another
+        call("setns", ours, NEWPID)
     for place in places:
         os.close(place)
 main = sys.modules["__main__"] = type(sys)("__main__")
