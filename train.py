@@ -246,8 +246,8 @@ def configure(given, stage):
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
     for name in ("steps", "context", "batch_tokens", "micro_tokens", "tasks_per_step", "group", "cp", "ep", "dp_replicate", "dim", "layers",
-                 "heads", "active", "expert_ffn", "dense_ffn", "kv_lora", "qk_nope", "v_dim", "yarn", "turns", "demos", "eval_tasks",
-                 "eval_samples"):
+                 "heads", "active", "expert_ffn", "dense_ffn", "kv_lora", "qk_nope", "v_dim", "yarn", "window", "turns", "demos",
+                 "eval_tasks", "eval_samples"):
         if getattr(config, name) < 1:
             stop(f"--{name} must be at least 1")
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from

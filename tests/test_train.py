@@ -58,7 +58,7 @@ def refused(arguments, capsys):
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
     ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"), ("--seed=99999999999999999999", "below 2^32"),
     ("--eval_tasks=0", "at least 1"), ("--heads=0", "at least 1"), ("--turns=0", "at least 1"), ("--yarn=0", "at least 1"),
-    ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "no folder")])
+    ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "no folder")])
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
     assert words in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}", flag], capsys)
     assert not (tmp_path / "pretrain").exists()
