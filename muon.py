@@ -186,7 +186,7 @@ def block_of(shape, mesh_shape, placements, coordinate):
 class Leaf:
     """One Muon parameter and the block of it that each rank holds. All of it follows from shapes: no rank asks another."""
 
-    def __init__(self, param, name, group=0, column_blocks=1):
+    def __init__(self, param, name, group=0, column_blocks=1, replicas=None):
         self.param, self.name, self.group = param, name, group  # group: its index in the optimizer
         self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
         self.width = self.shape[2] // column_blocks  # columns of a unit
@@ -194,6 +194,9 @@ class Leaf:
         self.blocks = [block_of(param.shape, (), (), ())]
         if isinstance(param, DTensor):
             self.read_mesh(param.device_mesh, param.placements)
+        elif replicas is not None:
+            self.process_group, self.me, world = replicas, dist.get_rank(replicas), dist.get_world_size(replicas)
+            self.blocks, self.replica = self.blocks * world, [(rank,) for rank in range(world)]
         self.block = self.blocks[self.me]
         self.holders = defaultdict(list)  # stack index -> ranks that hold some of it
         for rank, (n0, n1, r0, r1, c0, c1) in enumerate(self.blocks):
@@ -250,6 +253,9 @@ class Unit:
     def holders(self):
         return [rank for rank in self.leaf.holders[self.n] if self.size(self.piece(rank))]
 
+    def whole(self, rank):
+        return self.size(self.piece(rank)) == self.shape[0] * self.shape[1]
+
     def travels(self):
         return any(rank != self.owner for rank in self.holders())
 
@@ -264,7 +270,7 @@ def assign_owners(units):
     to the least loaded. Replicas hold the same units, and each unit is done by one of them only."""
     load, away = [0] * len(units[0].leaf.blocks), []
     for unit in units:
-        whole = [rank for rank in unit.holders() if unit.size(unit.piece(rank)) == unit.shape[0] * unit.shape[1]]
+        whole = [rank for rank in unit.holders() if unit.whole(rank)]
         if whole:
             unit.owner = min(whole, key=load.__getitem__)
             load[unit.owner] += unit.cost
@@ -297,7 +303,9 @@ class Task:
                 self.slabs.append([unit.leaf, unit.n, unit.n + 1])
         for routes in (self.gather, self.arrive, self.spread, self.settle):
             routes.sort(key=lambda route: route.rank)  # stable: within a rank the order of the units, on both ends
-        self.moves = any(unit.travels() for unit in units)  # known to every rank, also to one that neither sends nor receives
+        # known to every rank, also to one that neither sends nor receives
+        self.moves = any(unit.travels() for unit in units)
+        self.gathers = any(not unit.whole(unit.owner) for unit in units)
 
     def route(self, unit, me):
         replica, owner, mine = unit.leaf.replica, unit.owner, unit.piece(me)
@@ -356,6 +364,7 @@ class Muon(torch.optim.Optimizer):
     "spectral"), column_blocks (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection);
     for AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
 
+    replicas: a process group whose ranks hold the same plain tensors and, in step(), the same gradients: they share the units.
     ns_dtype: dtype of the matrix products, and of the wire. check_gradients: NaN and inf raise before anything has changed.
     task_bytes, window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event);
     .traffic counts the collectives and bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
@@ -364,10 +373,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.0, ns_steps=5, coefficients="quintic",
-                 scale="rms", betas=(0.9, 0.95), eps=1e-8, ns_dtype=torch.bfloat16, check_gradients=True, task_bytes=32 << 20,
-                 window=3):
+                 scale="rms", betas=(0.9, 0.95), eps=1e-8, replicas=None, ns_dtype=torch.bfloat16, check_gradients=True,
+                 task_bytes=32 << 20, window=3):
         self.names, self.leaves, self.plans, self.events, self.traffic = {}, [], {}, None, {}
-        self.ns_dtype, self.check_gradients, self.task_bytes, self.window = ns_dtype, check_gradients, task_bytes, window
+        self.replicas, self.ns_dtype, self.check_gradients = replicas, ns_dtype, check_gradients
+        self.task_bytes, self.window = task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
         super().__init__(param_groups, dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay,
@@ -394,7 +404,7 @@ class Muon(torch.optim.Optimizer):
             if adamw or p.dtype == torch.bfloat16:
                 self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
             if not adamw:
-                self.leaves.append(Leaf(p, name, number, options["column_blocks"]))
+                self.leaves.append(Leaf(p, name, number, options["column_blocks"], self.replicas))
                 self.leaves[-1].order = len(self.leaves)
         self.plans = {}
 
@@ -416,7 +426,7 @@ class Muon(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
                 self.adamw(group, number)
-        leaves = [leaf for leaf in self.leaves if leaf.param.grad is not None or leaf.process_group]
+        leaves = [leaf for leaf in self.leaves if leaf.param.grad is not None or isinstance(leaf.param, DTensor)]
         for state in (self.state[leaf.param] for leaf in leaves if leaf.param.dtype == torch.bfloat16):
             state["step"] += 1
         key = tuple(map(id, leaves))
@@ -439,12 +449,12 @@ class Muon(torch.optim.Optimizer):
         fresh = self.momentum(task)  # {(leaf, n): (rows here, columns here)}
         stacks, slots = stack_units(task.mine, self.wire_dtype)
         home = [unit for unit in task.mine if unit.leaf.me in unit.leaf.holders[unit.n]]
-        if task.moves:
+        if task.gathers:
             receive = self.exchange(task, task.gather, [unit.here(fresh[unit.leaf, unit.n]) for _, unit, _ in task.gather],
                                     task.arrive)
             self.log(task, "send")
         copy([slots[unit][unit.piece(task.leaf.me)] for unit in home], [unit.here(fresh[unit.leaf, unit.n]) for unit in home])
-        if task.moves:
+        if task.gathers:
             yield
             copy([slots[unit][piece] for _, unit, piece in task.arrive], receive())
         self.log(task, "multiply")

@@ -769,7 +769,7 @@ class Run:
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
         if matrices:
             groups.append(dict(params=matrices, algorithm="muon", lr=config.lr, weight_decay=config.weight_decay))
-        optimizer = Muon(groups)
+        optimizer = Muon(groups, replicas=dist.group.WORLD if self.replicas and self.world > 1 else None)
         check_parameters(optimizer, self.model.named_parameters())
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

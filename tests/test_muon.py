@@ -386,6 +386,25 @@ def test_replicas_share_the_work_and_nothing_is_padded():
     assert received < 4 * (sum(numel.values()) * (1 + 2))
 
 
+def plain_copies(rank, world, dtype):
+    whole, optimizer = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=dist.group.WORLD)
+    leaves = {leaf.name: leaf for leaf in optimizer.leaves}
+    mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.mine]
+    assert leaves["heads"].matrix(leaves["heads"].param, 5).shape == (8, 40)            # all of it lies here
+    return whole, optimizer.traffic, sum(mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_copies_share_the_work_and_end_with_the_bits_of_one_process(dtype):
+    reference, alone = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16)
+    everything = sum(unit.cost for task in next(iter(alone.plans.values())) for unit in task.mine)
+    results = run_ranks(3, plain_copies, dtype)
+    for whole, traffic, cost in results:
+        assert all(torch.equal(whole[name], p) for name, p in reference.items())
+        assert cost < 0.4 * everything and traffic["bytes_received"] <= 2 * sum(math.prod(s) for s in SHAPES.values())
+    assert sum(cost for *_, cost in results) == everything
+
+
 def home_layout(rank, world):
     mesh = DeviceMesh("cpu", torch.arange(world))
     p = torch.nn.Parameter(distribute_tensor(tensors(0)["experts"], mesh, [Shard(0)]))
