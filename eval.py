@@ -25,7 +25,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -371,7 +371,7 @@ def experiment(name, seeds, out, flags):
                 train_py(*jobs.pop(0))
                 bar.update()
         try:
-            for done in [pool.submit(work, jobs) for jobs in chains]:
+            for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
                 done.result()
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
@@ -504,6 +504,9 @@ def flags(argv):
                         if getattr(args, name) != parser.get_default(name)]
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
+    for word in args.others:
+        if word.partition("=")[0] in ("--seed", "--stage", "--start_from", "--resume", "--export"):
+            parser.error(f"{word}: an experiment sets it itself" + " (--seeds=...)" * word.startswith("--seed"))
     if args.experiment and args.runs:
         parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")
     for name in ("number", "passes", "split", "price_in", "price_out", "gap"):

@@ -271,6 +271,8 @@ def configure(given, stage):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
     if config.easy and (config.curriculum or config.tasks):
         stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
+    if config.truncate and not config.summarize:
+        stop("--truncate=1 goes with --summarize=1: it is what happens where a summary would be due")
     if config.time_tools and (config.workers or config.imitate or config.tasks):
         stop("--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there")
     if stage == "rl" and config.cp > 1:
@@ -284,9 +286,20 @@ def habits(config):
     return config.habits.split(",")
 
 
+SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
+
+
 def model_config(config, vocab):
-    shared = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
-    return ModelConfig(vocab=vocab, **{name: getattr(config, name) for name in shared})
+    return ModelConfig(vocab=vocab, **{name: getattr(config, name) for name in SIZES})
+
+
+def same_model(config, origin, given):
+    """A stage goes on with the weights of the one before: in the same model, or it would be another function of them."""
+    made, flags = given["config"], SIZES | ({"yarn"} if config.stage != "long" else set())
+    other = {name: made[name] for name in sorted(flags) if name in made and made[name] != getattr(config, name)}
+    if other:
+        words = [f"--scale={made['scale']}"] if made["scale"] != config.scale else [f"--{name}={value}" for name, value in other.items()]
+        stop(f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: give {' '.join(words)} here, too")
 
 
 # ---------------------------------------------------------------- data
@@ -481,7 +494,7 @@ class Reinforcement:
     """rl: sample groups, reward, push. One update per batch. Without workers the sampling policy is the policy; with them a token's
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
-        self.run, config, self.asked = run, run.config, {}
+        self.run, config, self.asked, self.drawn = run, run.config, {}, {}
         self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
         self.workers = rollout.Workers(config.workers, dict(
@@ -502,10 +515,11 @@ class Reinforcement:
                                                        final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
 
     def draw(self, step):
-        """This step's tasks (equal on all ranks), easy ones first."""
+        """This step's tasks (equal on all ranks), easy ones first. What was drawn ahead is remembered, by a checkpoint too."""
         rng = random.Random(f"{self.run.config.seed}/rl/{step}")
-        drawn = sorted(self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step))
-        return [self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number) for level, number in drawn]
+        if step not in self.drawn:
+            self.drawn[step] = sorted(self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step))
+        return [self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number) for level, number in self.drawn[step]]
 
     def shape(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
@@ -526,7 +540,7 @@ class Reinforcement:
                 tasks = self.draw(later)
                 job = run.share(tasks), run.share(range(len(tasks))), config.seed * 1_000_003 + later
                 self.asked[later] = job if config.imitate else self.workers.submit(*job)
-        asked = self.asked.pop(step)
+        asked, _ = self.asked.pop(step), self.drawn.pop(step)
         groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
         for group in groups:
             for chain in group:
@@ -579,8 +593,8 @@ class Reinforcement:
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
             if not config.learn_summaries:
                 batch["advantage"] = batch["advantage"] * (1 - summarize.written(batch["episodes"], batch["advantage"]))
-            loss = config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
-            mismatch += float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
+            loss = batch["real"] * config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
+            mismatch += batch["real"] * float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
                 student = feedback_distill.mute(run.model.logits(hidden[taught.student_row, taught.student_position]), taught.muted)
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
@@ -621,15 +635,15 @@ class Reinforcement:
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
-        rows = self.run.gather([{**c.stats, "task": c.task.instance_id, "level": c.task.level, "solved": c.solved, "reward": c.reward,
+        rows = self.run.gather([{**c.stats, "group": (self.run.rank, i), "level": c.task.level, "solved": c.solved, "reward": c.reward,
                                  "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools, "blind": rollout.blind(c),
                                  "probe": summarize.probe(c), "decode_steps": c.steps,
                                  "flaws": {hint.kind for hint in feedback_distill.detect(c, tuple(feedback_distill.REMINDERS))},
-                                 "files": hash(frozenset(c.files.items()))} for g in groups for c in g])
+                                 "files": hash(frozenset(c.files.items()))} for i, g in enumerate(groups) for c in g])
         mean = lambda f: float(np.mean([f(row) for row in rows]))
         rewards = {}
         for row in rows:
-            rewards.setdefault(row["task"], []).append((row["reward"], row["solved"], row["files"]))
+            rewards.setdefault(row["group"], []).append((row["reward"], row["solved"], row["files"]))
         for key in ("reward", "solved", "effort", "sampled", "decode_steps", "turns", "finished", "summaries", "level", "blind"):
             log[key] = mean(lambda row: row[key])
         log.update({habit: mean(lambda row: habit in row["flaws"]) for habit in ("communication", "code_style")})
@@ -647,10 +661,11 @@ class Reinforcement:
         return {}
 
     def state_dict(self):
-        return self.curriculum.state_dict()
+        return {**self.curriculum.state_dict(), "ahead": dict(self.drawn)}
 
     def load_state_dict(self, state):
         self.curriculum.load_state_dict(state)
+        self.drawn = dict(state.get("ahead", {}))
 
     def tensors(self):
         """What belongs in a checkpoint beside the model: the weights of the teacher and of the reference, cut as the model's."""
@@ -813,6 +828,8 @@ def train(config, interrupted):
         config = replace(config, init_from=given["config"]["init_from"])
     elif given and not extra and given["config"]["init_from"] != config.init_from:
         stop(f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
+    if given and not extra and not config.init_from:
+        same_model(config, origin, given)
     run = Run(config)
     if extra:
         for name, value in compared(config).items():
@@ -821,7 +838,7 @@ def train(config, interrupted):
                 again = f" (--stage={stage} --start_from={config.out} begins from its stage before)" if before else ""
                 stop(f"{out} was made {made}: take another --out{again}")
         if extra["step"] == config.steps:
-            run.say(f"{stage}: finished already ({out})")
+            run.say(f"{stage}: finished already ({out})" + f", begun from {extra['config']['start_from']}" * bool(extra["config"]["start_from"]))
             return True
     published = config.init_from and not given
     if not given and not published and origin:
@@ -948,7 +965,7 @@ def report(run, bar, log, path):
 
 # ---------------------------------------------------------------- evaluation and figures
 
-def evaluate(config):
+def evaluate(config, given):
     """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its share of the tasks."""
     run, out = Run(config), Path(config.out)
     names = {"before RL": out / "sft", "after RL": out / "rl"}
@@ -957,19 +974,25 @@ def evaluate(config):
     names = {name: path for name, path in names.items() if hsdp.exists(path)}
     if not names:
         stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
+    last = list(names.values())[-1]
+    world = eval.load(last)[2]                                           # one window, one limit of turns, ... for all of them
+    for name in ("window", "turns", "commands", "draft", "summarize", "trigger", "truncate"):
+        if given.get(name, world[name]) != world[name]:
+            stop(f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated")
+        config = replace(config, **{name: world[name]})
     kept = out / "summary.json"
     if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
         with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
             done, asked = json.loads(kept.read_text()), ("tasks", "temperature", "start_from", "eval_levels", "eval_tasks", "eval_samples")
             if all(done["config"][name] == getattr(config, name) for name in asked):
                 return run.say(done["table"])
-    given = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
-    jobs = [(name, path, given, config.eval_samples) for name, path in names.items()]
+    held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
+    jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
     if config.distinct and not config.tasks and hsdp.exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
         seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(config.eval_levels) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
-    policies, world = {}, eval.load(list(names.values())[-1])[2]         # one window, one limit of turns, ... for all of them
+    policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
         model, tokenizer, saved = eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
@@ -1056,7 +1079,7 @@ def main(argv):
         if stage == "eval":
             for number in (signal.SIGINT, signal.SIGTERM):       # there is nothing to save: it writes at its end
                 signal.signal(number, signal.SIG_DFL)
-            evaluate(configs[stage])
+            evaluate(configs[stage], given)
         elif not train(configs[stage], interrupted):
             if int(os.environ.get("RANK", 0)) == 0:
                 words = [*argv, *["--resume"] * (not config.resume)]

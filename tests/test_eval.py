@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -249,7 +250,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
     (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
     (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
-    (["--experiment=feedback", "--gap"], "not for an experiment")])
+    (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
+    (["--experiment=feedback", "--stage=rl"], "sets it itself")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
@@ -350,6 +352,25 @@ def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_rewa
     assert [run["end"]["loss after SFT"] for runs in data["results"].values() for run in runs] == [.5] * 3
     assert data["results"]["30 steps"][0]["end"]["reward: last 5"] == pytest.approx(np.mean([.5, .8, 1.0]))
     assert "loss after SFT" in data["table"] and "seen" not in data["table"] and "nan" not in data["table"]
+
+
+def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, monkeypatch, capsys):
+    asked, failed = [], threading.Event()
+
+    def train_py(*words):
+        asked.append(words)
+        if "--seed=3" in words:
+            failed.set()
+            raise ChildProcessError(2, "a line")
+        assert failed.wait(60)
+        time.sleep(.5)
+    monkeypatch.setattr(evaluation, "train_py", train_py)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(["--experiment=teachers", "--seeds", "1", "2", "3", f"--out={tmp_path}"])
+    assert end.value.code == 2 and len(asked) == 3 and "a line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cores", [2, 6])

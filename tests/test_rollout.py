@@ -3,6 +3,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -924,6 +925,9 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             sum(source.losses(step, logs[-1])).backward()
             with torch.no_grad():
                 [p.view(-1)[::9].add_(.01) for p in run.model.parameters()]
+            again = train.Reinforcement(run)                     # a resumed run trains on what was drawn ahead
+            again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [[t.instance_id for t in source.draw(step + 1)]]
         assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [0, lag, lag]
         assert logs[0]["sync_same"] == 0 and all(.85 < l["sync_same"] < .95 for l in logs[1:])
         assert all(l["sync_bytes"] < .5 * logs[0]["sync_bytes"] < .5 * 1.02 * l["sync_full"] for l in logs[1:])

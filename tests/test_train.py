@@ -120,8 +120,23 @@ def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsy
     assert (run / "sft" / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_a_checkpoint_of_another_shape_is_refused_by_name(run, capsys, tmp_path):
-    assert "there and" in refused([*SMALL, "--stage=long", f"--out={tmp_path}", f"--start_from={run}", "--dim=48"], capsys)
+@pytest.mark.parametrize("stage, flags, words", [
+    ("long", ["--dim=48"], "give --dim=32 here"), ("sft", ["--active=1", "--rope_theta=9"], "give --active=2 --rope_theta=1000.0 here"),
+    ("rl", ["--yarn=3"], "give --yarn=2.0 here"), ("rl", ["--scale=laptop"], "give --scale=tiny here")])
+def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(stage, flags, words, run, capsys, tmp_path):
+    assert words in refused([*SMALL, f"--stage={stage}", f"--out={tmp_path}", f"--start_from={run}", *flags], capsys)
+
+
+def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
+    assert "goes with --summarize=1" in refused([*SMALL, "--stage=rl", f"--out={tmp_path}", "--truncate=1", "--summarize=0"], capsys)
+
+
+def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
+    words = [*SMALL, "--stage=long", "--steps=1", f"--out={tmp_path}"]
+    train.main([*words, f"--start_from={run}"])
+    capsys.readouterr()
+    train.main([*words, "--start_from=elsewhere"])
+    assert f"finished already ({tmp_path}/long), begun from {run}" in capsys.readouterr().out
 
 
 def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
@@ -308,14 +323,16 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     logs = {}
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        for words in (["--stage=long", "--steps=3"], ["--stage=rl", "--steps=2", "--tasks_per_step=2", "--group=2"], ["--stage=eval"]):
+        rl = ["--stage=rl", "--steps=2", "--tasks_per_step=3", "--group=2", "--kl=5", "--clip=1000", "--adam_lr=0.01"]
+        for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):         # three tasks: one of two ranks fills up with a spare batch
             child = go(*words, f"--out={out}", processes=processes)
             assert child.communicate(timeout=120) and child.returncode == 0
         read = lambda stage: [json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()]
         summary = json.loads((out / "summary.json").read_text())["policies"]
-        logs[processes] = ([line["loss"] for line in read("long")], [line["sampled"] for line in read("rl")][:1],
+        logs[processes] = ([line["loss"] for line in read("long")], [line["norm"] for line in read("rl")], [line["sampled"] for line in read("rl")][:1],
                            [summary[name]["overall"]["tokens"] for name in sorted(summary)])
-    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][1:] == logs[2][1:]
+    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:] == logs[2][2:]
+    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-3) and logs[1][1][1] > 5 * logs[1][1][0]         # the k1 penalty bites
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
     while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
         time.sleep(0.02)
@@ -342,6 +359,9 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         train.main([*words, "--stage=eval", *(more or [])])
         texts.append(capsys.readouterr().out)
     assert ["and figures" in text for text in texts] == [True, False, True, True, True] and "given tasks" in texts[3]
+    assert "was made with 3, and so" in refused([*words, "--stage=eval", "--turns=4"], capsys)
+    train.main([word for word in words if not word.startswith("--turns")] + ["--stage=eval", "--eval_samples=2"])
+    assert json.loads((tmp_path / "summary.json").read_text())["config"]["turns"] == 3
 
 
 def commands(rank, world, *lists):
