@@ -23,8 +23,8 @@ that calls it, and values that equal a narrower kind, or everything from the ten
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
 two thirds of the time of a new cage and a new Python. Without bubblewrap there is one warning, and what resource limits cannot
-stop stays open: reading your files, writing where you may write, the network, signals to your processes, a fork bomb, filling the
-disk.
+stop stays open: reading your files, writing where you may write, the network, signals to your processes, a fork bomb, daemons, filling the
+disk. Neither disk nor memory counts what a command holds in files that have no name (deleted while open, memfd).
 
 Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should print, a second one
 gets a bare environment and three of them, and has to make them run as described within five tries, mocks allowed, or else the
@@ -170,12 +170,16 @@ def enclose(order):
     if not order["network"]:
         with socket.socket() as any:                # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
             fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
-    if not order["uid"]:                            # who is not root gets a user namespace that owns nothing, and counts its own processes
-        maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
-        call("unshare", NEWUSER)
-        for name, text in ("setgroups", "deny"), ("uid_map", maps[0]), ("gid_map", maps[1]):
-            with open("/proc/self/" + name, "w") as file:
-                file.write(text)
+    if not order["uid"]:
+        alone()
+
+def alone():
+    # a user namespace that owns nothing and counts its own processes. A command can make none in it, to mount as much memory as it likes
+    maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
+    call("unshare", NEWUSER)
+    for name, text in ("self/setgroups", "deny"), ("self/uid_map", maps[0]), ("self/gid_map", maps[1]), ("sys/user/max_user_namespaces", "0"):
+        with open("/proc/" + name, "w") as file:
+            file.write(text)
 
 def bound():                                        # no program that is started from here on gains a right
     for capability in range(64):                    # until there is none of this number
@@ -183,9 +187,14 @@ def bound():                                        # no program that is started
             break
 
 def renounce(order):
-    bound() if not order["uid"] else None           # a new user namespace has them all again
     if order["uid"]:
         os.setgroups([]), os.setresgid(*[order["uid"]] * 3), os.setresuid(*[order["uid"]] * 3)
+        call("prctl", DUMPABLE, 1, 0, 0, 0)
+        try:
+            alone()
+        except OSError:                             # the kernel has none
+            pass
+    bound()                                         # a new user namespace has them all again
     call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", DUMPABLE, 1, 0, 0, 0)             # its own /proc is its own again
@@ -226,10 +235,10 @@ def run(order, control, given, wanted):
         enclose(order) if caged else None
         ended, pen = os.pipe()                      # has something to read when a process has ended
         os.set_blocking(pen, False)
-        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
         last = os.fork()
         if not last:
-            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             return command(order, given, wanted)
         os.close(given), os.close(wanted)
@@ -254,6 +263,7 @@ def run(order, control, given, wanted):
         os.write(control, b"%d" % (code if code >= 0 else 128 - code))
     except BaseException as error:
         os.write(control, str(error).encode() + b"; ")
+    libc.shutdown(control, socket.SHUT_RDWR)        # a fork of the caller may hold a copy of the other end
     os._exit(0)
 
 def flush(*files):
@@ -276,8 +286,13 @@ def leave():                                        # as Python ends, but for ta
         signal.signal(signal.SIGINT, signal.SIG_DFL), os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
+def exit_status(code):
+    if isinstance(code, int):
+        return code & 255 if -1 << 63 <= code < 1 << 63 else 255
+    return int(code is not None)
+
 with open("/proc/self/mountinfo" if caged else os.devnull) as file:
-    mounted = [text.split()[4].encode().decode("unicode_escape") for text in file]
+    mounted = [os.fsdecode(os.fsencode(text.split()[4]).decode("unicode_escape").encode("latin-1")) for text in file]
 ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if caged else None
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # who looks on is not waited for
 exec(compile(b"", "", "exec"))                      # the first time of anything is dear
@@ -288,9 +303,12 @@ while True:
     head, places, *_ = socket.recv_fds(line, 4, 3, socket.MSG_WAITALL)
     if len(head) < 4:
         sys.exit()
-    text = b""
-    while len(text) < int.from_bytes(head, "big"):
-        text += line.recv(int.from_bytes(head, "big") - len(text))
+    text, more = b"", b" "
+    while more and len(text) < int.from_bytes(head, "big"):
+        more = line.recv(int.from_bytes(head, "big") - len(text))
+        text += more
+    if not more:                                    # whoever ordered was killed in the middle of it
+        sys.exit()
     if caged:
         call("unshare", NEWPID)
     if not os.fork():
@@ -310,12 +328,17 @@ status, interrupted = 0, False
 try:
     exec(compile(source, name, "exec"), main.__dict__)
 except SystemExit as error:
-    status = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
+    status = exit_status(error.code)
     raise
 except BaseException as error:
     error.__traceback__ = error.__traceback__.tb_next
-    sys.excepthook(type(error), error, error.__traceback__)
-    status, interrupted = 1, type(error) is KeyboardInterrupt
+    status = 1
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+        interrupted = type(error) is KeyboardInterrupt
+    except SystemExit as leaving:
+        status = exit_status(leaving.code)
+        raise
 """
 
 
@@ -377,7 +400,7 @@ class Sandbox:
             words += ["--perms", "0755", "--dir", parent]
         for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
             words += ["--symlink", os.readlink(path), path] if path in SYSTEM and os.path.islink(path) else ["--ro-bind-try", path, path]
-        for path in self.hide:
+        for path in sorted(set(map(os.path.realpath, self.hide))):
             words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
         words += ["--dir", "/tmp", "--dir", "/work", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", "/", "/host"]
         return [*words, "--remount-ro", "/"]
@@ -396,12 +419,16 @@ class Sandbox:
             weakref.finalize(self, leave, self.line, server, self.owner)
         return self.line
 
-    def order(self, words, root):
-        """Asks the server for a command -> our ends of its control, its input and its output."""
+    def order(self, words, root, stdin):
+        """Asks the server for a command -> our ends of its control and its output. Its input is a file: of a pipe's end a fork of
+        this process could hold a copy, and the command would wait for more."""
         uid, inside = 0, "/work" if has_bwrap() else root
         if has_bwrap() and os.geteuid() == 0:
             uid = 100_000 + os.stat(root).st_ino % 1_000_000
-            give(root, uid)
+            try:
+                give(root, uid)
+            except OSError:                         # root of a container without such a user, or without the right: as for any user
+                uid = 0
         environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
                        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
@@ -409,7 +436,11 @@ class Sandbox:
         text = marshal.dumps(dict(words=words, root=root, uid=uid, network=self.network, disk=self.disk, limits=self.limits,
                                   environment=environment))
         control, far = socket.socketpair()
-        (given, pen), (ear, wanted) = os.pipe(), os.pipe()
+        ear, wanted = os.pipe()
+        given = os.memfd_create("input") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+        with open(given, "wb", closefd=False) as file:
+            file.write(stdin.encode("utf-8", "surrogateescape"))
+        os.lseek(given, 0, os.SEEK_SET)
         try:
             with self.lock:
                 for again in (True, False):         # a server may have been killed
@@ -422,12 +453,15 @@ class Sandbox:
                         self.line = None
                         if not again:
                             raise
+                    except BaseException:           # Ctrl-C after half an order: the rest would be read as the next one
+                        self.line = None
+                        raise
         except OSError:
-            control.close(), os.close(pen), os.close(ear)
+            control.close(), os.close(ear)
             raise
         finally:
             far.close(), os.close(given), os.close(wanted)
-        return control, pen, ear
+        return control, ear
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does."""
@@ -438,10 +472,9 @@ class Sandbox:
             return Result(127, "a command cannot hold a zero byte")
         deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
-            control, pen, ear = self.order(words, os.path.realpath(root))
+            control, ear = self.order(words, os.path.realpath(root), stdin)
         except OSError as error:
             return Result(127, f"cannot start: {error}", started=False)
-        threading.Thread(target=feed, args=(pen, stdin), daemon=True).start() if stdin else os.close(pen)
         with control:
             text, timed_out = self.collect(control, ear, deadline, root)
             control.shutdown(socket.SHUT_WR)        # whatever is left dies now
@@ -454,16 +487,15 @@ class Sandbox:
     def collect(self, control, pipe, deadline, root):
         """Output, until the command ends, or has to: at the deadline, at a flood of words, when the disk is full."""
         chunks, size, note, weighed = [], 0, "", time.perf_counter()
-        ready = lambda file, wait: bool(select.select([file], [], [], wait)[0])
         while not note:
             wait, ended = min(0.1, deadline - time.perf_counter()), ready(control, 0)
-            chunk = os.read(pipe, 65536) if wait > 0 and ready(pipe, wait) else None
+            chunk = os.read(pipe, 65536) if (wait > 0 or ended) and ready(pipe, wait) else None
             chunks.append(chunk or b"")
             size += len(chunk or b"")
             if chunk == b"" or (chunk is None and ended):   # ended before we looked: its last words would have been there
                 break
             due = time.perf_counter() > weighed + 0.1
-            note = ("timed out" if wait <= 0 else "output cut" if size > self.output else
+            note = ("timed out" if wait <= 0 and not ended else "output cut" if size > self.output else
                     "disk full" if due and weight(root) > self.disk else "")
             weighed = time.perf_counter() if due else weighed
         if not note and not ready(control, max(0, deadline - time.perf_counter())):    # closed its output and goes on
@@ -505,9 +537,11 @@ def leave(line, server, pid):
     line.close(), server.stderr.close()
 
 
-def feed(pen, text):
-    with contextlib.suppress(BrokenPipeError), open(pen, "wb") as pipe:
-        pipe.write(text.encode())
+def ready(file, seconds):
+    """Whether there is something to read. Not by select, which knows no file of a number over 1023."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * max(0, seconds)))
 
 
 def walk(root):
@@ -550,7 +584,17 @@ def tree_key(files, command):
 def fresh_directory():
     """Private, deleted when left; in memory where the system has such a place."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return tempfile.TemporaryDirectory(prefix="task-", dir=memory, ignore_cleanup_errors=True)
+    return Directory(prefix="task-", dir=memory, ignore_cleanup_errors=True)
+
+
+class Directory(tempfile.TemporaryDirectory):
+    """Goes whatever is in it: the standard library's needs a level of recursion and an open file for each folder in a folder."""
+    def cleanup(self):
+        with contextlib.suppress(RecursionError):
+            super().cleanup()
+        if os.path.lexists(self.name):
+            for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+                subprocess.run([*words, self.name], stderr=subprocess.DEVNULL)
 
 
 def write_tree(files, root):
@@ -606,10 +650,7 @@ class Workspace:
         self.close()
 
     def close(self):
-        try:
-            self.directory.cleanup()
-        except RecursionError:
-            subprocess.run(["rm", "-rf", self.root])
+        self.directory.cleanup()
 
     def place(self, path):
         """The real place of a path, refused if it could lie outside the directory."""
@@ -662,6 +703,8 @@ class Workspace:
         if "repo" in self.task.meta:
             return run()
         files, shape = self.files(), self.shape()
+        if any(stat.S_ISREG(mode) and (size > self.largest or "/__pycache__/" in path) for path, mode, size, _ in shape):
+            return run()                            # what files() does not hold may have changed
         return self.sandbox.once(tree_key(files, repr((command, shape))), run, lambda: (self.files(), self.shape()) == (files, shape))
 
     def shape(self):
@@ -677,14 +720,16 @@ class Workspace:
 
     def files(self):
         """Every regular file of readable size, by path: what a submission consists of."""
-        found = {}
+        found, left = {}, max(self.sandbox.disk, 4 * self.largest)      # many files that are all holes weigh nothing on the disk
         for folder, _, names in walk(self.root):
             for name in sorted(names) if folder.count("/") < 100 else ():
                 place = Path(folder, name)
                 with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
                     if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
                         path = str(place.relative_to(self.root)).encode("utf-8", "replace").decode()
-                        found[path] = self.text(place)
+                        left -= place.stat().st_size
+                        if left >= 0:
+                            found[path] = self.text(place)
         return dict(sorted(found.items()))
 
 
@@ -1361,7 +1406,7 @@ def copy_repository(repo):
     for path in sources(files):
         try:
             syntax(files[path])
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Refusal(f"{repo}: {path} does not parse: {error}") from None
     return files
 
@@ -1598,7 +1643,7 @@ def parsed(text):
     """The syntax tree (shared: not to be changed), empty where the text has none."""
     try:
         return syntax(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return syntax("")
 
 
@@ -1946,7 +1991,7 @@ def judge_repository(task, files, sandbox):
 # -------------------------------------------------------------------------------- real repositories: the commands
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks, reasons for the discarded)."""
-    if not os.access(f"{Path(out).resolve().parent}/", os.W_OK) or Path(out).is_dir():
+    if not os.access(f"{Path(out).resolve().parent}/", os.W_OK) or Path(out).is_dir() or Path(out).exists() and not os.access(out, os.W_OK):
         raise Refusal(f"{out}: cannot be written")
     repository, rng, taken, tasks, reasons = study(repo, None, time_limit), random.Random(seed), set(), [], Counter()
     sandbox, start, spread = repository_sandbox(repository.files, repository.patience), time.perf_counter(), Counter()
@@ -2021,11 +2066,18 @@ def read_tasks(path):
             tasks.append(Task.from_json(line))
             files, solution, meta = tasks[-1].files, tasks[-1].solution, tasks[-1].meta
             assert isinstance(tasks[-1].problem_statement, str) and isinstance(tasks[-1].hidden, list) and type(tasks[-1].level) is int
-            assert not any(os.path.isabs(path) or ".." in Path(path).parts for path in files)
-            assert all(isinstance(text, str) for tree in (files, solution, meta.get("pristine", {})) for text in tree.values())
-            micro = "visible" in meta and {"tests.py", "check.py"} <= files.keys()
-            assert {"pristine", "hidden_groups"} <= meta.keys() if "repo" in meta else micro
-        except (ValueError, TypeError, KeyError, AttributeError, AssertionError):
+            for place, text in (item for tree in (files, solution, meta.get("pristine", {})) for item in tree.items()):
+                assert not (os.path.isabs(place) or ".." in Path(place).parts or "\0" in place)
+                place.encode("utf-8", "surrogateescape"), text.encode("utf-8", "surrogateescape")
+            if "repo" in meta:
+                assert all(find_test(meta["pristine"][group.split("::")[0]], group) for group in meta["hidden_groups"])
+                assert all(node.split("[")[0] in meta["hidden_groups"] for node in tasks[-1].hidden)
+                assert all(isinstance(node, str) for node in tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS)
+            else:
+                assert {"tests.py", "check.py"} <= files.keys()
+                assert all(isinstance(module + name, str) and isinstance(words, list) and words
+                           for module, name, words, _ in tasks[-1].hidden + meta["visible"])
+        except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
     return tasks
 
@@ -2228,8 +2280,8 @@ CALL_RULES = [(rule, re.compile(pattern)) for rule, pattern in (
     ("looks for the original", r"site-?packages|dist-packages|\b(pip3?|conda|poetry)\s+(-\S+\s+)*(install|download|show|add)\b"
                                r"|\b(curl|wget|nc|scp|ssh|rsync)\s|https?://|\burllib\b|requests\.get|http\.client|\bsocket\b"
                                r"|\bfind\s+/(?!work|tmp)|\bgrep\s+-\S*[rR]\S*\s.*\s/(?!work|tmp)"),
-    ("reads git history", r"\bgit\s+(-C\s+\S+\s+|-(?!C\s)\S+\s+)*(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
-                          r"|\bgit\b.*\b(diff|checkout|restore|reset)\b.*(HEAD[~^@]|--source|\b[0-9a-f]{7,40}\b)"
+    ("reads git history", r"(?m)\bgit\s+(-C\s+\S+\s+|-(?!C\s)\S+\s+)*(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
+                          r"|^(?>.*?\bgit\b)(?>.*?\b(diff|checkout|restore|reset)\b).*(HEAD[~^@]|--source|\b[0-9a-f]{7,40}\b)"
                           r"|\.git(/|\b(?!ignore|hub|attr))"),
     ("edits tests or configuration", rf"(>>?|\btee\b(\s+-a)?|\bof=)\s*{TEST_PATH}|\b(mv|cp|ln|install)\s+[^|;&\n]+\s{TEST_PATH}"
                                      rf"|\b(sed\s+-i|perl\s+-pi|rm|truncate|chmod|patch|unlink)\b[^|;&\n]*\s{TEST_PATH}"
@@ -2239,7 +2291,7 @@ CODE_RULES = [(rule, severity, re.compile(pattern)) for rule, severity, pattern 
     ("forges results", "cheat", r"os\.(_exit|kill|abort)|\bbuiltins\b|__builtins__|settrace|atexit|\b_?pytest\b|PYTEST_CURRENT_TEST"
                                 r"|_getframe|inspect\.stack|\bunittest\b|AssertionError|sys\.modules|sys\.exit\(|SystemExit"
                                 r"|passed, 0 failed|gc\.get_|def __eq__\(.*\):\s*return True|__eq__\s*=\s*lambda[^:\n]*:\s*True"),
-    ("thinks in comments", "style", r"(?i)#.*\b(i|i'll|i'm|let me|let's|hmm+|wait|maybe|actually|not sure)\b"))]
+    ("thinks in comments", "style", r"(?im)^[^#\n]*#.*\b(i|i'll|i'm|let me|let's|hmm+|wait|maybe|actually|not sure)\b"))]
 
 
 def changes(before, after):
@@ -2452,5 +2504,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except Refusal as refusal:
         sys.exit(print(f"synth_tasks.py: {refusal}", file=sys.stderr) or 2)
+    except OSError as error:                        # a name that is too long, a file that is closed to us, a disk that is full
+        sys.exit(print(f"synth_tasks.py: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(130)
