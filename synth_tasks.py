@@ -522,9 +522,11 @@ class Sandbox:
         with entry[0]:
             if len(entry) == 1:
                 result = run()
-                if result.timed_out or not result.started or not repeatable():
+                if not result.started or not repeatable():
                     return result
                 entry.append(result)
+                if result.timed_out:                # those who wait hear of it; whoever asks later tries again
+                    del self.memo[key]
             return entry[1]
 
 

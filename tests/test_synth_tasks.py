@@ -400,7 +400,8 @@ SCRIPTS = {     # what a script can tell about the interpreter that runs it
     "a lost output": "import os; print('x'); os.close(1)", "exit with much": "import sys; sys.exit(300)", "exit with less": "import sys; sys.exit(-1)",
     "exit with true": "import sys; sys.exit(True)", "exit with a float": "import sys; sys.exit(1.5)", "exit at exit": "import atexit, sys; atexit.register(sys.exit, 4)",
     "an error at exit": "import atexit; atexit.register(lambda: 1 / 0)", "interrupted": "raise KeyboardInterrupt", "an error of its own kind": "class E(BaseException): pass\nraise E(1)",
-    "cleared": "import atexit; atexit._clear(); print(1)",
+    "a hook that exits": "import sys; sys.excepthook = lambda *e: sys.exit(3); 1 / 0", "exit with a huge number": "import sys; sys.exit(2 ** 64)",
+    "a hook that breaks": "import os, sys; sys.excepthook = lambda *e: ''.x; sys.stderr = open(os.devnull, 'w'); 1 / 0", "cleared": "import atexit; atexit._clear(); print(1)",
     "its hook forgotten": "import atexit; atexit.register(print, 1); atexit.unregister(print); print(2)", "a thread at exit": "import threading, atexit, time\n"
     "atexit.register(print, 'registered')\nt = threading.Thread(target=lambda: (time.sleep(.05), print('late')))\nt.start()\n1 / 0",
     "no output": "import sys; sys.stdout = None; sys.exit(2)", "another output": "import sys, io; sys.stdout = io.TextIOWrapper(io.FileIO('left', 'w')); print('unflushed', end='')",
@@ -504,6 +505,92 @@ def test_forks_of_a_process_that_has_a_server_have_their_own(tmp_path):
     assert os.waitpid(pid, 0)[1] == 0 and sandbox.run("echo 1", tmp_path).output == "1\n"
 
 
+class Cut:
+    """The line of a process that ends between the head of an order and its text."""
+    def __init__(self, line):
+        self.line = line
+
+    def __getattr__(self, name):
+        return getattr(self.line, name)
+
+    def sendall(self, text):
+        raise KeyboardInterrupt
+
+
+def test_half_an_order_ends_its_server_and_the_next_one_gets_another(tmp_path):
+    sandbox = Sandbox(memo=False)
+    line, sandbox.line = sandbox.serve(), Cut(sandbox.line)
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.run("echo 0", tmp_path)
+    assert sandbox.run("echo 1", tmp_path).output == "1\n"
+    line.shutdown(socket.SHUT_WR)
+    line.settimeout(60)
+    assert line.recv(1) == b""                      # where it waited for the rest for ever it would have held the other end
+
+
+def test_a_process_with_many_open_files_can_run_commands(tmp_path):
+    script = ("import os, resource, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (2000,) * 2)\nimport synth_tasks\n"
+              "held = [os.open(os.devnull, 0) for _ in range(1100)]\nprint(synth_tasks.Sandbox().run('cat', sys.argv[1], 'heard').output)")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=Path(st.__file__).parent, capture_output=True, text=True)
+    assert done.stdout == "heard\n", done.stderr
+
+
+DEEP = "import os\nfor i in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\n"
+
+
+def test_folders_in_folders_without_end_are_judged_and_go(monkeypatch, tmp_path):
+    monkeypatch.setattr(st, "fresh_directory", lambda: st.Directory(dir=tmp_path, ignore_cleanup_errors=True))
+    task = make_task(0, 1)
+    right = {**task.files, **task.solution}
+    assert judge(task, {**right, **{path: DEEP + text for path, text in task.solution.items()}}, Sandbox(memo=False)).solved
+    with Workspace(task, Sandbox(memo=False)) as workspace:
+        workspace.edit("deep.py", "", DEEP)
+        assert not workspace.run("python deep.py").exit_code and len(workspace.files()) == 1 + len(task.files)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_all_holes_do_not_fill_the_memory():
+    sandbox = Sandbox(memo=False, disk=1 << 20)
+    with Workspace(make_task(0, 1), sandbox) as workspace:
+        assert not workspace.run("python -c \"for i in range(400): open(str(i), 'w').truncate(1 << 20)\"").exit_code
+        assert sum(map(len, workspace.files().values())) <= 4 << 20
+
+
+def test_a_command_is_run_again_where_files_too_large_to_compare_may_have_changed():
+    with Workspace(make_task(0, 1), Sandbox()) as workspace:
+        count = "f = open('big', 'r+b'); n = int(f.read(9)); f.seek(0); f.write(b'%09d' % (n + 1)); print(n)"
+        workspace.run("python -c \"open('big', 'w').write('0' * (2 << 20))\"")
+        assert [workspace.run(f'python -c "{count}"').output for _ in range(3)] == ["0\n", "1\n", "2\n"]
+
+
+@caged
+def test_no_command_makes_a_user_namespace_to_mount_memory_in(workspace):
+    command = "mkdir x; unshare -Urm sh -c 'mount -t tmpfs t x; dd if=/dev/zero of=x/f bs=1M count=30'"
+    assert "copied" not in workspace.sandbox.run(command, workspace.root).output
+
+
+@caged
+def test_what_is_hidden_may_be_a_link_and_root_may_lack_the_right_to_give_files_away(tmp_path, monkeypatch):
+    def powerless(*_):
+        raise PermissionError
+    monkeypatch.setattr(st, "give", powerless)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "package")
+    tmp_path.chmod(0o755)
+    (tmp_path / "root").mkdir(mode=0o777)
+    assert Sandbox(memo=False, hide=[str(tmp_path / "link")]).run("echo hi", tmp_path / "root").output == "hi\n"
+
+
+def test_the_last_words_of_a_command_that_ended_in_time_are_read_after_its_deadline(tmp_path):
+    class Late(Sandbox):
+        def order(self, *words):
+            found = super().order(*words)
+            time.sleep(1.5)
+            return found
+    result = Late(time_limit=1.0).run("echo 8 passed", tmp_path)
+    assert result.output == "8 passed\n" and not result.timed_out
+
+
 def test_a_command_that_could_not_start_is_not_remembered(monkeypatch):
     sandbox, task = Sandbox(), make_task(0, 1)
     with monkeypatch.context() as patch:
@@ -511,6 +598,25 @@ def test_a_command_that_could_not_start_is_not_remembered(monkeypatch):
         failed = sandbox.run_files(task.files, "python tests.py")
     assert not failed.started and "no more processes" in failed.output
     assert sandbox.run_files(task.files, "python tests.py").output == run_trusted(task.files).output
+
+
+def test_who_waits_for_a_command_that_times_out_does_not_wait_again(monkeypatch):
+    sandbox, asked, calls = Sandbox(), threading.Semaphore(0), []
+
+    class Watched(dict):
+        def setdefault(self, *words):
+            asked.release()
+            return super().setdefault(*words)
+
+    def run(*_):
+        calls.append([asked.acquire(timeout=60) for _ in range(4)] if not calls else 0)      # until all four have asked
+        return st.Result(-9, "", timed_out=True)
+    sandbox.memo = Watched()
+    monkeypatch.setattr(sandbox, "run", run)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: sandbox.run_files({}, "sleep 9"), range(4)))
+    assert all(result.timed_out for result in results) and len(calls) == 1
+    assert sandbox.run_files({}, "sleep 9").timed_out and len(calls) == 2
 
 
 def test_many_threads_share_one_sandbox():
@@ -1004,7 +1110,8 @@ def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files
 @pytest.mark.parametrize("words, says", [
     (["--repo", "/nosuch"], "no such directory"), (["--repo="], "no such directory"), (["--time_limit=nan"], "at least"), (["--lvel=3"], "did you mean --level"), (["--n=x"], "invalid int"), (["--n=0"], "at least 1"),
     (["--level=9"], "--level must be"), (["--autoinstall"], "needs --repo"), (["--check", "/nosuch"], "cannot be read"), (["--check="], "cannot be read"), (["--time_limit=inf"], "at most"),
-    (["--repo", str(Path(st.__file__).parent), f"--out={st.__file__}/x.jsonl"], "cannot be written")])
+    (["--repo", str(Path(st.__file__).parent), f"--out={st.__file__}/x.jsonl"], "cannot be written"), (["--repo", "x" * 300], "too long"),
+    (["--repo", str(Path(st.__file__).parent), "--out", "x" * 300], "too long")])
 def test_bad_flags_are_refused_in_one_line(words, says):
     done = command(*words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
@@ -1021,7 +1128,10 @@ def odd_task(**changes):
 
 
 @pytest.mark.parametrize("line", [task_without("tests.py"), task_without("check.py"), odd_task(level="hard"), odd_task(problem_statement=5),
-    odd_task(hidden=5), odd_task(meta={}), odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
+    odd_task(hidden=5), odd_task(hidden=[1]), odd_task(hidden=[["m", "f", None, 1]]), odd_task(meta={"visible": 3}), "[" * 100_000,
+    odd_task(files={"a\0b": "", "tests.py": "", "check.py": ""}), odd_task(files={"a.py": "\ud800", "tests.py": "", "check.py": ""}),
+    odd_task(meta={"repo": "x", "pristine": {}, "hidden_groups": ["test_a.py::test"]}), odd_task(meta={"repo": "x", "pristine": {}, "hidden_groups": 5}),
+    odd_task(meta={}), odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
     odd_task(files={"../x": "", "tests.py": "", "check.py": ""}), make_task(0, 1).to_json().replace('"meta": {', '"meta": {"repo": "x", '), "[]", "{", '{"instance_id": 1}', '{"instance_id": "", "problem_statement": "", "files": 3, "solution": {}, "tools": []}'])
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "tasks").write_text(make_task(0, 1).to_json() + "\n" + line)
@@ -1113,8 +1223,14 @@ def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
         assert audit(task, [(Action("", [call]), ["x"])], {})[0].rule == "reads caches or bytecode"
 
 
-def test_the_audit_of_a_long_command_ends():
-    assert audit(make_task(0, 1), [(Action("", [("run_command", ("git " + "-C " * 400,))]), [""])], {}) == []
+@pytest.mark.parametrize("command", ["git " + "-C " * 400, "git diff " * 2000])
+def test_the_audit_of_a_long_command_ends(command):
+    assert audit(make_task(0, 1), [(Action("", [("run_command", (command,))]), [""])], {}) == []
+
+
+@pytest.mark.parametrize("text", ["x = " + "-" * 5000 + "1\n", "x = a" + ".b" * 3000 + "\n", "x = y == '" + "-" * 5000 + "1'\n", "#" * 100_000])
+def test_the_audit_of_a_file_that_python_cannot_parse_ends(text):
+    assert audit(make_task(0, 1), [], {"x.py": ("", text)}) == []
 
 
 def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():
