@@ -177,7 +177,8 @@ def alone():
     # a user namespace that owns nothing and counts its own processes. A command can make none in it, to mount as much memory as it likes
     maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
     call("unshare", NEWUSER)
-    for name, text in ("self/setgroups", "deny"), ("self/uid_map", maps[0]), ("self/gid_map", maps[1]), ("sys/user/max_user_namespaces", "0"):
+    told = {"self/setgroups": "deny", "self/uid_map": maps[0], "self/gid_map": maps[1], "sys/user/max_user_namespaces": "0"}
+    for name, text in told.items():
         with open("/proc/" + name, "w") as file:
             file.write(text)
 
@@ -235,10 +236,12 @@ def run(order, control, given, wanted):
         enclose(order) if caged else None
         ended, pen = os.pipe()                      # has something to read when a process has ended
         os.set_blocking(pen, False)
-        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         last = os.fork()
         if not last:
-            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             return command(order, given, wanted)
         os.close(given), os.close(wanted)
@@ -456,7 +459,7 @@ class Sandbox:
                     except BaseException:           # Ctrl-C after half an order: the rest would be read as the next one
                         self.line = None
                         raise
-        except OSError:
+        except BaseException:
             control.close(), os.close(ear)
             raise
         finally:
@@ -1993,7 +1996,8 @@ def judge_repository(task, files, sandbox):
 # -------------------------------------------------------------------------------- real repositories: the commands
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks, reasons for the discarded)."""
-    if not os.access(f"{Path(out).resolve().parent}/", os.W_OK) or Path(out).is_dir() or Path(out).exists() and not os.access(out, os.W_OK):
+    place = Path(out).resolve()
+    if not os.access(f"{place.parent}/", os.W_OK) or place.is_dir() or place.exists() and not os.access(place, os.W_OK):
         raise Refusal(f"{out}: cannot be written")
     repository, rng, taken, tasks, reasons = study(repo, None, time_limit), random.Random(seed), set(), [], Counter()
     sandbox, start, spread = repository_sandbox(repository.files, repository.patience), time.perf_counter(), Counter()
@@ -2282,7 +2286,8 @@ CALL_RULES = [(rule, re.compile(pattern)) for rule, pattern in (
     ("looks for the original", r"site-?packages|dist-packages|\b(pip3?|conda|poetry)\s+(-\S+\s+)*(install|download|show|add)\b"
                                r"|\b(curl|wget|nc|scp|ssh|rsync)\s|https?://|\burllib\b|requests\.get|http\.client|\bsocket\b"
                                r"|\bfind\s+/(?!work|tmp)|\bgrep\s+-\S*[rR]\S*\s.*\s/(?!work|tmp)"),
-    ("reads git history", r"(?m)\bgit\s+(-C\s+\S+\s+|-(?!C\s)\S+\s+)*(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
+    ("reads git history", r"(?m)\bgit\s+(-C\s+\S+\s+|-(?!C\s)\S+\s+)*"
+                          r"(log|show|reflog|blame|stash|cat-file|fsck|rev-list|clone|fetch|bisect)\b"
                           r"|^(?>.*?\bgit\b)(?>.*?\b(diff|checkout|restore|reset)\b).*(HEAD[~^@]|--source|\b[0-9a-f]{7,40}\b)"
                           r"|\.git(/|\b(?!ignore|hub|attr))"),
     ("edits tests or configuration", rf"(>>?|\btee\b(\s+-a)?|\bof=)\s*{TEST_PATH}|\b(mv|cp|ln|install)\s+[^|;&\n]+\s{TEST_PATH}"

@@ -519,7 +519,8 @@ class Reinforcement:
         rng = random.Random(f"{self.run.config.seed}/rl/{step}")
         if step not in self.drawn:
             self.drawn[step] = sorted(self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step))
-        return [self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number) for level, number in self.drawn[step]]
+        drawn = self.drawn[step]
+        return [self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number) for level, number in drawn]
 
     def shape(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a limit cut short has submitted
@@ -838,7 +839,8 @@ def train(config, interrupted):
                 again = f" (--stage={stage} --start_from={config.out} begins from its stage before)" if before else ""
                 stop(f"{out} was made {made}: take another --out{again}")
         if extra["step"] == config.steps:
-            run.say(f"{stage}: finished already ({out})" + f", begun from {extra['config']['start_from']}" * bool(extra["config"]["start_from"]))
+            begun = extra["config"]["start_from"]
+            run.say(f"{stage}: finished already ({out})" + f", begun from {begun}" * bool(begun))
             return True
     published = config.init_from and not given
     if not given and not published and origin:
