@@ -316,7 +316,7 @@ EXPERIMENTS = {
         "window 512": ASKED, "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
         "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"]}, []),
     "tasks": ("What are more tasks worth?", "reward", {
-        "2 of a level, 25 times": ["--distinct=2"], "10 of a level, 5 times": ["--distinct=10"], "never one twice": []}, []),
+        "2 of a level": ["--distinct=2"], "10 of a level": ["--distinct=10"], "never one twice": []}, []),
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
         "groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
