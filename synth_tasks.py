@@ -139,23 +139,38 @@ BUILTINS = "alias cd command eval exec exit export read set shift source . : tim
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki", "/etc/pip.conf")
 
-# No command waits until a cage stands and Python has started: a server in the cage forks (Cursor's environments fork snapshots of memory).
-# Each command is two processes. One is the first of a process namespace that is this command's alone, as its mounts and all else are: it
-# looks on, kills, and tells how it ended. The other is the command; where that is a plain Python script, it is this very interpreter, in
-# the state in which it started.
+# No command waits until a cage stands and Python has started: cages stand ready, and the server in each forks (Cursor's environments fork
+# snapshots of memory). A server is the first of its process namespace and serves one command at a time: it looks on, kills whatever is
+# left, and tells how it ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it is this very
+# interpreter, in the state in which it started.
 SERVER = """import sys
 fresh = set(sys.modules)
 import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
-line, caged, libc = socket.socket(fileno=int(sys.argv[1])), sys.argv[2] == "1", ctypes.CDLL(None, use_errno=True)
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
+line, caged, libc = socket.socket(fileno=os.dup(int(sys.argv[1]))), sys.argv[2] == "1", ctypes.CDLL(None, use_errno=True)
+os.close(int(sys.argv[1]))                          # a number that select may not know
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 30))
 RDONLY, NOSUID, NODEV, NOEXEC, BIND, NO_NEW_PRIVS, DUMPABLE, DROP = 1, 2, 4, 8, 4096, 38, 4, 24
 
 def call(name, *arguments):
     if getattr(libc, name)(*(os.fsencode(word) if isinstance(word, str) else word for word in arguments)):
         raise OSError(ctypes.get_errno(), name + ": " + os.strerror(ctypes.get_errno()))
 
+def tell(place, text):
+    file = os.open(place, os.O_WRONLY)
+    os.write(file, text)
+    os.close(file)
+
+def traffic():                                      # what has gone over the network, which holds the ports it used for a minute
+    with open("/proc/self/net/dev") as file:
+        return file.read()
+
+def another_network():
+    call("unshare", NEWNET)
+    with socket.socket() as any:                    # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+        fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
+
 def enclose(order):
-    call("unshare", NEWNS | NEWUTS | NEWIPC | NEWNET * (not order["network"]))
+    call("unshare", NEWNS | NEWUTS | NEWIPC)
     kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
     for place in ("/tmp", "/dev/shm"):
         call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, "mode=1777,size=%d" % order["disk"])
@@ -167,20 +182,15 @@ def enclose(order):
     call("mount", "/host" + order["root"], "/work", None, BIND, None)
     call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")    # whoever has no right to unmount never sees under it
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
-    if not order["network"]:
-        with socket.socket() as any:                # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
-            fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
     if not order["uid"]:
-        alone()
+        alone(order)
 
-def alone():
+def alone(order):
     # a user namespace that owns nothing and counts its own processes. A command can make none in it, to mount as much memory as it likes
-    maps = ["%d %d 1" % (number, number) for number in (os.getuid(), os.getgid())]
+    maps = [b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))]
     call("unshare", NEWUSER)
-    told = {"self/setgroups": "deny", "self/uid_map": maps[0], "self/gid_map": maps[1], "sys/user/max_user_namespaces": "0"}
-    for name, text in told.items():
-        with open("/proc/" + name, "w") as file:
-            file.write(text)
+    tell("/proc/self/setgroups", b"deny"), tell("/proc/self/uid_map", maps[0]), tell("/proc/self/gid_map", maps[1])
+    tell("/proc/sys/user/max_user_namespaces", b"0")
 
 def bound():                                        # no program that is started from here on gains a right
     for capability in range(64):                    # until there is none of this number
@@ -192,7 +202,7 @@ def renounce(order):
         os.setgroups([]), os.setresgid(*[order["uid"]] * 3), os.setresuid(*[order["uid"]] * 3)
         call("prctl", DUMPABLE, 1, 0, 0, 0)
         try:
-            alone()
+            alone(order)
         except OSError:                             # the kernel has none
             pass
     bound()                                         # a new user namespace has them all again
@@ -210,7 +220,14 @@ def script(python, *rest):
             return file.read(), os.path.abspath(rest[0]), rest, [os.path.dirname(os.path.realpath(rest[0]))] * ("-I" not in flags)
 
 def command(order, given, wanted):
-    os.dup2(given, 0), os.dup2(wanted, 1), os.dup2(wanted, 2), os.closerange(3, 1024)
+    signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL), os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        enclose(order) if caged else None
+    except BaseException as error:
+        line.send(str(error).encode() + b"; ")
+        os._exit(127)
+    os.dup2(given, 0), os.dup2(wanted, 1), os.dup2(wanted, 2), line.detach(), os.closerange(3, 1024)
     try:
         renounce(order) if caged else None
         os.chdir("/work" if caged else order["root"])
@@ -231,43 +248,28 @@ def command(order, given, wanted):
         os.write(2, ("%s: %s" % (order["words"][0][:80], getattr(error, "strerror", 0) or error)).encode("utf-8", "replace"))
         os._exit(127)
 
-def run(order, control, given, wanted):
+def watch(last):                                    # until it has ended, or whoever ordered it wants no more -> exit code
+    code = None
+    while code is None and line not in select.select([line, ended], [], [])[0]:
+        os.read(ended, 4096)
+        pid = 1
+        while pid:                                  # strangers, too, whose parents have ended
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            code = os.waitstatus_to_exitcode(status) if pid == last else code
+    if code is None:
+        libc.kill(last, signal.SIGKILL)             # it may have no session of its own yet
+        code = -signal.SIGKILL
+    libc.killpg(last, signal.SIGKILL)
+    if caged:
+        libc.kill(-1, signal.SIGKILL)
     try:
-        enclose(order) if caged else None
-        ended, pen = os.pipe()                      # has something to read when a process has ended
-        os.set_blocking(pen, False)
-        signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        last = os.fork()
-        if not last:
-            signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.setsid()
-            return command(order, given, wanted)
-        os.close(given), os.close(wanted)
-        code = None
-        while code is None and control not in select.select([control, ended], [], [])[0]:
-            os.read(ended, 4096)
-            pid = 1
-            while pid:                              # strangers, too, whose parents have ended
-                try:
-                    pid, status = os.waitpid(-1, os.WNOHANG)
-                except ChildProcessError:
-                    break
-                code = os.waitstatus_to_exitcode(status) if pid == last else code
-        if code is None:
-            libc.kill(last, signal.SIGKILL)         # it may have no session of its own yet
-            code = -signal.SIGKILL
-        libc.killpg(last, signal.SIGKILL)
-        if caged:
-            libc.kill(-1, signal.SIGKILL)
-            while libc.waitpid(-1, None, 0) > 0:    # they write nothing any more
-                pass
-        os.write(control, b"%d" % (code if code >= 0 else 128 - code))
-    except BaseException as error:
-        os.write(control, str(error).encode() + b"; ")
-    libc.shutdown(control, socket.SHUT_RDWR)        # a fork of the caller may hold a copy of the other end
-    os._exit(0)
+        while True:                                 # until they write nothing any more
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return code if code >= 0 else 128 - code
 
 def flush(*files):
     for file in files:
@@ -294,16 +296,20 @@ def exit_status(code):
         return code & 255 if -1 << 63 <= code < 1 << 63 else 255
     return int(code is not None)
 
-with open("/proc/self/mountinfo" if caged else os.devnull) as file:
-    mounted = [os.fsdecode(os.fsencode(text.split()[4]).decode("unicode_escape").encode("latin-1")) for text in file]
-ours = os.open("/proc/self/ns/pid", os.O_RDONLY) if caged else None
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # who looks on is not waited for
+ended, pen = os.pipe()                              # has something to read when a process has ended
+os.set_blocking(pen, False)
+signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
+if caged:
+    with open("/proc/self/mountinfo") as file:
+        mounted = [os.fsdecode(os.fsencode(text.split()[4]).decode("unicode_escape").encode("latin-1")) for text in file]
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)   # where the next process can be given its number
+    bound()
+    still = traffic()
 exec(compile(b"", "", "exec"))                      # the first time of anything is dear
-bound() if caged and not os.getuid() else None
 gc.freeze()
 line.send(b"!")
 while True:
-    head, places, *_ = socket.recv_fds(line, 4, 3, socket.MSG_WAITALL)
+    head, places, *_ = socket.recv_fds(line, 4, 2, socket.MSG_WAITALL)
     if len(head) < 4:
         sys.exit()
     text, more = b"", b" "
@@ -312,17 +318,21 @@ while True:
         text += more
     if not more:                                    # whoever ordered was killed in the middle of it
         sys.exit()
-    if caged:
-        call("unshare", NEWPID)
-    if not os.fork():
-        line.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        source, name, sys.argv, sys.path[:1] = run(marshal.loads(text), *places)
+    order = marshal.loads(text)
+    try:
+        tell("/proc/sys/kernel/ns_last_pid", b"1") if caged else None     # the number before that of the command
+    except OSError:                                 # a kernel that only counts
+        pass
+    if not (last := os.fork()):
+        source, name, sys.argv, sys.path[:1] = command(order, *places)
         break
-    if caged:                                       # back: the next one begins another
-        call("setns", ours, NEWPID)
     for place in places:
         os.close(place)
+    line.send(b"%d\\n" % watch(last))
+    if caged and not order["network"] and traffic() != still:
+        another_network()
+    if not line.recv(1):                            # nobody there who has heard
+        sys.exit()
 main = sys.modules["__main__"] = type(sys)("__main__")
 main.__dict__.update(__builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name}))
 kept = [sys.modules.pop(other) for other in set(sys.modules) - fresh]
@@ -347,8 +357,8 @@ except BaseException as error:
 
 def bwrap():
     """The first words of a cage, which to root is one without a user namespace"""
-    return [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--cap-add", "ALL",
-            *["--unshare-user"] * (os.geteuid() != 0)]
+    return [shutil.which("bwrap"), "--unshare-ipc", "--unshare-pid", "--as-pid-1", "--unshare-uts", "--unshare-cgroup-try", "--cap-add", "ALL",
+            *["--unshare-user", "--uid", "0", "--gid", "0"] * (os.geteuid() != 0)]
 
 
 @functools.lru_cache(None)
@@ -376,7 +386,7 @@ class Sandbox:
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
-        self.memo, self.network, self.line, self.owner, self.lock = {} if memo else None, network, None, None, threading.Lock()
+        self.memo, self.network, self.idle, self.owner, self.lock = {} if memo else None, network, [], os.getpid(), threading.Lock()
 
     def argv(self, command):
         """A plain command line becomes its words (no shell to start); anything else, and what a shell does itself, goes to sh."""
@@ -408,23 +418,18 @@ class Sandbox:
         words += ["--dir", "/tmp", "--dir", "/work", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", "/", "/host"]
         return [*words, "--remount-ro", "/"]
 
-    def serve(self):
-        """The line to the server, which is started when there is none, or when this is a fork of the process that it belongs to."""
-        if self.line is None or self.owner != os.getpid():
-            (self.line, far), self.owner = socket.socketpair(), os.getpid()
-            words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", SERVER, str(far.fileno()), str(int(has_bwrap()))]
-            server = subprocess.Popen([*self.cage(), *words] if has_bwrap() else words, env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()],
-                                      stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
-            far.close()
-            if not self.line.recv(1):
-                self.line = None
-                raise OSError(server.communicate()[1].decode("utf-8", "replace").strip())
-            weakref.finalize(self, leave, self.line, server, self.owner)
-        return self.line
+    def server(self):
+        """One that does nothing at the moment, or a new one; never one of the process that this one is a fork of."""
+        with self.lock:
+            if self.owner != os.getpid():
+                self.idle, self.owner = [], os.getpid()
+            if self.idle:
+                return self.idle.pop()
+        return Server(self.cage() if has_bwrap() else [])
 
     def order(self, words, root, stdin):
-        """Asks the server for a command -> our ends of its control and its output. Its input is a file: of a pipe's end a fork of
-        this process could hold a copy, and the command would wait for more."""
+        """Orders a command -> the server that has it, our end of its output. Its input is a file: of a pipe's end a fork of this
+        process could hold a copy, and the command would wait for more."""
         uid, inside = 0, "/work" if has_bwrap() else root
         if has_bwrap() and os.geteuid() == 0:
             uid = 100_000 + os.stat(root).st_ino % 1_000_000
@@ -436,35 +441,30 @@ class Sandbox:
                        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
         environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
-        text = marshal.dumps(dict(words=words, root=root, uid=uid, network=self.network, disk=self.disk, limits=self.limits,
+        names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
+        text = marshal.dumps(dict(words=words, root=root, uid=uid, names=names, network=self.network, disk=self.disk, limits=self.limits,
                                   environment=environment))
-        control, far = socket.socketpair()
         ear, wanted = os.pipe()
         given = os.memfd_create("input") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
-        with open(given, "wb", closefd=False) as file:
-            file.write(stdin.encode("utf-8", "surrogateescape"))
-        os.lseek(given, 0, os.SEEK_SET)
         try:
-            with self.lock:
-                for again in (True, False):         # a server may have been killed
-                    try:
-                        line = self.serve()
-                        socket.send_fds(line, [len(text).to_bytes(4, "big")], [far.fileno(), given, wanted])
-                        line.sendall(text)
-                        break
-                    except ConnectionError:
-                        self.line = None
-                        if not again:
-                            raise
-                    except BaseException:           # Ctrl-C after half an order: the rest would be read as the next one
-                        self.line = None
+            with open(given, "wb", closefd=False) as file:
+                file.write(stdin.encode("utf-8", "surrogateescape"))
+            os.lseek(given, 0, os.SEEK_SET)
+            for again in (True, False):             # servers may have been killed
+                server = self.server()
+                try:
+                    socket.send_fds(server.line, [len(text).to_bytes(4, "big")], [given, wanted])
+                    server.line.sendall(text)
+                    return server, ear
+                except ConnectionError:
+                    self.idle.clear()
+                    if not again:
                         raise
         except BaseException:
-            control.close(), os.close(ear)
+            os.close(ear)
             raise
         finally:
-            far.close(), os.close(given), os.close(wanted)
-        return control, ear
+            os.close(given), os.close(wanted)
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does."""
@@ -475,16 +475,15 @@ class Sandbox:
             return Result(127, "a command cannot hold a zero byte")
         deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
-            control, ear = self.order(words, os.path.realpath(root), stdin)
+            server, ear = self.order(words, os.path.realpath(root), stdin)
         except OSError as error:
             return Result(127, f"cannot start: {error}", started=False)
-        with control:
-            text, timed_out = self.collect(control, ear, deadline, root)
-            control.shutdown(socket.SHUT_WR)        # whatever is left dies now
-            code = b"".join(iter(lambda: control.recv(4096), b"")).decode("utf-8", "replace")
-        os.close(ear)
+        with open(ear, "rb", buffering=0):
+            text, timed_out = self.collect(server.line, ear, deadline, root)
+        code = server.stop()
         if not code.lstrip("-").isdigit():
             return Result(127, f"cannot start: {code}", started=False)
+        self.idle.append(server)
         return Result(int(code), text, timed_out)
 
     def collect(self, control, pipe, deadline, root):
@@ -533,13 +532,36 @@ class Sandbox:
             return entry[1]
 
 
-def leave(line, server, pid):
-    """Its server ends with a sandbox, whoever else was forked with the line; such a copy only lets go."""
+class Server:
+    """A process that runs one command at a time, in a cage (the words in front of it) of its own. Whoever lets go of it ends it."""
+
+    def __init__(self, cage):
+        self.line, far = socket.socketpair()
+        words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", SERVER, str(far.fileno()), str(int(bool(cage)))]
+        with far:
+            process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        weakref.finalize(self, leave, self.line, process, os.getpid())
+        if not self.line.recv(1):
+            raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
+
+    def stop(self):
+        """Whatever is left of the command dies now -> its exit code; other words if it could not be started, none if the server is gone."""
+        text = b""
+        with contextlib.suppress(ConnectionError):
+            self.line.send(b".")
+            while not text.endswith(b"\n") and (more := self.line.recv(4096)):
+                text += more
+        return text.decode("utf-8", "replace").strip()
+
+
+def leave(line, process, pid):
+    """A fork of the process that started a server lets go of its copy of the line only."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):          # it was killed
             line.shutdown(socket.SHUT_RDWR)
-        server.wait()
-    line.close(), server.stderr.close()
+        process.wait()
+    line.close(), process.stderr.close()
 
 
 def ready(file, seconds):

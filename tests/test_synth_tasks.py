@@ -434,6 +434,7 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
         return found
     before, sandbox = servers(), Sandbox(memo=False)
     assert sandbox.run("echo 1", workspace.root).output == "1\n"
+    sandbox.idle.append(st.Server(sandbox.cage() if st.has_bwrap() else []))
     first = servers() - before
     for pid in first:
         with contextlib.suppress(ProcessLookupError):
@@ -443,6 +444,26 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
     second = servers() - before - first
     del sandbox
     assert first and second and not (first | second) & servers()
+
+
+TRACES = {      # a command, then one that could see what it has left to a server's next
+    "echo 1 > /tmp/x; echo 2 > /dev/shm/x": "ls /tmp /dev/shm", "setsid sleep 60.0625 >/dev/null 2>&1 &": "cat /proc/[0-9]*/comm",
+    "python -c \"import os; [os._exit(0) for _ in range(5) if not os.fork()]\"": "python -c \"import os; print(os.getpid(), os.getsid(0))\"",
+    "python -c \"import ctypes; print(ctypes.CDLL(None).shmget(7, 100, 0o1666) >= 0)\"": "cut -c 1-30 /proc/sysvipc/shm",
+    "python -c \"import socket as s; a = s.create_server(('127.0.0.1', 8000)); b = s.create_connection(('127.0.0.1', 8000)); a.accept()[0].close()\"":
+    "python -c \"import socket; socket.socket().bind(('127.0.0.1', 8000)); print(open('/proc/net/dev').read())\"",
+    "hostname other; umask 0; ulimit -n 20; cd /; export A=1": "hostname; umask; ulimit -n; pwd; env"}
+
+
+@caged
+@pytest.mark.parametrize("first", TRACES)
+def test_a_server_has_nothing_of_one_command_left_for_the_next(workspace, first):
+    """The oracle is the command alone, in a new server."""
+    used, new = (Sandbox(time_limit=5, memo=False) for _ in range(2))
+    for _ in range(2):
+        assert not used.run(first, workspace.root).timed_out and len(used.idle) == 1
+        mine, other = (sandbox.run(TRACES[first], workspace.root) for sandbox in (used, new))
+        assert (mine, other.exit_code) == (other, 0)
 
 
 def test_a_command_with_a_zero_byte_or_an_unknown_program_is_an_answer_not_a_crash(workspace):
@@ -519,11 +540,13 @@ class Cut:
 
 def test_half_an_order_ends_its_server_and_the_next_one_gets_another(tmp_path):
     sandbox = Sandbox(memo=False)
-    line, sandbox.line = sandbox.serve(), Cut(sandbox.line)
+    server = sandbox.server()
+    line, server.line = server.line.dup(), Cut(server.line)
+    sandbox.idle.append(server)
+    del server
     with pytest.raises(KeyboardInterrupt):
         sandbox.run("echo 0", tmp_path)
     assert sandbox.run("echo 1", tmp_path).output == "1\n"
-    line.shutdown(socket.SHUT_WR)
     line.settimeout(60)
     assert line.recv(1) == b""                      # where it waited for the rest for ever it would have held the other end
 
