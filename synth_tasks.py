@@ -537,7 +537,8 @@ class Server:
 
     def __init__(self, cage):
         self.line, far = socket.socketpair()
-        words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", SERVER, str(far.fileno()), str(int(bool(cage)))]
+        words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
+                 str(far.fileno()), str(int(bool(cage))), SERVER]   # what was parsed is freed now, not in every fork
         with far:
             process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
