@@ -146,10 +146,11 @@ NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "
 SERVER = """import sys
 fresh = set(sys.modules)
 import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
-line, caged, libc = socket.socket(fileno=os.dup(int(sys.argv[1]))), sys.argv[2] == "1", ctypes.CDLL(None, use_errno=True)
+line, caged, online = socket.socket(fileno=os.dup(int(sys.argv[1]))), sys.argv[2] == "1", sys.argv[3] == "1"
 os.close(int(sys.argv[1]))                          # a number that select may not know
+libc = ctypes.CDLL(None, use_errno=True)
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 30))
-RDONLY, NOSUID, NODEV, NOEXEC, BIND, NO_NEW_PRIVS, DUMPABLE, DROP = 1, 2, 4, 8, 4096, 38, 4, 24
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, NO_NEW_PRIVS, DUMPABLE, DROP, SECCOMP = 1, 2, 4, 8, 32, 4096, 38, 4, 24, 22
 
 def call(name, *arguments):
     if getattr(libc, name)(*(os.fsencode(word) if isinstance(word, str) else word for word in arguments)):
@@ -160,9 +161,25 @@ def tell(place, text):
     os.write(file, text)
     os.close(file)
 
-def traffic():                                      # what has gone over the network, which holds the ports it used for a minute
-    with open("/proc/self/net/dev") as file:
-        return file.read()
+def traffic():                                      # what went over the network, which holds its ports for a minute, and sockets that
+    with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:      # still hang in other sockets
+        return file.read() + used.readline()
+
+def forbidden():
+    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's are within reach), no io_uring, no
+    # prlimit of another process, no socket to the hypervisor
+    numbers = {"x86_64": (0xC000003E, 302, 41, 101, 248, 249, 250), "aarch64": (0xC00000B7, 261, 198, 117, 217, 218, 219)}
+    if os.uname().machine not in numbers or sys.maxsize < 1 << 32:
+        return None
+    line = lambda code, value, then=0, otherwise=0: struct.pack("HBBI", code, then, otherwise, value)
+    load, equal, allow, refuse = (lambda place: line(0x20, place)), 0x15, line(6, 0x7FFF0000), line(6, 0x50001)     # EPERM
+    machine, limits, sockets, *others = numbers[os.uname().machine]
+    lines = [load(4), line(equal, machine, 1), refuse, load(0), line(0x35, 0x40000000, 0, 1), refuse]     # of no other machine
+    for number in (*others, 425, 426, 427):
+        lines += [line(equal, number, 0, 1), refuse]
+    lines += [line(equal, limits, 0, 4), load(16), line(equal, 0, 1), refuse, allow]
+    lines += [line(equal, sockets, 0, 3), load(16), line(equal, 40, 0, 1), refuse, allow]
+    return len(lines), ctypes.create_string_buffer(b"".join(lines))
 
 def another_network():
     call("unshare", NEWNET)
@@ -181,8 +198,10 @@ def enclose(order):
         os.close(fd)
     call("mount", "/host" + order["root"], "/work", None, BIND, None)
     call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")    # whoever has no right to unmount never sees under it
-    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
-    if not order["uid"]:
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")       # of the server it sees nothing
+    if not order["uid"]:                            # it is the user that owns this process namespace
+        call("mount", "/proc/sys/kernel", "/proc/sys/kernel", None, BIND, None)
+        call("mount", None, "/proc/sys/kernel", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC, None)
         alone(order)
 
 def alone(order):
@@ -208,6 +227,8 @@ def renounce(order):
     bound()                                         # a new user namespace has them all again
     call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+    if refusals:
+        call("prctl", SECCOMP, 2, struct.pack("HP", refusals[0], ctypes.addressof(refusals[1])), 0, 0)
     call("prctl", DUMPABLE, 1, 0, 0, 0)             # its own /proc is its own again
 
 def script(python, *rest):
@@ -258,7 +279,7 @@ def watch(last):                                    # until it has ended, or who
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
-            code = os.waitstatus_to_exitcode(status) if pid == last else code
+            code = os.waitstatus_to_exitcode(status) if pid == last and not os.WIFSTOPPED(status) else code
     if code is None:
         libc.kill(last, signal.SIGKILL)             # it may have no session of its own yet
         code = -signal.SIGKILL
@@ -298,13 +319,14 @@ def exit_status(code):
 
 ended, pen = os.pipe()                              # has something to read when a process has ended
 os.set_blocking(pen, False)
-signal.set_wakeup_fd(pen), signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.set_wakeup_fd(pen, warn_on_full_buffer=False)
+signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
 if caged:
     with open("/proc/self/mountinfo") as file:
         mounted = [os.fsdecode(os.fsencode(text.split()[4]).decode("unicode_escape").encode("latin-1")) for text in file]
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)   # where the next process can be given its number
     bound()
-    still = traffic()
+    still, refusals = traffic(), forbidden()
 exec(compile(b"", "", "exec"))                      # the first time of anything is dear
 gc.freeze()
 line.send(b"!")
@@ -312,25 +334,26 @@ while True:
     head, places, *_ = socket.recv_fds(line, 4, 2, socket.MSG_WAITALL)
     if len(head) < 4:
         sys.exit()
-    text, more = b"", b" "
-    while more and len(text) < int.from_bytes(head, "big"):
-        more = line.recv(int.from_bytes(head, "big") - len(text))
-        text += more
+    text, read, more = bytearray(int.from_bytes(head, "big")), 0, 1
+    while more and read < len(text):
+        more = line.recv_into(memoryview(text)[read:])
+        read += more
     if not more:                                    # whoever ordered was killed in the middle of it
         sys.exit()
-    order = marshal.loads(text)
     try:
         tell("/proc/sys/kernel/ns_last_pid", b"1") if caged else None     # the number before that of the command
     except OSError:                                 # a kernel that only counts
         pass
     if not (last := os.fork()):
-        source, name, sys.argv, sys.path[:1] = command(order, *places)
+        source, name, sys.argv, sys.path[:1] = command(marshal.loads(text), *places)
         break
+    text[:] = bytes(len(text))                      # no later command finds it in its memory
     for place in places:
         os.close(place)
-    line.send(b"%d\\n" % watch(last))
-    if caged and not order["network"] and traffic() != still:
+    code = watch(last)
+    if caged and not online and traffic() != still:
         another_network()
+    line.send(b"%d\\n" % code)
     if not line.recv(1):                            # nobody there who has heard
         sys.exit()
 main = sys.modules["__main__"] = type(sys)("__main__")
@@ -386,7 +409,7 @@ class Sandbox:
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
-        self.memo, self.network, self.idle, self.owner, self.lock = {} if memo else None, network, [], os.getpid(), threading.Lock()
+        self.memo, self.network, self.idle, self.owner = {} if memo else None, network, [], os.getpid()
 
     def argv(self, command):
         """A plain command line becomes its words (no shell to start); anything else, and what a shell does itself, goes to sh."""
@@ -420,12 +443,11 @@ class Sandbox:
 
     def server(self):
         """One that does nothing at the moment, or a new one; never one of the process that this one is a fork of."""
-        with self.lock:
-            if self.owner != os.getpid():
-                self.idle, self.owner = [], os.getpid()
-            if self.idle:
-                return self.idle.pop()
-        return Server(self.cage() if has_bwrap() else [])
+        if self.owner != os.getpid():
+            self.idle, self.owner = [], os.getpid()
+        with contextlib.suppress(IndexError):
+            return self.idle.pop()
+        return Server(self.cage() if has_bwrap() else [], self.network)
 
     def order(self, words, root, stdin):
         """Orders a command -> the server that has it, our end of its output. Its input is a file: of a pipe's end a fork of this
@@ -435,14 +457,16 @@ class Sandbox:
             uid = 100_000 + os.stat(root).st_ino % 1_000_000
             try:
                 give(root, uid)
-            except OSError:                         # root of a container without such a user, or without the right: as for any user
+            except OSError:                         # root of a container without such a user: as for any user
+                if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
+                    raise                           # the machine's own root, even without any right, owns /proc/sys
                 uid = 0
         environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
                        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
         environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
         names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
-        text = marshal.dumps(dict(words=words, root=root, uid=uid, names=names, network=self.network, disk=self.disk, limits=self.limits,
+        text = marshal.dumps(dict(words=words, root=root, uid=uid, names=names, disk=self.disk, limits=self.limits,
                                   environment=environment))
         ear, wanted = os.pipe()
         given = os.memfd_create("input") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
@@ -473,14 +497,15 @@ class Sandbox:
             return Result(127, "no such directory")
         if any("\0" in word for word in words):
             return Result(127, "a command cannot hold a zero byte")
-        deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
             server, ear = self.order(words, os.path.realpath(root), stdin)
         except OSError as error:
             return Result(127, f"cannot start: {error}", started=False)
-        with open(ear, "rb", buffering=0):
-            text, timed_out = self.collect(server.line, ear, deadline, root)
-        code = server.stop()
+        try:
+            text, timed_out = self.collect(server.line, ear, time.perf_counter() + (time_limit or self.time_limit), root)
+        finally:
+            os.close(ear)
+            code = server.stop()
         if not code.lstrip("-").isdigit():
             return Result(127, f"cannot start: {code}", started=False)
         self.idle.append(server)
@@ -534,11 +559,12 @@ class Sandbox:
 
 class Server:
     """A process that runs one command at a time, in a cage (the words in front of it) of its own. Whoever lets go of it ends it."""
+    PATIENCE = 10.0                                 # seconds for what cannot be refused, but by a process that does not die
 
-    def __init__(self, cage):
+    def __init__(self, cage, network=False):
         self.line, far = socket.socketpair()
         words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
-                 str(far.fileno()), str(int(bool(cage))), SERVER]   # what was parsed is freed now, not in every fork
+                 str(far.fileno()), str(int(bool(cage))), str(int(network)), SERVER]     # what was parsed is freed now, not in every fork
         with far:
             process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -547,13 +573,15 @@ class Server:
             raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
 
     def stop(self):
-        """Whatever is left of the command dies now -> its exit code; other words if it could not be started, none if the server is gone."""
-        text = b""
+        """Whatever is left of the command dies now -> its exit code; other words if it could not be started, or the server is gone."""
         with contextlib.suppress(ConnectionError):
             self.line.send(b".")
-            while not text.endswith(b"\n") and (more := self.line.recv(4096)):
+        text, more = b"", b"."
+        with contextlib.suppress(ConnectionError):
+            while more and not text.endswith(b"\n"):
+                more = self.line.recv(4096) if ready(self.line, self.PATIENCE) else b""
                 text += more
-        return text.decode("utf-8", "replace").strip()
+        return text.decode("utf-8", "replace").strip() if text.endswith(b"\n") else f"no answer {text!r}"
 
 
 def leave(line, process, pid):
@@ -561,7 +589,11 @@ def leave(line, process, pid):
     if os.getpid() == pid:
         with contextlib.suppress(OSError):          # it was killed
             line.shutdown(socket.SHUT_RDWR)
-        process.wait()
+        try:
+            process.wait(Server.PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     line.close(), process.stderr.close()
 
 

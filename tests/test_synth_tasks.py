@@ -434,7 +434,7 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
         return found
     before, sandbox = servers(), Sandbox(memo=False)
     assert sandbox.run("echo 1", workspace.root).output == "1\n"
-    sandbox.idle.append(st.Server(sandbox.cage() if st.has_bwrap() else []))
+    sandbox.idle.append(st.Server(sandbox.cage() if st.has_bwrap() else []))        # of several all were killed
     first = servers() - before
     for pid in first:
         with contextlib.suppress(ProcessLookupError):
@@ -452,6 +452,11 @@ TRACES = {      # a command, then one that could see what it has left to a serve
     "python -c \"import ctypes; print(ctypes.CDLL(None).shmget(7, 100, 0o1666) >= 0)\"": "cut -c 1-30 /proc/sysvipc/shm",
     "python -c \"import socket as s; a = s.create_server(('127.0.0.1', 8000)); b = s.create_connection(('127.0.0.1', 8000)); a.accept()[0].close()\"":
     "python -c \"import socket; socket.socket().bind(('127.0.0.1', 8000)); print(open('/proc/net/dev').read())\"",
+    "python -c \"import os, socket as s; a = s.socket(); a.bind(('', 8000)); a.listen(); "
+    "x, y = s.socketpair(); s.send_fds(x, [b'x'], [a.fileno(), x.fileno(), y.fileno()])\"": "python -c \"import socket; socket.socket().bind(('', 8000))\"",
+    "echo SECRET 4242; cat input": "python -c \"import os, re; m = open('/proc/self/mem', 'rb', 0); "
+    "spans = [[int(n, 16) for n in l.split()[0].split('-')] for l in open('/proc/self/maps') if ' rw' in l]; "
+    "print([x for a, b in spans for x in re.findall(b'SECRET ' + b'[0-9]+', os.pread(m.fileno(), b - a, a))])\"",
     "hostname other; umask 0; ulimit -n 20; cd /; export A=1": "hostname; umask; ulimit -n; pwd; env"}
 
 
@@ -460,10 +465,46 @@ TRACES = {      # a command, then one that could see what it has left to a serve
 def test_a_server_has_nothing_of_one_command_left_for_the_next(workspace, first):
     """The oracle is the command alone, in a new server."""
     used, new = (Sandbox(time_limit=5, memo=False) for _ in range(2))
+    (workspace.root / "input").write_text("SECRET 4343")
     for _ in range(2):
         assert not used.run(first, workspace.root).timed_out and len(used.idle) == 1
         mine, other = (sandbox.run(TRACES[first], workspace.root) for sandbox in (used, new))
         assert (mine, other.exit_code) == (other, 0)
+
+
+REFUSED = """import ctypes, os, resource, socket
+libc, numbers = ctypes.CDLL(None, use_errno=True), {"x86_64": (250, 248, 425), "aarch64": (219, 217, 425)}[os.uname().machine]
+print([libc.ptrace(0, 0, 0, 0), libc.ptrace(0x4206, os.getppid(), 0, 0)], [libc.syscall(n, 1, 0, 0, 0, 0) for n in numbers], ctypes.get_errno())
+resource.prlimit(0, resource.RLIMIT_NOFILE, (20, 20))
+for way in (lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: socket.socket(40), lambda: open("/proc/1/oom_score_adj", "w")):
+    try:
+        print(way())
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+@caged
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="numbers of system calls")
+def test_a_command_traces_nothing_reaches_no_keys_and_changes_no_limits_but_its_own(workspace):
+    (workspace.root / "calls.py").write_text(REFUSED)
+    assert workspace.run("python calls.py").output == "[-1, -1] [-1, -1, -1] 1\n1\n1\n2\n"
+
+
+def test_whatever_fails_while_we_look_on_the_command_ends_and_a_server_that_does_not_answer_is_left(tmp_path, monkeypatch):
+    class Failing(Sandbox):
+        def collect(self, *words):
+            time.sleep(.5)
+            raise MemoryError
+    with pytest.raises(MemoryError) as kept:
+        Failing(memo=False).run("sh -c 'while true; do date +%N > now; done'", tmp_path)
+    before = (tmp_path / "now").read_text()
+    time.sleep(.5)
+    assert (tmp_path / "now").read_text() == before and kept
+    monkeypatch.setattr(st, "has_bwrap", lambda: False)
+    monkeypatch.setattr(st.Server, "PATIENCE", .5)
+    plain = Sandbox(memo=False, time_limit=.5)
+    assert not plain.run(["sh", "-c", "kill -STOP $PPID; sleep 2"], tmp_path).started and plain.run("echo 1", tmp_path).output == "1\n"
 
 
 def test_a_command_with_a_zero_byte_or_an_unknown_program_is_an_answer_not_a_crash(workspace):
@@ -593,23 +634,32 @@ def test_no_command_makes_a_user_namespace_to_mount_memory_in(workspace):
 
 
 @caged
-def test_what_is_hidden_may_be_a_link_and_root_may_lack_the_right_to_give_files_away(tmp_path, monkeypatch):
-    def powerless(*_):
-        raise PermissionError
-    monkeypatch.setattr(st, "give", powerless)
+def test_what_is_hidden_may_be_a_link(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "package")
-    tmp_path.chmod(0o755)
-    (tmp_path / "root").mkdir(mode=0o777)
+    (tmp_path / "root").mkdir()
     assert Sandbox(memo=False, hide=[str(tmp_path / "link")]).run("echo hi", tmp_path / "root").output == "hi\n"
+
+
+@caged
+@pytest.mark.skipif(os.geteuid() != 0, reason="for root")
+@pytest.mark.parametrize("map", ["0 0 4294967295", "0 1000 1"])
+def test_only_root_of_a_container_may_lack_the_right_to_give_files_away(map, tmp_path, monkeypatch):
+    """The machine's own would own /proc/sys in there, even without any right."""
+    def powerless(*_):
+        raise PermissionError(1, "no right")
+    monkeypatch.setattr(st, "give", powerless)
+    monkeypatch.setattr(Path, "read_text", lambda place: map if str(place) == "/proc/self/uid_map" else place.read_bytes().decode())
+    tmp_path.chmod(0o777)
+    result = Sandbox(memo=False).run("echo hi; echo 400 > /proc/sys/kernel/pid_max", tmp_path)
+    assert "no right" in result.output and not result.started if map.startswith("0 0") else re.match("hi\n.*Read-only", result.output)
 
 
 def test_the_last_words_of_a_command_that_ended_in_time_are_read_after_its_deadline(tmp_path):
     class Late(Sandbox):
-        def order(self, *words):
-            found = super().order(*words)
+        def collect(self, *words):
             time.sleep(1.5)
-            return found
+            return super().collect(*words)
     result = Late(time_limit=1.0).run("echo 8 passed", tmp_path)
     assert result.output == "8 passed\n" and not result.timed_out
 
