@@ -166,6 +166,8 @@ def flags():
         weights = Weights(**{f.name: getattr(args, f.name) for f in fields(Weights)})
         cost(1.0, args.k, args.q)
         assert args.scale >= 0 and math.isfinite(args.scale), f"scale must be finite and >= 0, not {args.scale}"
+        for name, value in vars(args).items():
+            assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
     except AssertionError as problem:
         refuse(problem)
     return args, weights

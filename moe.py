@@ -1506,10 +1506,16 @@ def seconds(*calls, repeat=5):
     return [sorted(mine[1:])[repeat // 2] for mine in times]
 
 
+def fast_dtype(device):
+    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, far slower elsewhere."""
+    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
 def bench():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)                                     # as in train.py's processes: one for each core
-    dtype, T, D, Fe, E, K = torch.bfloat16, 4096, 256, 512, 16, 2
+    dtype, T, D, Fe, E, K = fast_dtype(device), 4096, 256, 512, 16, 2
     torch.manual_seed(0)
     config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=Fe, shared=0)
     moe, master, dense = MoE(config).to(device), MoE(config).to(device), FFN(D, K * Fe).to(device, dtype)
@@ -1560,19 +1566,20 @@ def loading():
 
 
 def against_transformers(device, rows=16, new=64):
-    """Where transformers is installed: training steps and greedy decoding of one small random DeepSeek-V3 by both, in bf16. Training
+    """Where transformers is installed: training steps and greedy decoding of one small random DeepSeek-V3 by both. Training
     meets a new batch at every step, so that the experts get other numbers of rows: see `filled` for what that costs on a CPU."""
     import transformers
     torch.set_num_threads(1)
+    dtype = fast_dtype(device)
     sizes = lambda: transformers.DeepseekV3Config(               # one each: a model writes its kind of experts into it
         vocab_size=1024, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=None,
         kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, first_k_dense_replace=1, max_position_embeddings=2048)
-    theirs = {kind: transformers.AutoModelForCausalLM.from_config(sizes(), dtype=torch.bfloat16, experts_implementation=kind).to(device)
+    theirs = {kind: transformers.AutoModelForCausalLM.from_config(sizes(), dtype=dtype, experts_implementation=kind).to(device)
               for kind in ("eager", "grouped_mm")}
     with tempfile.TemporaryDirectory() as folder:
         theirs["eager"].save_pretrained(folder)
-        ours = load_model(folder, torch.bfloat16, device).compute(torch.bfloat16)
+        ours = load_model(folder, dtype, device).compute(dtype)
     models = {"ours": ours} | theirs                             # ours first: their kernels crowd out what ours have compiled
     draw = lambda *shape: torch.randint(0, 1024, shape, device=device)
     same = draw(8, 256)
@@ -1595,7 +1602,7 @@ def against_transformers(device, rows=16, new=64):
             hidden = ours.decode(token, cache, slice(0, rows), start.new_full((rows,), length + i))
         return text
     generate = partial(theirs["grouped_mm"].generate, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
-    print(f"a small DeepSeek-V3, transformers {transformers.__version__} and ours")
+    print(f"a small DeepSeek-V3, transformers {transformers.__version__} and ours, {dtype}")
     for title, batch in (("a new batch each time", lambda: draw(8, 256)), ("the same batch again", lambda: same)):
         times = [seconds(partial(step, model.train(), batch), repeat=15)[0] for model in models.values()]
         for name, t in zip(models, times):

@@ -372,8 +372,12 @@ def run_tool(workspace, call):
 class Limits:
     window: int = 512                   # tokens that the context may hold
     turns: int = 40                     # assistant turns per chain
-    turn_tokens: int = 192              # sampled tokens per turn
+    turn_tokens: int = 0                # sampled tokens per turn (0: three eighths of the window, and at least 192)
     commands: int = 0                   # run_command calls per chain that are answered (0: all)
+
+    @property
+    def turn(self):
+        return self.turn_tokens or max(192, self.window * 3 // 8)
 
 
 @dataclass
@@ -407,7 +411,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         left = limits.window - len(episode) - 1
         if left < 2:
             break
-        body, logprobs, versions = yield Request(fresh, restart, min(limits.turn_tokens, left), wants_summary)
+        body, logprobs, versions = yield Request(fresh, restart, min(limits.turn, left), wants_summary)
         body, logprobs, restart = body[:left], logprobs[:left], False      # a demonstration may write too much: the window holds
         versions = np.resize(versions, len(body))
         text, calls = read_action(tokenizer, body)
@@ -678,16 +682,16 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
     """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward. The chance
     of chain j of a task is drawn from (seed, the task's number, j)."""
     spaces, agents, seeds = [], [], []
-    for number, task in zip(numbers or range(len(tasks)), tasks):
-        for j in range(group):
-            spaces.append(Workspace(task, sandbox))
-            agents.append(agent(task, sampler.tokenizer, spaces[-1], limits, compact))
-            seeds.append((seed, number, j))
 
     def grade(chain):
         chain.solved = judge(chain.task, chain.files, sandbox).solved
         chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
     try:
+        for number, task in zip(numbers or range(len(tasks)), tasks):
+            for j in range(group):
+                spaces.append(Workspace(task, sandbox))
+                agents.append(agent(task, sampler.tokenizer, spaces[-1], limits, compact))
+                seeds.append((seed, number, j))
         chains = sampler.run(agents, seeds, grade, patient=not any("repo" in task.meta for task in tasks))
     finally:
         for space in spaces:
@@ -745,10 +749,11 @@ def fingerprint(weights):
 class Publisher:
     """The trainer's end: every version of the weights is a file in a folder, as what changed since the version before, or now and
     then, for a process that starts late, as a base. Numbers are rounded as the sampler holds them (bf16 matrices) before they are
-    compared: more than 98 % of Cursor's bf16 weights are equal from step to step (stated), and here the log says how many."""
-    def __init__(self, folder, config, dtype, every=20):
+    compared: more than 98 % of Cursor's bf16 weights are equal from step to step (stated), and here the log says how many. shared: other
+    processes read the folder, each in its own time; else whoever reads it has read all but the newest."""
+    def __init__(self, folder, config, dtype, every=20, shared=True):
         self.kinds = {name: tensor.dtype for name, tensor in generation_model(config, dtype).state_dict().items()}
-        self.folder, self.every, self.sent, self.count, self.base = Path(folder), every, None, 0, 0
+        self.folder, self.every, self.shared, self.sent, self.count, self.base = Path(folder), every, shared, None, 0, 0
 
     def publish(self, version, weights):
         """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the upload"""
@@ -758,10 +763,10 @@ class Publisher:
         (self.folder / "part").write_bytes(data)
         (self.folder / "part").replace(self.folder / f"{version:08d}.{'base' if base else 'delta'}")
         same = sum(int((self.sent[name] == t).sum()) for name, t in new.items()) if self.sent else 0
-        if base:
+        if base or not self.shared:
             for path in self.folder.iterdir():                   # the last base and what followed stay for whoever is reading them
-                path.unlink() if int(path.stem) < self.base else None
-            self.base = version
+                path.unlink() if int(path.stem) < (self.base if self.shared else version) else None
+            self.base = version if base else self.base
         self.sent, self.count = new, self.count + 1
         return {"sync_bytes": len(data), "sync_full": sum(t.nbytes for t in new.values()),
                 "sync_same": same / sum(t.numel() for t in new.values())}
@@ -862,6 +867,9 @@ class Workers:
                     if self.closed:
                         return
                     self.restarts, pipe = self.restarts + 1, None
+                except Exception as error:                       # what cannot be sent or read is no reason to wait for ever
+                    future.set_exception(error)
+                    break
             else:
                 future.set_exception(RuntimeError("a generation process died three times on the same tasks; its own words are above"))
 
@@ -1065,9 +1073,10 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or later goes: a run that was killed
     comes to these steps again. The file is replaced as a whole, so that none is ever torn."""
     try:
-        kept = [line for line in read_transcripts(path) if line["step"] < step] if path.exists() and step > 1 else []
-    except (ValueError, KeyError, TypeError):
-        kept = []                                                # something else lay there: no reason for a run to end
+        kept = [line for line in read_transcripts(path) if line["step"] < step] if path.exists() else []
+    except (ValueError, KeyError, TypeError):                    # something else lay there: no reason for a run to end, nor for its loss
+        path.replace(path.with_suffix(".old"))
+        kept = []
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]))
     part.replace(path)
@@ -1195,12 +1204,12 @@ def best_times(candidates, rounds, budget=5.0):
 
 
 def bench():
-    from moe import Cache
+    from moe import Cache, fast_dtype
     torch.set_num_threads(1)                                     # as in train.py's processes: one for each core
     letters, pairs = {bytes([b]): b for b in range(256)}, {bytes(divmod(i, 256)): i for i in range(256, 1014)}
-    tokenizer, rows, length, window = Tokenizer(letters | pairs), 32, 256, 512
-    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(torch.bfloat16)         # train.py's, of 1,024 tokens
-    lean = generation_model(model.config, torch.bfloat16)
+    tokenizer, rows, length, window, dtype = Tokenizer(letters | pairs), 32, 256, 512, fast_dtype("cpu")
+    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(dtype)                  # train.py's, of 1,024 tokens
+    lean = generation_model(model.config, dtype)
     lean.load_state_dict(model.state_dict())
     tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
     cache = Cache(lean, rows, window + 2)
@@ -1215,7 +1224,7 @@ def bench():
         seconds = best_times({"from the latent cache": one, "its matrix products alone": products(one), "with 3 drafts, none right": four,
                               "its matrix products": products(four), "full forward per token": full}, 100)
     for name, t in seconds.items():
-        print(f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens")
+        print(f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens, {dtype}")
     cached, alone, drafted, its, full = seconds.values()
     print(f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products, "
           f"with a draft {drafted / its:.2f}x\nits own and {drafted / cached:.2f}x the other: that many tokens a step and drafts pay\n")
@@ -1259,6 +1268,10 @@ def main(argv):
     given = parser.parse_args(argv)
     if given.line is not None and given.replay is None:
         refuse("--line goes with --replay=FILE")
+    if given.bench and given.replay is not None:
+        refuse("--bench or --replay=FILE, not both")
+    if given.replay == "":
+        refuse("--replay= names no file")
     if given.replay is None:
         return bench() if given.bench else demo()
     try:

@@ -11,9 +11,10 @@ about 1,000 tokens where a long hand-written prompt gave over 5,000, with half t
     episode 2:  task  condensed  turn turn ...                                    <- the same reward for both
 
 Derived: each episode is one training sequence; the group's mean is over chains, never over episodes; the price of effort is
-taken over the whole chain. The context is bounded by construction: an episode longer than the trigger is asked for a summary
-at once, and trigger + one turn + one query + one summary is at most the window. Ours: the trigger (a share of the window), the
-query's words, that a condensed context is cut at a quarter of the window.
+taken over the whole chain. The context is bounded by construction: no turn is sampled beyond the window, an episode longer than
+the trigger is asked for a summary at once, and what tools answer is cut so that query and summary find the window's last eighth;
+only an action begun just below the trigger may write into that, and then the summary is short. Ours: the trigger (a share of the
+window, below seven eighths), the query's words, that a condensed context is cut at a quarter of the window.
 
     python summarize.py      a task several windows long, played by the scripted expert: its chain, and contexts with and without
 """

@@ -2127,6 +2127,8 @@ def read_tasks(path):
             tasks.append(Task.from_json(line))
             files, solution, meta = tasks[-1].files, tasks[-1].solution, tasks[-1].meta
             assert isinstance(tasks[-1].problem_statement, str) and isinstance(tasks[-1].hidden, list) and type(tasks[-1].level) is int
+            assert isinstance(tasks[-1].instance_id, str) and isinstance(tasks[-1].test_command, str)
+            assert set(tasks[-1].tools) <= set(TOOLS) and isinstance(meta.get("style", []), list)
             for place, text in (item for tree in (files, solution, meta.get("pristine", {})) for item in tree.items()):
                 assert not (os.path.isabs(place) or ".." in Path(place).parts or "\0" in place)
                 place.encode("utf-8", "surrogateescape"), text.encode("utf-8", "surrogateescape")

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import difflib
 import gc
+import hashlib
 import inspect
 import json
 import os
@@ -51,7 +52,7 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import Model, ModelConfig, balance, filled, load_model, write_checkpoint
+from moe import Model, ModelConfig, balance, fast_dtype, filled, load_model, write_checkpoint
 from muon import Muon, check_parameters
 
 
@@ -273,6 +274,16 @@ def configure(given, stage):
         stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
     if config.truncate and not config.summarize:
         stop("--truncate=1 goes with --summarize=1: it is what happens where a summary would be due")
+    if config.summarize and config.trigger >= .875:
+        stop(f"--trigger={config.trigger:g}: below .875, since query and summary take the window's last eighth")
+    if config.tasks and {"distinct", "hardest"} & set(given):
+        stop("--distinct and --hardest go with generated tasks: of --tasks all are taken, each once before any comes again")
+    if "staleness" in given and not config.workers:
+        stop("--staleness goes with --workers: without them the policy that samples is the one that learns")
+    if config.imitate and config.tasks:
+        stop("--imitate goes with generated tasks: of others there is no expert to imitate")
+    if stage == "rl" and config.group == 1 and not config.imitate and not config.feedback:
+        stop("--group=1 has nothing to learn from: a rollout's worth is its reward less the group's mean; take more, or --feedback")
     if config.time_tools and (config.workers or config.imitate or config.tasks):
         stop("--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there")
     if stage == "rl" and config.cp > 1:
@@ -475,7 +486,7 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        task = make_task(config, i % config.levels, (config.seed << 24) + i)
+        task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)       # rl's begin at seed * 1000003
         limits, fold = short if config.short and rng.random() < config.short else whole
         chain = rollout.demonstrate(task, tokenizer, rng, limits, config.sloppy, fold, remind, config.hints, config.neutral_hints,
                                     config.restless)
@@ -496,12 +507,13 @@ class Reinforcement:
     def __init__(self, run):
         self.run, config, self.asked, self.drawn = run, run.config, {}, {}
         self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
-        self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype)
+        self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype, shared=config.workers > 0)
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
             tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
             temperature=config.temperature, draft=config.draft, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        self.file = hashlib.sha256(Path(config.tasks).read_bytes()).hexdigest() if config.tasks else ""
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
         levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
@@ -535,7 +547,7 @@ class Reinforcement:
     def losses(self, step, log):
         run, config = self.run, self.run.config
         start = time.time()
-        log.update(self.publisher.publish(step, run.full_state()))
+        log.update(self.publisher.publish(step, run.full_state()) if not config.imitate else {})
         for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
             if later not in self.asked:                          # weights at least as new as this step's: so staleness is bounded
                 tasks = self.draw(later)
@@ -546,6 +558,8 @@ class Reinforcement:
         for group in groups:
             for chain in group:
                 self.shape(chain)
+        if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
+            stop(f"--window={config.window}: none of the tasks leaves room for a turn")
         for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
             self.curriculum.update(level, solved, config.group)
         log["rollout_s"] = time.time() - start
@@ -553,7 +567,7 @@ class Reinforcement:
             self.workers.collect(asked)
             run.gather([])                                       # for the slowest rank, as before
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
-        lag = rollout.staleness(groups, step)
+        lag = rollout.staleness([] if config.imitate else groups, step)
         log.update(stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))), stalest=max(run.gather([int(lag.max(initial=0))])),
                    restarts=run.sum(self.workers.restarts))
         self.describe(groups, log)
@@ -561,10 +575,14 @@ class Reinforcement:
         yield from self.learn(groups, log)
 
     def demonstrations(self, tasks, numbers, seed):
-        """What the expert does in the place of the policy"""
+        """What the expert does in the place of the policy. Solved, without asking the judge: is every line that was deleted there again?"""
         config, run = self.run.config, self.run
-        play = lambda task, number, j: rollout.demonstrate(task, run.tokenizer, random.Random(f"{seed}/{number}/{j}"), agent_limits(config),
-                                                           config.sloppy, run.compact)
+
+        def play(task, number, j):
+            chain = rollout.demonstrate(task, run.tokenizer, random.Random(f"{seed}/{number}/{j}"), agent_limits(config), config.sloppy,
+                                        run.compact)
+            chain.solved = all({*text.split("\n")} <= {"", *chain.files[path].split("\n")} for path, text in task.solution.items())
+            return chain
         return [[play(task, number, j) for j in range(config.group)] for task, number in zip(tasks, numbers)]
 
     def learn(self, groups, log):
@@ -595,7 +613,7 @@ class Reinforcement:
             if not config.learn_summaries:
                 batch["advantage"] = batch["advantage"] * (1 - summarize.written(batch["episodes"], batch["advantage"]))
             loss = batch["real"] * config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
-            mismatch += batch["real"] * float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
+            mismatch += batch["real"] * (not config.imitate) * float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
             if config.feedback:
                 student = feedback_distill.mute(run.model.logits(hidden[taught.student_row, taught.student_position]), taught.muted)
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
@@ -662,9 +680,11 @@ class Reinforcement:
         return {}
 
     def state_dict(self):
-        return {**self.curriculum.state_dict(), "ahead": dict(self.drawn)}
+        return {**self.curriculum.state_dict(), "ahead": dict(self.drawn), "file": self.file}
 
     def load_state_dict(self, state):
+        if state.get("file", self.file) != self.file:
+            raise ValueError(f"{self.run.config.tasks} is no longer the file that {self.run.out}/rl was begun with: take another --out")
         self.curriculum.load_state_dict(state)
         self.drawn = dict(state.get("ahead", {}))
 
@@ -691,7 +711,7 @@ class Run:
             stop(str(error))
         self.data = self.meshes.layout.data
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1         # nothing is cut: every rank holds all
-        self.dtype = compute_dtype(config, self.device)
+        self.dtype = fast_dtype(self.device) if config.dtype == "auto" else getattr(torch, config.dtype)
         self.compact = summarize.compact(asdict(config))
         self.tokenizer = self.model = None
 
@@ -785,19 +805,11 @@ class Run:
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
         if matrices:
             groups.append(dict(params=matrices, algorithm="muon", lr=config.lr, weight_decay=config.weight_decay))
-        optimizer = Muon(groups, replicas=dist.group.WORLD if self.replicas and self.world > 1 else None)
+        optimizer = Muon(groups, replicas=dist.group.WORLD if self.replicas and self.world > 1 else None, ns_dtype=self.dtype)
         check_parameters(optimizer, self.model.named_parameters())
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
         return optimizer
-
-
-def compute_dtype(config, device):
-    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, slower elsewhere."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def schedule(step, config):
@@ -982,10 +994,13 @@ def evaluate(config, given):
         if given.get(name, world[name]) != world[name]:
             stop(f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated")
         config = replace(config, **{name: world[name]})
+    for name in ("temperature", "distinct"):                             # these may be asked for otherwise
+        config = replace(config, **{name: given.get(name, world.get(name, getattr(config, name)))})
     kept = out / "summary.json"
     if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
         with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
-            done, asked = json.loads(kept.read_text()), ("tasks", "temperature", "start_from", "eval_levels", "eval_tasks", "eval_samples")
+            done = json.loads(kept.read_text())
+            asked = ("tasks", "temperature", "distinct", "start_from", "eval_levels", "eval_tasks", "eval_samples")
             if all(done["config"][name] == getattr(config, name) for name in asked):
                 return run.say(done["table"])
     held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
@@ -1061,8 +1076,12 @@ def main(argv):
     if config.resume and not any(hsdp.exists(Path(config.out, stage)) for stage in ORDER):
         stop(f"--resume: no checkpoint in {config.out} to go on from")
     try:                                                         # now, and not when the stages before rl are done
-        if config.tasks and not synth_tasks.read_tasks(config.tasks):
+        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        if config.tasks and not tasks:
             stop(f"{config.tasks}: holds no tasks")
+        for number, task in enumerate(tasks, 1):
+            if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
+                stop(f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}")
     except synth_tasks.Refusal as refusal:
         stop(refusal)
     try:

@@ -129,7 +129,7 @@ def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):
     assert "one token among equals" in done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("flag", ["--k=-1", "--q=nan", "--turn=1", "--turns=x", "--turns=-2", "--scale=inf", "extra"])
+@pytest.mark.parametrize("flag", ["--k=-1", "--q=nan", "--turn=1", "--turns=x", "--turns=-2", "--scale=inf", "--turns=1e7", "--k=1e300", "extra"])
 def test_a_bad_flag_gives_one_line_and_exit_code_two(tmp_path, flag):
     done = run(tmp_path, flag)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout

@@ -833,6 +833,35 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
     assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
 
 
+def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
+    state, publisher = weights(), rollout.Publisher(tmp_path, CONFIG, torch.float32, every=3, shared=False)
+    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    for version in range(8):
+        publisher.publish(version, state)
+        reader.refresh()
+        assert [p.name for p in tmp_path.iterdir()] == [f"{version:08d}.{'delta' if version % 3 else 'base'}"]
+        assert all(torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items())
+        state["head.weight"] += 1
+
+
+def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
+    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", tokenizer=TRAINED, group=1, limits=Limits(160, 2, 8))
+    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    workers = rollout.Workers(1, settings)
+    try:
+        with pytest.raises(Exception, match="lambda|pickle"):
+            workers.submit([lambda: 0], [0], 0)[0][0].result(timeout=60)
+        assert len(workers.submit(REAL[:1], [0], 0)[0][0].result(timeout=60)) == 1
+    finally:
+        workers.close()
+
+
+def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
+    assert [Limits(window).turn for window in (200, 512, 1024, 8192)] == [192, 192, 384, 3072] and Limits(8192, 9, 40).turn == 40
+    room = [next(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(window))).room for window in (150, 4096)]
+    assert room == [150 - len(TRAINED.encode(TASKS[0].problem_statement)) - 3, 1536]
+
+
 def test_a_corrupted_upload_is_refused(tmp_path):
     rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
     path = tmp_path / "00000000.base"
@@ -916,7 +945,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
     words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2", "--group=2",
              "--stage=rl", "--steps=3", f"--out={tmp_path}"]
     for lag in (1, 0):
-        run = train.Run(train.configure(train.parse([*words, f"--staleness={lag}"]), "rl"))
+        run = train.Run(train.configure(train.parse(words), "rl"))
         run.build(TRAINED)
         source, logs = train.Reinforcement(run), []
         source.ahead = lag
@@ -1006,14 +1035,23 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
     write = lambda step, mark: rollout.write_transcripts(path, step, [{**line[0], "mark": mark}])
     path.write_text(json.dumps({**line[0], "step": None}))
     write(2, "other")
-    assert read() == [(2, "other")]
+    assert read() == [(2, "other")] and "null" in path.with_suffix(".old").read_text()           # what is not ours is not lost
     path.write_text('{"torn')
     for step in (1, 2, 3, 4):
         write(step, "first")
     write(3, "again")
     assert read() == [(1, "first"), (2, "first"), (3, "again")]
     write(1, "anew")
-    assert read() == [(1, "anew")] and [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+    assert read() == [(1, "anew")] and path.with_suffix(".old").read_text() == '{"torn'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.jsonl", "t.old"]
+
+
+@pytest.mark.parametrize("words", [["--replay="], ["--bench", "--replay=t.jsonl"], ["--line=1"], ["--replay=t.jsonl", "--line=x"]])
+def test_flags_of_a_replay_that_go_nowhere_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        rollout.main(words)
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and len(error.splitlines()) == 1
 
 
 def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs():

@@ -1204,7 +1204,8 @@ def odd_task(**changes):
     odd_task(hidden=5), odd_task(hidden=[1]), odd_task(hidden=[["m", "f", None, 1]]), odd_task(meta={"visible": 3}), "[" * 100_000,
     odd_task(files={"a\0b": "", "tests.py": "", "check.py": ""}), odd_task(files={"a.py": "\ud800", "tests.py": "", "check.py": ""}),
     odd_task(meta={"repo": "x", "pristine": {}, "hidden_groups": ["test_a.py::test"]}), odd_task(meta={"repo": "x", "pristine": {}, "hidden_groups": 5}),
-    odd_task(meta={}), odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
+    odd_task(tools="read_file"), odd_task(tools=["read_file", "rm"]), odd_task(instance_id=1), odd_task(test_command=["python"]),
+    odd_task(meta={**make_task(0, 1).meta, "style": 3}), odd_task(meta={}), odd_task(files={"a.py": 3, "tests.py": "", "check.py": ""}),
     odd_task(files={"../x": "", "tests.py": "", "check.py": ""}), make_task(0, 1).to_json().replace('"meta": {', '"meta": {"repo": "x", '), "[]", "{", '{"instance_id": 1}', '{"instance_id": "", "problem_statement": "", "files": 3, "solution": {}, "tools": []}'])
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "tasks").write_text(make_task(0, 1).to_json() + "\n" + line)

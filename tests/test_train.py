@@ -53,7 +53,7 @@ def refused(arguments, capsys):
     ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
     ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
     ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"), ("--levels=0", "there are 8 levels"),
-    ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
+    ("--trigger=0.9", "below .875"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
     ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"), ("--seed=99999999999999999999", "below 2^32"),
@@ -64,7 +64,12 @@ def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys,
     assert not (tmp_path / "pretrain").exists()
 
 
-@pytest.mark.parametrize("text, words", [(None, "cannot be read"), ("", "holds no tasks"), ("{}\n", "line 1 is no task")])
+STYLED = train.synth_tasks.make_task(0, 5)
+STYLED.meta["style"] = ["comments", "tabs"]
+
+
+@pytest.mark.parametrize("text, words", [(None, "cannot be read"), ("", "holds no tasks"), ("{}\n", "line 1 is no task"),
+        (STYLED.to_json(), "line 1 names a style")])
 def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(text, words, capsys, tmp_path):
     if text is not None:
         (tmp_path / "tasks.jsonl").write_text(text)
@@ -129,6 +134,55 @@ def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(stage, fla
 
 def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
     assert "goes with --summarize=1" in refused([*SMALL, "--stage=rl", f"--out={tmp_path}", "--truncate=1", "--summarize=0"], capsys)
+
+
+@pytest.mark.parametrize("flags, words", [(["--group=1", "--feedback=0"], "nothing to learn from"), (["--window=20"], "leaves room for a turn"),
+                                          (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
+                                          (["--distinct=2", "--tasks=T"], "go with generated tasks"), (["--staleness=2"], "goes with --workers")])
+def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(flags, words, run, capsys, tmp_path):
+    (tmp_path / "T").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
+    flags = [flag.replace("=T", f"={tmp_path}/T") for flag in flags]
+    with pytest.raises(SystemExit) as end:
+        train.main([*SMALL, "--stage=rl", "--steps=1", f"--start_from={run}", f"--out={tmp_path}/o", *flags])
+    assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "o" / "rl").exists()
+
+
+def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
+    lines = [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
+    words = [*SMALL, "--stage=rl", "--tasks_per_step=1", "--group=2", f"--start_from={run}", f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}/o"]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    config, interrupted, report = train.configure(train.parse([*words, "--steps=2"]), "rl"), [], train.report
+    (tmp_path / "o").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "report", lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)))
+        assert not train.train(config, interrupted)
+    (tmp_path / "t.jsonl").write_text("".join(lines[::-1]))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main([*words, "--steps=2"])
+    assert end.value.code == 2 and "no longer the file" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    train.main([*words, "--steps=2"])
+    assert [json.loads(line)["step"] for line in (tmp_path / "o" / "rl.jsonl").read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1337])
+def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(train, "make_task", lambda config, level, number: drawn.append(number) or train.synth_tasks.make_task(0, 5))
+    tokenizer = train.rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    train.make_demonstrations(train.Config(seed=seed), tokenizer, None, [0, 1, 11_999], lambda numbers, _: numbers)
+    curriculum = train.synth_tasks.Curriculum(range(6), seed)
+    tried = [number for _ in range(400) for _, number in [curriculum.next(random.Random(seed))]]
+    assert len(drawn) == 3 and not set(range(drawn[0], drawn[-1] + 1)) & set(tried)
+
+
+def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
+    """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
+    for dtype in ("float32", "bfloat16"):
+        r = train.Run(train.configure(train.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
+        r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
+        assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
 
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
@@ -241,6 +295,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     train.main([*rl, f"--out={tmp_path}/a", "--imitate=1", "--sloppy=0", "--feedback=0"])
     log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
     assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (1, 0, 0, True)
+    assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0) and "sync_bytes" not in log
     train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
     hints = [*rl, "--reward=0", "--imitate=1", "--sloppy=3", "--habits=unavailable_tool,communication"]
     train.main([*hints, f"--out={tmp_path}/c"])
