@@ -145,8 +145,10 @@ def attend(q, k, v, mask, scale, coarse=True):
     make of it in every layer again): q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V). coarse: scores may be rounded to that dtype."""
     B, H, T, Q = q.shape
     S, V = v.shape[-2:]
-    if coarse and q.device.type == "cpu" and q.dtype == torch.bfloat16 and (S <= 512 if mask is None else mask.dtype == q.dtype):
-        # on a CPU plain products of bf16 numbers that lie together, 128 queries with what they may see, take .4 to .7 of the kernel's time
+    plain = S <= 512 if mask is None else q.dtype == torch.bfloat16 == mask.dtype
+    if plain and q.device.type == "cpu" and (q.dtype == torch.float32 or coarse and q.dtype == torch.bfloat16):
+        # on a CPU plain products of numbers that lie together, 128 queries with what they may see, take .4 to .7 of the kernel's time
+        # (forward and backward; of fp32 a few queries with many keys, as in decoding, are the kernel's)
         shared, k = k is v, k.contiguous()
         v = k if shared else v.contiguous()
         q, k, v, out = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1), []
