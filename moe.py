@@ -147,7 +147,7 @@ def attend(q, k, v, mask, scale, coarse=True):
     S, V = v.shape[-2:]
     plain = S <= 512 if mask is None else q.dtype == torch.bfloat16 == mask.dtype
     if plain and q.device.type == "cpu" and (q.dtype == torch.float32 or coarse and q.dtype == torch.bfloat16):
-        # on a CPU plain products of numbers that lie together, 128 queries with what they may see, take .4 to .7 of the kernel's time
+        # on a CPU plain products of numbers that lie together, 128 queries with what they may see, take .4 to .8 of the kernel's time
         # (forward and backward; of fp32 a few queries with many keys, as in decoding, are the kernel's)
         shared, k = k is v, k.contiguous()
         v = k if shared else v.contiguous()

@@ -678,24 +678,26 @@ class Sampler:
 
 # ---------------------------------------------------------------- rollouts and demonstrations
 
+def at_work(task, tokenizer, sandbox, limits, compact):
+    """An agent in a workspace of its own, made when it begins and gone when it ends"""
+    with Workspace(task, sandbox) as workspace:
+        return (yield from agent(task, tokenizer, workspace, limits, compact))
+
+
 def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
     """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward. The chance
     of chain j of a task is drawn from (seed, the task's number, j)."""
-    spaces, agents, seeds = [], [], []
-
     def grade(chain):
         chain.solved = judge(chain.task, chain.files, sandbox).solved
         chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
+    places = [(number, task, j) for number, task in zip(numbers or range(len(tasks)), tasks) for j in range(group)]
+    agents = [at_work(task, sampler.tokenizer, sandbox, limits, compact) for _, task, _ in places]
     try:
-        for number, task in zip(numbers or range(len(tasks)), tasks):
-            for j in range(group):
-                spaces.append(Workspace(task, sandbox))
-                agents.append(agent(task, sampler.tokenizer, spaces[-1], limits, compact))
-                seeds.append((seed, number, j))
-        chains = sampler.run(agents, seeds, grade, patient=not any("repo" in task.meta for task in tasks))
+        chains = sampler.run(agents, [(seed, number, j) for number, _, j in places], grade,
+                             patient=not any("repo" in task.meta for task in tasks))
     finally:
-        for space in spaces:
-            space.close()
+        for one in agents:
+            one.close()                                          # those that an error has left under way
     return [chains[i:i + group] for i in range(0, len(chains), group)]
 
 

@@ -1098,8 +1098,8 @@ def main(argv):
         signal.signal(number, lambda number, frame: interrupted.append(number))
     for stage in stages:
         if stage == "eval":
-            for number in (signal.SIGINT, signal.SIGTERM):       # there is nothing to save: it writes at its end
-                signal.signal(number, signal.SIG_DFL)
+            for number in (signal.SIGINT, signal.SIGTERM):       # there is nothing to save: it writes at its end; workspaces are removed
+                signal.signal(number, lambda number, frame: sys.exit(128 + number))
             evaluate(configs[stage], given)
         elif not train(configs[stage], interrupted):
             if int(os.environ.get("RANK", 0)) == 0:

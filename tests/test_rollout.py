@@ -1,4 +1,5 @@
 """Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
+import contextlib
 import copy
 import json
 import math
@@ -528,6 +529,30 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
             return over.value
     solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
     assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkeypatch):
+    folders, most, step = [], 0, Sampler.step
+
+    class Counted(rollout.Workspace):
+        def __init__(self, *given):
+            super().__init__(*given)
+            folders.append(self.root)
+
+    def watched(self, rows):
+        nonlocal most
+        most = max(most, sum(folder.exists() for folder in folders))
+        step(self, rows)
+        if len(folders) >= breaks_at:
+            raise RuntimeError("out of memory")
+    monkeypatch.setattr(rollout, "Workspace", Counted)
+    monkeypatch.setattr(Sampler, "step", watched)
+    for breaks_at in (99, 4):
+        folders.clear()
+        sampler = Sampler(policy(context=400), TRAINED, 2, 400)
+        with pytest.raises(RuntimeError, match="out of memory") if breaks_at == 4 else contextlib.nullcontext():
+            rollout.rollouts(sampler, [make_task(0, seed) for seed in range(3)], 3, 9, Limits(400, 3, 16), Sandbox())
+        assert (len(folders) == 9) == (breaks_at == 99) and most == 2 and not any(folder.exists() for folder in folders)
 
 
 # ---------------------------------------------------------------- demonstrations
