@@ -22,10 +22,13 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +113,8 @@ def load(folder, device="cpu"):
     stages = (Path(folder, name) for name in ("rl", "sft", "long", "pretrain"))
     path = next((path for path in stages if hsdp.exists(path)), Path(folder))
     extra = hsdp.peek(path)
-    config = {"truncate": False, "commands": 0, "draft": 3, **extra["config"]}      # runs older than these knobs had them so
+    older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}       # than these knobs: had them so
+    config = {**older, **extra["config"]}
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -136,7 +140,8 @@ def heeded(model, tokenizer, chain):
     beginning and naming that call, the same under the hint). Where the two are alike, there is nothing to distil."""
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
-        episode, text = chain.episodes[hint.episode], feedback_distill.hint_tokens(tokenizer, hint.text)
+        episode = chain.episodes[hint.episode]
+        text = feedback_distill.hint_tokens(tokenizer, hint.text, episode.turns[hint.turn])
         turn, above = episode.turns[hint.turn], [token for turn in episode.turns[:hint.turn + 1] for token in turn.tokens]
         span, device = feedback_distill.span(tokenizer, turn, hint), model.embed.weight.device
         at = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
@@ -223,7 +228,7 @@ def draw(policies, folder):
                     textcoords="offset points", xytext=(8, 8), fontsize=8)
         for level, r in rows.items():
             ax.annotate(str(level), (r["tokens"], r["solved"]), textcoords="offset points", xytext=(4, -8), fontsize=7)
-    ax.set_ylim(0, 1.05)
+    ax.set_ylim(0, 1.15)
     ax.legend(loc="lower right")
     figure.savefig(folder / "score.png", dpi=120)
 
@@ -238,12 +243,13 @@ def draw_training(logs, folder):
     """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL step. logs: {stage: its lines}"""
     figure, ax = axes("Loss of the supervised stages", "step", "nats per token")
     start = 0
-    for stage, lines in ((stage, lines) for stage, lines in logs.items() if stage != "rl"):
+    for stage, lines in ((stage, lines) for stage, lines in logs.items() if stage != "rl" and lines):
         ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
         start += len(lines)
-    ax.set_yscale("log")
-    ax.legend()
-    figure.savefig(Path(folder, "loss.png"), dpi=120)
+    if start:
+        ax.set_yscale("log")
+        ax.legend()
+        figure.savefig(Path(folder, "loss.png"), dpi=120)
     lines = logs.get("rl")
     if not lines:
         return
@@ -253,7 +259,7 @@ def draw_training(logs, folder):
     for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
         curve(ax, key, label=label)
     curve(level, "level", color="gray", alpha=.5)
-    ax.set_ylim(0, 1.05)
+    ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)                  # rewards may be negative
     level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
     ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
     figure.savefig(Path(folder, "reward.png"), dpi=120)
@@ -330,9 +336,9 @@ BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("summaries", "solved"), "r
 
 
 def train_py(*words):
-    """Run train.py; what it has finished already it skips, what it had begun it goes on with."""
+    """Run train.py; what it has finished already it skips, what it had begun it goes on with. Without this process it ends."""
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=partial(hsdp.die_with_parent, signal.SIGTERM))
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ChildProcessError(done.returncode, last or f"train.py ended with code {done.returncode}")
@@ -342,6 +348,11 @@ def experiment(name, seeds, out, flags):
     """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
     Killed, it goes on. A run takes two cores; where there are more, seeds stand side by side."""
     question, curves, arms, base = EXPERIMENTS[name]
+    own = {word.partition("=")[0] for words in (*arms.values(), base if isinstance(base, list) else []) for word in words}
+    for word in flags:
+        if word.partition("=")[0] in own:
+            print(f"eval.py: {word}: --experiment={name} sets it itself (EXPERIMENTS in eval.py says to what)", file=sys.stderr)
+            raise SystemExit(2)
     out, chains, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
         chains.append(jobs := [])
@@ -376,6 +387,8 @@ def experiment(name, seeds, out, flags):
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
             raise SystemExit(failure.errno) from None
+        except KeyboardInterrupt:                                # the runs were told, too, and save
+            raise SystemExit(130) from None
         finally:                                                 # if one has failed, the others end with what they are at
             for jobs in chains:
                 jobs.clear()
@@ -409,7 +422,7 @@ def outcome(folder, names, policy="after RL"):
     for name, values in curves.items():
         end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
-            end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0]), len(values) + 1)
+            end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0] > 0), len(values) + 1)
     if "reward" in curves:
         end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
         end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
@@ -537,6 +550,7 @@ def main(argv):
             raise ValueError(f"{args.tasks}: holds no tasks")
         models = {run: load(run) for run in args.runs}
         Path(args.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):

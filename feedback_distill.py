@@ -24,6 +24,7 @@ V vocabulary, k entries kept.
     python feedback_distill.py      a tiny model calls a tool that is not there; a hint, its KL per token (a figure), the cure
 """
 import argparse
+import json
 import re
 import sys
 from bisect import bisect
@@ -149,7 +150,10 @@ def span(tokenizer, turn, hint):
     """(first, end), among the turn's sampled tokens, of what a hint speaks about: the whole turn, with two exceptions. Of a tool that is
     not there the call: the token that begins it, for there may be none to make, and the name. On the arguments of a tool that does
     not exist, a reminder of the tools has nothing to say. Of code style the token that breaks the rule, not the code around it."""
-    body, called = turn.tokens[1:], [i for i, token in enumerate(turn.tokens[1:]) if token == tokenizer.id["<|call|>"]]
+    body = turn.tokens[turn.head:]
+    if tokenizer.chat and tokenizer.chat.call and hint.kind in ("unavailable_tool", "code_style"):
+        return chat_span(tokenizer, turn, hint, body)
+    called = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]]
     if hint.kind == "unavailable_tool":
         first = called[[call.error for call in turn.calls].index("unknown_tool")]
         return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
@@ -160,6 +164,20 @@ def span(tokenizer, turn, hint):
         broken = first + bisect(range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first:i + 1])))
         return broken, broken + 1
     return 0, len(body)
+
+
+def chat_span(tokenizer, turn, hint, body):
+    """The same where calls have the form of a published model: places in the text, and the tokens that they fall into"""
+    text, token = tokenizer.marked(body), lambda at: bisect(range(len(body)), at, key=lambda i: len(tokenizer.marked(body[:i + 1])))
+    calls = list(re.finditer(tokenizer.chat.reads, text))
+    if hint.kind == "unavailable_tool":
+        n = [call.error for call in turn.calls].index("unknown_tool")
+        return token(calls[n].start()) if n else body.index(tokenizer.id["<|call|>"]), token(calls[n].end("name") - 1) + 1
+    rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
+    n, (_, where) = next((n, found) for n, call in enumerate(turn.calls) if (found := breach(call, rule)))
+    new = re.compile(r'"new"\s*:\s*"').search(text, *calls[n].span("arguments"))
+    broken = token(new.end() + len(json.dumps(turn.calls[n].args[2][:where], ensure_ascii=False)) - 2) if new else len(body)
+    return (broken, broken + 1) if broken < len(body) else (0, len(body))         # JSON may be written otherwise
 
 
 def muted(tokenizer, kind):
@@ -207,24 +225,25 @@ def detect(chain, rules=RULES, critic=None, per_chain=None):
 class Splice(NamedTuple):
     teacher: list       # ids: above + hint + turn
     student: list       # ids: above + turn
-    above: int          # tokens above the turn; the student's first target is predicted at position `above`
+    above: int          # where the student's first target is predicted: at the last token above what was sampled
     hint: int           # tokens of the hint turn; the teacher's first target is predicted at position above + hint
     targets: int        # sampled tokens of the turn, its <|end|> included
 
 
-def hint_tokens(tokenizer, text):
-    """The hint as a turn of its own; an empty text is no turn at all."""
-    return [tokenizer.id["<|hint|>"], *tokenizer.encode(text), tokenizer.id["<|end|>"]] if text else []
+def hint_tokens(tokenizer, text, turn):
+    """The hint as a turn of its own above an assistant turn; an empty text is no turn at all."""
+    from rollout import hint_turn
+    return hint_turn(tokenizer, text, turn).tokens if text else []
 
 
 def splice(episode, turn_index, hint):
     """Put the hint turn (ids, may be empty) right above an assistant turn. What comes after the turn is left out: the model is
-    causal. turn.tokens[0] is the role token, given by the harness: the last token of both prefixes, never a target."""
+    causal. The turn's head, its role token, is given by the harness: the last of both prefixes, never a target."""
     turn = episode.turns[turn_index]
     assert turn.role == "assistant", f"only the policy's own turns can be taught, turn {turn_index} is {turn.role!r}"
     above = [token for t in episode.turns[:turn_index] for token in t.tokens]
     own = list(turn.tokens)
-    return Splice(above + list(hint) + own, above + own, len(above), len(hint), len(own) - 1)
+    return Splice(above + list(hint) + own, above + own, len(above) + turn.head - 1, len(hint), len(own) - turn.head)
 
 
 @dataclass
@@ -394,7 +413,7 @@ class Words:
         text = f"Tools Fix done ok Tool not found Reminder Available tools {PHANTOM} {' '.join(OFFERED)} : , . 0 1 2 3 4 5 6 7"
         controls = [f"<|{name}|>" for name in ("pad", "user", "assistant", "tool", "hint", "call", "end")]
         self.names = list(dict.fromkeys(controls + text.split()))
-        self.id = {name: i for i, name in enumerate(self.names)}
+        self.id, self.chat = {name: i for i, name in enumerate(self.names)}, None
 
     def encode(self, text):
         return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
@@ -465,7 +484,8 @@ def teach(model, words, rng, held_out, steps=20):
         tasks = toy_chains(words, rng, 24, habit=1)
         sampled = torch.multinomial(look(model, words, tasks)[0].exp(), 1)[:, 0].tolist()           # what the policy calls
         chains = [toy_chain(words, c.task.tools, c.turns[0].text, words.names[i]) for c, i in zip(tasks, sampled)]
-        hinted = [(i, hint.turn, hint_tokens(words, hint.text)) for i, chain in enumerate(chains) for hint in detect(chain)]
+        hinted = [(i, hint.turn, hint_tokens(words, hint.text, chain.turns[hint.turn])) for i, chain in enumerate(chains)
+                  for hint in detect(chain)]
         targets = pack([chain.episodes[0] for chain in chains], hinted)
         student = logits_at(model, toy_batch(chains)[0], targets.student_row, targets.student_position)
         loss = coefficient(step, 1., 5) * feedback_loss(student, teacher(targets), len(targets), token_cap=10.)
@@ -529,7 +549,7 @@ def main():
     hint = detect(chain)[0]
     print(f"turn    the model calls {chain.turns[1].calls[0].name}, the task offers {' and '.join(chain.task.tools)}")
     print(f"hint    {hint.text}   ({hint.kind}, above turn {hint.turn})")
-    names, kl = along(model, words, chain, hint_tokens(words, hint.text))
+    names, kl = along(model, words, chain, hint_tokens(words, hint.text, chain.turns[hint.turn]))
     print("KL      " + "  ".join(f"{name} {value:.2f}" for name, value in zip(names, kl)))
     curve = teach(model, words, rng, toy_chains(words, rng, 128, habit=1))
     for step in range(0, len(curve), 5):

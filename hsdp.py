@@ -25,15 +25,17 @@ Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one 
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py --ep=8 --cp=2
 """
 import argparse
+import ctypes
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -292,6 +294,12 @@ def connect(device="cpu", seconds=PATIENCE):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def die_with_parent(number=signal.SIGKILL):
+    """For a process that is being started. Linux: who waits for one that was killed would wait for half an hour."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, number)
 
 
 @contextmanager
@@ -619,7 +627,7 @@ def plan(name, folder, gpus, cp, ep, step, hardware):
     print("assumed (flags): " + " ".join(f"--{k}={v:g}" for k, v in {**vars(step), **vars(h)}.items()))
     print("\n".join(f"{what:42s}" + "".join(f"{v:>28s}" for v in values) for what, values in table))
     if fits:
-        (l, again), origin = fits[0], f"--scale={name}" if name in ("gpu", "laptop") else f"--init_from={folder or 'DIR'}"
+        (l, again), origin = fits[0], f"--scale={name}" if name in ("gpu", "laptop") else f"--init_from={folder or 'DIR'} --stage=sft"
         print(f"fits: torchrun --nnodes={-(-gpus // h.node)} --nproc_per_node={min(gpus, h.node)} train.py {origin} --cp={cp} --ep={ep} "
               f"--dp_replicate={l.dp_replicate} --micro_tokens={step.tokens}" + " --recompute" * again
               + " --weights=bfloat16" * (step.kept == 2))
@@ -767,6 +775,8 @@ def main(argv):
     for field in (*fields(Step), *fields(Hardware)):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     given = parser.parse_args(argv)
+    if argv and not given.plan:
+        raise ValueError(f"{' '.join(argv)}: the demo takes no flags, those of a plan go with --plan")
     step, hardware = (kind(**{f.name: getattr(given, f.name) for f in fields(kind)}) for kind in (Step, Hardware))
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:
         raise ValueError("every assumption must be positive")

@@ -946,12 +946,22 @@ def parse_json(raw, path):
     return found
 
 
+@contextmanager
+def reading(path):
+    """What the system answers where a file cannot be read (no permission, a bad disk) becomes the one line of every other error."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def read_bytes(path, most):
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    if path.stat().st_size > most:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes where at most {most} make sense")
-    return path.read_bytes()
+    with reading(path):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        if path.stat().st_size > most:
+            raise ValueError(f"{path}: {path.stat().st_size} bytes where at most {most} make sense")
+        return path.read_bytes()
 
 
 def check_entry(entry):
@@ -974,14 +984,15 @@ def check_entry(entry):
 def open_safetensors(path):
     """A file -> {name: tensor}, views of the mapped file: nothing is read before it is used, and the map goes with its last view.
     The format: 8 bytes of header length, a JSON header, then raw little-endian data that the tensors fill without gap or overlap."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER):
-            raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
-        header, data = parse_json(file.read(length), path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with reading(path):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER):
+                raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
+            header, data = parse_json(file.read(length), path), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     header.pop("__metadata__", None)
     entries, expected, tensors = {}, 8 + length, {}
     for name, entry in header.items():
@@ -1020,7 +1031,9 @@ def let_go(tensor):
 def open_folder(folder):
     """-> ({name: tensor}, {name: file}) of one model.safetensors or of the shards that the index names"""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
+    with reading(index):
+        sharded = index.is_file()
+    if not sharded:
         tensors = open_safetensors(folder / "model.safetensors")
         return tensors, dict.fromkeys(tensors, folder / "model.safetensors")
     home, tensors = parse_json(read_bytes(index, INDEX), index).get("weight_map"), {}
@@ -1057,9 +1070,9 @@ class Settings:
             if raw.get(key) not in (None, only):
                 raise ValueError(f"{path}: {key} = {raw[key]!r:.60} is not supported, only {only!r}")
 
-    def __call__(self, key, default=None, low=1, high=1 << 20):
+    def __call__(self, key, default=None, low=1, high=1 << 20, kind=int):
         value = default if self.raw.get(key) is None else self.raw[key]
-        kind = type(default) if default is not None else int
+        kind = kind if default is None else type(default)
         if kind is float and type(value) is int:
             value = float(value) if abs(value) <= high else value
         if type(value) is not kind or not low <= value <= high:
@@ -1068,11 +1081,20 @@ class Settings:
 
 
 def rope_settings(get, mla):
-    """RoPE's part of ModelConfig. Published models put YaRN's temperature on cos and sin (attention_factor) or on the scores (mscale)."""
-    rope = get.raw.get("rope_parameters") or get.raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) not in ("default", "yarn"):
-        raise ValueError(f"{get.path}: rope scaling {rope!r:.80} is not supported, only yarn")
-    yarn, ask = rope.get("rope_type", rope.get("type")) == "yarn", Settings({**get.raw, **rope}, get.path)
+    """RoPE's part of ModelConfig. Published models put YaRN's temperature on cos and sin (attention_factor) or on the scores (mscale).
+    The settings stand under a new key or an old one, or under both: readers differ in which one they take."""
+    told = []
+    for key in ("rope_parameters", "rope_scaling"):
+        found = get.raw.get(key) or {}
+        if not isinstance(found, dict) or found.get("rope_type", found.get("type", "default")) not in ("default", "yarn") or \
+                any(isinstance(value, dict) for value in found.values()):
+            raise ValueError(f"{get.path}: {key} {found!r:.80} is not supported, only yarn, the same for all layers")
+        told += [{"rope_type": found.get("type", "default"), **found}] if found else []
+    rope = {key: value for found in told for key, value in found.items() if key != "type"}
+    own = lambda found, key, value: found.get(key, get.raw.get(key, value) if key == "rope_theta" else None)
+    if len(told) == 2 and any(own(found, key, value) != value for found in told for key, value in rope.items()):
+        raise ValueError(f"{get.path}: rope_parameters and rope_scaling do not say the same: delete the one that is not meant")
+    yarn, ask = rope.get("rope_type") == "yarn", Settings({**get.raw, **rope}, get.path)
     length = get("max_position_embeddings", high=1 << 30)
     found = dict(rope_theta=ask("rope_theta", 1e4, 1.1, 1e12), context=length)
     if not yarn:
@@ -1092,8 +1114,8 @@ def mla_settings(get):
                 qk_nope=get("qk_nope_head_dim"), qk_rope=get("qk_rope_head_dim"), v_dim=get("v_head_dim"),
                 dense_layers=get("first_k_dense_replace", 0, 0), experts=get("n_routed_experts", high=1 << 12),
                 active=get("num_experts_per_tok"), shared=get("n_shared_experts", 0, 0, 64), expert_ffn=get("moe_intermediate_size"),
-                route_scale=get("routed_scaling_factor", 1.0, 0, 1e3), norm_gates=get("norm_topk_prob", True, 0),
-                n_group=get("n_group", 1), topk_group=get("topk_group", 1))
+                route_scale=get("routed_scaling_factor", None, 0, 1e3, float), norm_gates=get("norm_topk_prob", True, 0),
+                n_group=get("n_group"), topk_group=get("topk_group"))        # no default: readers differ in theirs
 
 
 def gqa_settings(get, family, layers):
@@ -1229,23 +1251,36 @@ def quantization(get):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{get.path}: quantization_config {raw!r:.80} is neither block-scaled fp8 nor packed symmetric int4") from None
+    if raw.get("transform_config"):
+        raise ValueError(f"{get.path}: quantization_config has a transform_config, rotations not applied here: take weights without")
     return {"block": block, "group": group}
 
 
 def surplus(config, get, prefix, names):
     """Names of tensors that no part of the model asked for. Known extras are not counted: a vision tower beside the language model, layers
     that predict further tokens (MTP), a head stored although it is tied, tables of angles."""
-    extra = tuple(f"{prefix}model.layers.{config.layers + i}." for i in range(get("num_nextn_predict_layers", 0, 0, 64)))
+    more = max(get(key, 0, 0, 64) for key in ("num_nextn_predict_layers", "num_mtp_layers"))          # transformers' older name and newer
+    extra = tuple(f"{prefix}model.layers.{config.layers + i}." for i in range(more))
     extra += ("vision_tower.", "mm_projector.") if prefix else ()
     known = lambda n: n.startswith(extra) or n.endswith("rotary_emb.inv_freq") or config.tie and n == prefix + "lm_head.weight"
     return [name for name in names if not known(name)]
 
 
+def equal_in_slices(one, other):
+    """Do two views of files hold the same numbers? Of neither more than a slice is in memory."""
+    same = one.shape == other.shape
+    for a, b in zip(one.split(1024), other.split(1024)) if same else ():
+        same = same and torch.equal(a.float(), b.float())
+        let_go(one), let_go(other)
+    return same
+
+
 def read_checkpoint(folder, dtype=None, wanted={}):
     """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and shapes are all checked before the
-    first byte of a weight is read; then one tensor at a time is dequantised, brought to our layout and cast to `dtype` (None: as
-    stored; what was quantised becomes fp32). wanted: {our name: a slice per dimension}, the stretch of a tensor that is wanted of it,
-    asked when its turn comes; of experts outside it no weight is read. Raises ValueError with the tensor and the file."""
+    first byte of a weight is read (then, by every rank, a head that is stored although it is tied); then one tensor at a time is
+    dequantised, brought to our layout and cast to `dtype` (None: as stored; what was quantised becomes fp32). wanted: {our name: a
+    slice per dimension}, the stretch of a tensor that is wanted of it, asked when its turn comes; of experts outside it no weight is
+    read. Raises ValueError with the tensor and the file."""
     folder = Path(folder)
     config, get, prefix = read_config(folder / "config.json")
     quant, (tensors, files) = quantization(get), open_folder(folder)
@@ -1265,6 +1300,9 @@ def read_checkpoint(folder, dtype=None, wanted={}):
             left.discard(name)
     for name in sorted(surplus(config, get, prefix, left)):
         raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
+    head, embed = (prefix + TOP[name] for name in ("head.weight", "embed.weight"))
+    if head in left and config.tie and not equal_in_slices(tensors[head], tensors[embed]):
+        raise ValueError(f"{files[head]}: tensor {head!r} is not the embedding it is tied to: set tie_word_embeddings to false")
     return config, load(config, tensors, plan, quant, bool(get("rope_interleave", True, 0)) and config.attention == "mla", dtype, wanted)
 
 

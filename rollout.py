@@ -26,7 +26,7 @@ how many tokens a step yields, never which: every place draws with the random nu
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was sampled is never decoded and
 re-encoded on the way to the loss. Control tokens separate calls and arguments; no text encodes to one, so no tool output
-can forge a call.
+can forge a call. A published model is addressed in the form that it is used to: see Chat.
 
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant), K experts per token.
 
@@ -52,7 +52,8 @@ import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,56 @@ def train_bpe(texts, vocab):
     return ranks
 
 
+ARGUMENTS = {"read_file": ("path",), "edit_file": ("path", "old", "new"), "run_command": ("command",), "search_codebase": ("query",)}
+PURPOSE = {"read_file": "Shows a file.", "run_command": "Runs a command in the repository and shows what it prints.",
+           "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
+           "search_codebase": "Shows the lines that hold the query."}
+CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a family of published models writes a conversation, as in its chat template: strings in which control tokens go by name. What
+    neither the policy nor a tool says (queries, summaries, hints) the harness says as the user."""
+    opening: str                    # before the first user; {tools}: their signatures, a line of JSON each
+    user: str                       # with {words} in it
+    assistant: str                  # before what is sampled
+    after_tool: str                 # the same, behind a tool's output
+    tool: tuple                     # before a turn's first output, an output {words} of call {i} to {name}, between two, behind the last
+    call: tuple = ()                # before a turn's first call, a call, between two, behind the last; (): calls have our own form
+    reads: str = ""                 # finds the calls in what was sampled, see marked
+
+    def fit(self, special):
+        """This, if a tokenizer has its control tokens, without calls (and how to make them) if only those of turns; else None"""
+        has = lambda *texts: set(re.findall(CONTROL, "".join(texts))) <= {"<tool_response>", "</tool_response>", *special}
+        return self if has(*self.call, self.opening) else replace(self, opening="", call=()) if has(self.user, self.assistant) else None
+
+
+QWEN = Chat(
+    "<|im_start|>system\n# Tools\n\n<tools>\n{tools}\n</tools>\n\nA call:\n<tool_call>\n"
+    "{{\"name\": <name>, \"arguments\": <object>}}\n</tool_call><|im_end|>",
+    "\n<|im_start|>user\n{words}<|im_end|>", "\n<|im_start|>assistant\n", "\n<|im_start|>assistant\n",
+    ("\n<|im_start|>user\n", "<tool_response>\n{words}\n</tool_response>", "\n", "<|im_end|>"),
+    ("", "<tool_call>\n{{\"name\": {quoted}, \"arguments\": {arguments}}}\n</tool_call>", "\n", ""),
+    r'\0<tool_call>\s*\{\s*"name":\s*"(?P<name>[^"]*)",\s*"arguments":\s*(?P<arguments>[^\0]*?)\}\s*\0</tool_call>')
+KIMI = Chat(
+    "<|im_system|>tool_declare<|im_middle|>[{tools}]<|im_end|><|im_system|>system<|im_middle|>You act by calling tools.<|im_end|>",
+    "<|im_user|>user<|im_middle|>{words}<|im_end|>",
+    "<|im_assistant|>assistant<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>",
+    ("", "<|im_system|>tool<|im_middle|>## Return of functions.{name}:{i}\n{words}<|im_end|>", "", ""),
+    ("<|tool_calls_section_begin|>",
+     "<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>", "", "<|tool_calls_section_end|>"),
+    r"\0<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\0]*?)(?::\d+)?\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)"
+    r"\0<\|tool_call_end\|>")
+DEEPSEEK = Chat(
+    "<｜begin▁of▁sentence｜>Tools:\n{tools}", "<｜User｜>{words}", "<｜Assistant｜>", "",
+    ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>{words}<｜tool▁output▁end｜>", "\n", "<｜tool▁outputs▁end｜>"),
+    ("<｜tool▁calls▁begin｜>",
+     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
+    r"\0<｜tool▁call▁begin｜>(?:function\0<｜tool▁sep｜>)?(?P<name>[^\n\0]*?)(?:\n```json\n|\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\n```)?"
+    r"\0<｜tool▁call▁end｜>")
+
+
 class Tokenizer:
     """tiktoken.Encoding with this project's control tokens. Text never encodes to a control token, nor to another special one.
 
@@ -120,12 +171,13 @@ class Tokenizer:
     GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"                         # ByteLevel's own
     HOME = {"<|user|>": ("<|im_user|>", "<｜User｜>"), "<|assistant|>": ("<|im_assistant|>", "<｜Assistant｜>"),
             "<|tool|>": ("<|im_system|>", "<｜tool▁output▁begin｜>"), "<|end|>": ("<|im_end|>", "<｜end▁of▁sentence｜>"),
-            "<|call|>": ("<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<tool_call>"),
+            "<|call|>": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<｜tool▁calls▁begin｜>", "<tool_call>"),
             "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
             "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>")}
 
     def __init__(self, ranks, pattern=SPLIT, before=(), special=None, nfc=False):
         self.ranks, self.pattern, self.before, self.special, self.nfc = ranks, pattern, tuple(before), special, nfc
+        self.chat = next(filter(None, (chat.fit(special) for chat in (QWEN, KIMI, DEEPSEEK) if special)), None)
         special = special or {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
         self.encoding = tiktoken.Encoding("nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.id = {name: special[next(own for own in (name, *self.HOME.get(name, ())) if own in special)] for name in CONTROLS}
@@ -145,6 +197,22 @@ class Tokenizer:
     def decode(self, tokens):
         return self.encoding.decode(list(tokens))
 
+    def marked(self, tokens):
+        """Text in which control tokens, and nothing else, stand behind a zero byte: a call may speak of them, too"""
+        parts = [(name, list(part)) for name, part in groupby(tokens, {i: name for name, i in (self.special or {}).items()}.get)]
+        return "".join(len(part) * f"\0{name}" if name else self.decode(part).replace("\0", "\ufffd") for name, part in parts)
+
+    def spell(self, template, **words):
+        """A string of a Chat -> tokens. Control tokens come out of the template alone, whatever is put into it."""
+        names = "|".join(re.escape(name) for name in re.findall(CONTROL, template) if name in self.special)
+        parts = re.split(f"({names})", template) if names else [template]
+        return [token for i, part in enumerate(parts) for token in ([self.special[part]] if i % 2 else self.encode(part.format(**words)))]
+
+    def lead(self, after):
+        """What the harness writes before the policy's turn behind one of the role `after`"""
+        return [self.id["<|assistant|>"]] if not self.chat else self.spell(self.chat.after_tool if "output" in after or after == "tool"
+                                                                           else self.chat.assistant)
+
     def state_dict(self):
         more = {"pattern": self.pattern, "before": self.before, "special": self.special, "nfc": self.nfc} if self.special else {}
         return {"ranks": self.ranks, **more}
@@ -156,7 +224,10 @@ class Tokenizer:
         folder, load = Path(folder), lambda path: json.loads(path.read_text(encoding="utf-8"))
         try:
             config = load(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+            more = load(folder / "added_tokens.json") if (folder / "added_tokens.json").is_file() else {}
             named = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+            assert all(more[name] == named.get(name, more[name]) for name in more), "added_tokens.json and tokenizer_config.json disagree"
+            named |= more
             if (folder / "tiktoken.model").is_file():
                 lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines() if line]
                 ranks, names = {base64.b64decode(t, validate=True): int(n) for t, n in lines}, {i: name for name, i in named.items()}
@@ -165,6 +236,9 @@ class Tokenizer:
                 assert sorted(ranks.values()) == list(range(len(lines))), "the ranks are not 0, 1, 2, ..."
             elif (folder / "tokenizer.json").is_file():
                 found = cls._from_json(load(folder / "tokenizer.json"))
+                special, own = found["special"], found["ranks"].values()
+                assert all(special.get(name, i) == i for name, i in named.items()), "two files give a special token two ids"
+                special |= {name: i for name, i in named.items() if i not in own}
             else:
                 merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
                 merges = [line for line in merges if line and not line.startswith("#version")]
@@ -180,7 +254,9 @@ class Tokenizer:
         odd = [k for k in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback") if model.get(k)]
         assert model.get("type", "BPE") == "BPE" and not odd, f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}"
         steps, cuts, nfc = raw.get("pre_tokenizer") or {}, [], raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
-        for step in steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]:
+        steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+        assert [step["type"] == "ByteLevel" for step in steps] == [False] * (len(steps) - 1) + [True], "bytes become letters last, or not at all"
+        for step in steps:
             if step["type"] == "ByteLevel":
                 assert not step.get("add_prefix_space"), "a space is put before the text"
                 cuts += [cls.GPT2] if step.get("use_regex", True) else []
@@ -189,6 +265,7 @@ class Tokenizer:
                 cuts.append(step["pattern"]["Regex"])
         kinds = [n["type"] for n in (nfc["normalizers"] if nfc["type"] == "Sequence" else [nfc])]
         assert kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns"
+        assert not any(regex.search(cut, "") for cut in cuts), "a pattern that matches nothing at all"
         cuts = [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]  # what a pattern does not match is a piece as well
         return dict(ranks=cls._ranks(model["vocab"], model["merges"], added), pattern=cuts[-1], before=cuts[:-1], special=added,
                     nfc=kinds == ["NFC"])
@@ -269,14 +346,15 @@ class Call:
 
 @dataclass
 class Turn:
-    """tokens[0] is the role's control token, given by the harness; of an assistant turn all others were sampled."""
-    role: str                           # user, assistant, tool, query, summary, recent, hint
+    """Of an assistant turn the first `head` tokens are the harness's (the role's control token); all others were sampled."""
+    role: str                           # user, assistant, tool, query, summary, hint; where old turns go: recent, recent output
     tokens: list
     text: str = ""
     calls: list = field(default_factory=list)
     thinking: int = 0                   # assistant: tokens before the first call
     logprobs: np.ndarray = None         # assistant: one per sampled token
     versions: np.ndarray = None         # assistant: of the policy, per sampled token: new weights arrive in the middle of a turn
+    head: int = 1
 
 
 @dataclass
@@ -311,26 +389,62 @@ def flatten(episode):
     tokens, mask, logprobs, index = [], [], [], []
     for i, turn in enumerate(episode.turns):
         sampled = turn.role == "assistant"
-        n = len(turn.tokens) - 1
+        n = len(turn.tokens) - turn.head
         tokens += turn.tokens
-        mask += [0] + [int(sampled)] * n
-        logprobs += [0.0] + (turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n)
-        index += [i] * (n + 1)
+        mask += [0] * turn.head + [int(sampled)] * n
+        logprobs += [0.0] * turn.head + (turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n)
+        index += [i] * len(turn.tokens)
     return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
 
 
-def make_turn(tokenizer, role, text, most=10**9):
-    """A turn that was not sampled; text beyond `most` tokens is cut, with a note."""
-    tokens = tokenizer.encode(text)
+def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1)):
+    """A turn that was not sampled; text beyond `most` tokens is cut, with a note. answers: of a tool's, which tool was called, and that
+    it was call i of n in one turn."""
+    tokens, (name, i, n) = tokenizer.encode(text), answers
     if len(tokens) > most:
         note = tokenizer.encode(f"\n[{len(tokens) - most} tokens cut]")
         tokens = tokens[:max(0, most - len(note))] + note
-    return Turn(role, [tokenizer.id[f"<|{role}|>"], *tokens, tokenizer.id["<|end|>"]], text)
+    if not tokenizer.chat:
+        return Turn(role, [tokenizer.id[f"<|{role}|>"], *tokens, tokenizer.id["<|end|>"]], text)
+    first, one, between, last = tokenizer.chat.tool
+    form = first * (i == 0) + one + (between if i < n - 1 else last) if role == "tool" else tokenizer.chat.user
+    words = tokenizer.decode(tokens)                             # spelled as one text, as the model has seen it
+    return Turn(role, tokenizer.spell(form, words=words, name=name, i=i), words)
+
+
+def frame(tokenizer, role, tokens, text):
+    """A turn of tokens that another one was made of"""
+    before, behind = ([tokenizer.id[f"<|{role}|>"]], [tokenizer.id["<|end|>"]]) if not tokenizer.chat else (
+        tokenizer.spell(part) for part in tokenizer.chat.user.split("{words}"))
+    return Turn(role, [*before, *tokens, *behind], text)
+
+
+def opening(tokenizer, task):
+    """The user's turn that a chain starts from. A published model is told which tools there are in its own way, too."""
+    turn = make_turn(tokenizer, "user", task.problem_statement)
+    if tokenizer.chat:
+        kind = lambda names: {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": [*names]}
+        tools = [{"name": tool, "description": PURPOSE[tool], "parameters": kind(ARGUMENTS[tool])} for tool in task.tools]
+        lines, form = [json.dumps({"type": "function", "function": tool}) for tool in tools], tokenizer.chat.opening
+        turn.tokens[:0] = tokenizer.spell(form, tools=("," if "[{tools}]" in form else "\n").join(lines))
+    return turn
+
+
+def named(name, args):
+    """A call's arguments by their names"""
+    return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))
 
 
 def write_action(tokenizer, text, calls):
-    """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument... per call. Only for text of
-    our own: where an expert writes SUMMARIZE, the control token is meant."""
+    """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument... per call, or as the model's family has
+    it. Only for text of our own: where an expert writes SUMMARIZE, the control token is meant."""
+    if calls and tokenizer.chat and tokenizer.chat.call:
+        (first, one, between, last), body = tokenizer.chat.call, []
+        for i, (name, args) in enumerate(calls):
+            form = (between if i else "{text}" + (first or "\n" * bool(text))) + one
+            arguments = json.dumps(named(name, args), ensure_ascii=False)
+            body += tokenizer.spell(form, text=text, name=name, quoted=json.dumps(name), i=i, arguments=arguments)
+        return body + tokenizer.spell(last) + [tokenizer.id["<|end|>"]]
     thought, *carried = text.split(SUMMARIZE)
     body = tokenizer.encode(thought) + [t for part in carried for t in (tokenizer.id[SUMMARIZE], *tokenizer.encode(part))]
     for name, args in calls:
@@ -342,6 +456,8 @@ def write_action(tokenizer, text, calls):
 
 def read_action(tokenizer, body):
     """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it reads as its own name."""
+    if tokenizer.chat and tokenizer.chat.call:
+        return read_chat(tokenizer, body)
     parts, call, arg = [[]], tokenizer.id["<|call|>"], tokenizer.id["<|arg|>"]
     marks = []
     for token in body[:-1] if body and body[-1] == tokenizer.id["<|end|>"] else body:
@@ -357,6 +473,24 @@ def read_action(tokenizer, body):
         elif calls:
             calls[-1].args.append(tokenizer.decode(part))
     return text, calls
+
+
+def read_chat(tokenizer, body):
+    """The same where calls have the form of the model's family: their arguments are JSON, and may be anything"""
+    begin, calls = tokenizer.id["<|call|>"], []
+    if begin not in body:
+        return tokenizer.decode(body[:-1] if body and body[-1] == tokenizer.id["<|end|>"] else body), []
+    for found in re.finditer(tokenizer.chat.reads, tokenizer.marked(body)):
+        call = Call(found["name"].strip(), [])
+        try:
+            given = json.loads(found["arguments"])
+            call.args = [given.pop(name) for name in ARGUMENTS.get(call.name, ()) if name in given] + list(given.values())
+            assert all(isinstance(arg, str) for arg in call.args)
+        except (ValueError, AttributeError, AssertionError, RecursionError):
+            call.args, call.output, call.error = [], "The arguments must be a JSON object of strings.", "bad_arguments"
+        calls.append(call)
+    garbled = Call("", [], "This call cannot be read.", "bad_arguments")
+    return tokenizer.decode(body[:body.index(begin)]).rstrip("\n"), calls or [garbled]
 
 
 # ---------------------------------------------------------------- tools
@@ -402,13 +536,13 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each
     turn it may return a query turn; the summary is then sampled in the same context, and a new episode starts from task + summary (or,
     where it truncates, at once from task + newest turns)."""
-    head = tokenizer.id["<|assistant|>"]
-    chain = Chain(task, [Episode([make_turn(tokenizer, "user", task.problem_statement)])])
-    begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + [head]      # what a new episode starts from
+    chain = Chain(task, [Episode([opening(tokenizer, task)])])
+    lead = lambda: tokenizer.lead(chain.episodes[-1].turns[-1].role)
+    begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + lead()      # what a new episode starts from
     fresh, restart, wants_summary, ran = begun(), True, False, 0
     for _ in range(limits.turns):
-        episode = chain.episodes[-1]
-        left = limits.window - len(episode) - 1
+        episode, head = chain.episodes[-1], lead()
+        left = limits.window - len(episode) - len(head)
         if left < 2:
             break
         body, logprobs, versions = yield Request(fresh, restart, min(limits.turn, left), wants_summary)
@@ -416,7 +550,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         versions = np.resize(versions, len(body))
         text, calls = read_action(tokenizer, body)
         thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
-        turn = Turn("assistant", [head, *body], text, calls, thinking, logprobs, versions)
+        turn = Turn("assistant", [*head, *body], text, calls, thinking, logprobs, versions, len(head))
         episode.turns.append(turn)
         if body[-1] != tokenizer.id["<|end|>"]:                 # ran out of room inside a turn: none of its calls is run
             turn.calls = [Call(call.name, call.args, error="failed") for call in calls if not wants_summary]
@@ -435,16 +569,17 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         ran += len(commands)
         yield Work(calls, lambda: [run_tool(workspace, call) for call in calls if not call.error], bool(commands))
         room = min(limits.window // 3, compact.room(tokenizer, chain)) if compact else limits.window // 3
-        outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls)) for call in calls]
+        outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls), (call.name, i, len(calls)))
+                   for i, call in enumerate(calls)]
         episode.turns += outputs
-        fresh = [t for turn in outputs for t in turn.tokens] + [head]
+        fresh = [t for turn in outputs for t in turn.tokens] + lead()
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
             fresh, restart = begun(), True
         elif query:
             episode.turns.append(query)
-            fresh, wants_summary = fresh[:-1] + query.tokens + [head], True
+            fresh, wants_summary = [t for turn in [*outputs, query] for t in turn.tokens] + lead(), True
     for episode in chain.episodes:
         while len(episode) > limits.window and len(episode.turns) > 1:     # outputs that overflowed the context: no one has read them
             episode.turns.pop()
@@ -892,7 +1027,7 @@ def staleness(groups, version):
 def effort_counts(chain):
     """The six quantities the length penalty weighs, and the counts the tables show, over the whole chain."""
     mine = [turn for turn in chain.turns if turn.role == "assistant"]
-    tokens = lambda turns: sum(len(turn.tokens) - 1 for turn in turns)
+    tokens = lambda turns: sum(len(turn.tokens) - turn.head for turn in turns)
     calls = [call for turn in mine for call in turn.calls]
     acting, silent = [t for t in mine if t.calls], [t for t in mine if not t.calls]
     final = silent[-1:] if chain.finished else []
@@ -936,7 +1071,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
                 action = moves.send(outputs)
         except StopIteration as end:
             chain = end.value
-    insert_hints(chain, {number: make_turn(tokenizer, "hint", text) for number, text in hinted.items()})
+    insert_hints(tokenizer, chain, hinted)
     chain.stats = effort_counts(chain)
     return chain
 
@@ -959,14 +1094,21 @@ def blind(chain):
     return chain.finished and "run_command" in chain.task.tools and not green
 
 
-def insert_hints(chain, hints):
-    """Put a hint turn right above each assistant turn whose number is in `hints`."""
+def hint_turn(tokenizer, text, turn):
+    """The hint above an assistant turn: above one that begins without a word of the harness, it is the hint that ends in that"""
+    hint = make_turn(tokenizer, "hint", text)
+    hint.tokens += [] if turn.head else tokenizer.lead("hint")
+    return hint
+
+
+def insert_hints(tokenizer, chain, hints):
+    """Put a hint right above each assistant turn whose number is in `hints`."""
     number = -1
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
             number += turn.role == "assistant"
-            turns += [hints[number], turn] if turn.role == "assistant" and number in hints else [turn]
+            turns += [hint_turn(tokenizer, hints[number], turn), turn] if turn.role == "assistant" and number in hints else [turn]
         episode.turns = turns
 
 
@@ -1018,25 +1160,21 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
 
 # ---------------------------------------------------------------- transcripts on file
 
-ARGUMENTS = {"read_file": ("path",), "edit_file": ("path", "old", "new"), "run_command": ("command",), "search_codebase": ("query",)}
-
-
 def message(turn, tokenizer, flags, ids):
     """A turn in the chat form. Beyond it: `tokens` of the turn and how many of them were `sampled` (the mask: all but the role's, or
     none), the policy's `versions`, `flags`. `ids` are those of calls that wait for their outputs."""
     sampled = turn.role == "assistant"
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
-    entry = {"role": role, "content": turn.text if sampled else tokenizer.decode(turn.tokens[1:-1]), "tokens": len(turn.tokens),
-             "sampled": sampled * (len(turn.tokens) - 1)}
+    words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
+    entry = {"role": role, "content": words, "tokens": len(turn.tokens), "sampled": sampled * (len(turn.tokens) - turn.head)}
     if role != turn.role:
         entry["name"] = turn.role                                # query, summary, recent or hint: the harness speaks as the user
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [f"call_{i}" for i in range(len(turn.calls))]
-        named = lambda call: {name: arg for name, arg in zip((*ARGUMENTS.get(call.name, ()), *map(str, range(99))), call.args)}
-        entry["tool_calls"] = [{"id": i, "type": "function", "function": {"name": call.name, "arguments": json.dumps(named(call))}}
-                               for i, call in zip(ids, turn.calls)]
+        entry["tool_calls"] = [{"id": i, "type": "function", "function": {
+            "name": call.name, "arguments": json.dumps(named(call.name, call.args))}} for i, call in zip(ids, turn.calls)]
     if sampled:
         entry["versions"] = sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
         flags = [*(call.error for call in turn.calls if call.error), *flags]

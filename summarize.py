@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
+from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, frame, make_turn
 from synth_tasks import SUMMARIZE, make_task
 
 QUERY = "Summarize."
@@ -58,19 +58,18 @@ class Compact:
 
     def restart(self, tokenizer, chain, turn):
         """The turns that a new episode starts from: the task, and the condensed context with the number of summaries so far."""
-        carried = condensed(tokenizer, turn.tokens[1:], self.window // 4)
-        head = tokenizer.encode(f"{len(chain.episodes)}\n")
-        tokens = [tokenizer.id["<|summary|>"], *head, *carried, tokenizer.id["<|end|>"]]
-        return [chain.episodes[0].turns[0], Turn("summary", tokens, tokenizer.decode(head + carried))]
+        carried = tokenizer.encode(f"{len(chain.episodes)}\n") + condensed(tokenizer, turn.tokens[turn.head:], self.window // 4)
+        return [chain.episodes[0].turns[0], frame(tokenizer, "summary", carried, tokenizer.decode(carried))]
 
     def recent(self, tokenizer, chain):
         """The turns that a new episode starts from where the oldest are truncated: the task, and the newest calls with their outputs
         that fit into half of the window (as context: they were trained on in the episode in which they were sampled)."""
         task, *past = chain.episodes[-1].turns
         size = lambda: len(task.tokens) + sum(len(turn.tokens) for turn in past)
-        while past and (size() > self.window // 2 or past[0].tokens[0] != tokenizer.id["<|assistant|>"]):
+        while past and (size() > self.window // 2 or past[0].role not in ("assistant", "recent")):
             past.pop(0)
-        return [task, *(Turn("recent", turn.tokens, turn.text) for turn in past)]
+        role = lambda turn: "recent" if turn.role in ("assistant", "recent") else "recent output"
+        return [task, *(Turn(role(turn), turn.tokens, turn.text) for turn in past)]
 
 
 def compact(config):
@@ -100,15 +99,15 @@ def probe(chain):
         if asked.role != "query":
             continue
         said = summary.text.split(SUMMARIZE)[-1]
-        counts = {"summaries": counts["summaries"] + 1, "tokens": counts["tokens"] + len(summary.tokens) - 1,
+        counts = {"summaries": counts["summaries"] + 1, "tokens": counts["tokens"] + len(summary.tokens) - summary.head,
                   "left": counts["left"] + len(gone), "named": counts["named"] + sum(name in said for name in gone)}
     return counts
 
 
 def main():
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
-    task = make_task(5, 3)
-    window = 1200
+    task = make_task(7, 3)
+    window = 900
     chains = {name: demonstrate(task, tokenizer, random.Random(2), Limits(10**6), compact=compact)
               for name, compact in (("without", None), ("with", Compact(window, int(.6 * window))))}
     for number, episode in enumerate(chains["with"].episodes):

@@ -20,6 +20,7 @@ Left out: data mixing, deduplication, multi-token prediction, and every private 
 import contextlib
 import ctypes
 import difflib
+import fcntl
 import gc
 import hashlib
 import inspect
@@ -52,7 +53,7 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import Model, ModelConfig, balance, fast_dtype, filled, load_model, write_checkpoint
+from moe import Model, ModelConfig, balance, fast_dtype, filled, load_model, parse_json, read_config, write_checkpoint
 from muon import Muon, check_parameters
 
 
@@ -66,7 +67,7 @@ class Config:
     resume: bool = False          # go on with the run in out (the same command does so too)
     data: str = ""                # folder of Python files to pretrain on (default: this Python's standard library)
     init_from: str = ""           # folder of a published checkpoint to start from instead of noise; the model's sizes are then its own
-    export: str = ""              # write the last stage of the run in out to this folder, in the published format, and do nothing else
+    export: str = ""              # write the run in out to this folder in the published format, and nothing else: its last stage or --stage
     tasks: str = ""               # file of tasks made by synth_tasks.py --repo (default: generated codebases)
     seed: int = 1337
     device: str = "auto"          # cpu, cuda or auto
@@ -179,6 +180,10 @@ STAGES = {
     "rl": dict(steps=60, micro_tokens=2048, optimizer="adamw", adam_lr=5e-4, weight_decay=0.0, clip=0.5, decay=0.3),
     "eval": dict(),
 }
+# Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2 * lr = adam_lr), its biases stay,
+# and nothing teaches it to copy.
+FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, grow=0.0, copy_loss=1.0)
+FINE_TUNING = {"pretrain": FINE, "long": FINE, "sft": FINE | dict(steps=200), "rl": FINE | dict(lr=5e-6, adam_lr=1e-6), "eval": FINE}
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {      # gpu: the standard library is read about eight times
     ("gpu", "pretrain"): dict(steps=300), ("gpu", "long"): dict(steps=40), ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768)}
@@ -227,19 +232,25 @@ def convert(name, kind, value):
         number = {"int": int, "float": float, "str": str}[kind](value)
     except ValueError:
         stop(f"--{name} takes {'a whole number' if kind == 'int' else 'a number'}, not {value!r}")
+    if number == "":
+        stop(f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag away")
     if kind != "str" and not (0 <= number < float("inf")):
         stop(f"--{name} must be a finite number >= 0, not {value}")
     return number
 
 
 def configure(given, stage):
-    """Defaults, then the scale, then the stage, then the command line."""
+    """Defaults, then the scale, then the stage, then fine-tuning where it is that, then the command line."""
     scale = given.get("scale", "auto")
     if scale == "auto":
         scale = "gpu" if torch.cuda.is_available() and given.get("device") != "cpu" else "laptop"
     if scale not in SCALES:
         stop(f"unknown scale {scale!r}: {', '.join(SCALES)}")
-    merged = {**SCALES[scale], **STAGES[stage], **STAGE_SCALES.get((scale, stage), {}), **given, "scale": scale}
+    fine = FINE_TUNING[stage] if given.get("init_from") else {}
+    merged = {**SCALES[scale], **STAGES[stage], **fine, **STAGE_SCALES.get((scale, stage), {}), **given, "scale": scale}
+    for name in ("init_from", "tasks", "data"):                          # compared on resume: however it is spelled, one folder is one
+        if merged.get(name):
+            merged[name] = str(Path(merged[name]).resolve())
     config = replace(Config(), **merged)
     for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
                               teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16"),
@@ -254,6 +265,8 @@ def configure(given, stage):
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
+    for name in sorted((SIZES - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():       # context: of training, too
+        stop(f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:
@@ -501,6 +514,11 @@ def make_task(config, level, seed):
     return task if config.harden else synth_tasks.unharden(task)
 
 
+def fingerprint(path):
+    """Of the bytes of a file; "" of none"""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
 class Reinforcement:
     """rl: sample groups, reward, push. One update per batch. Without workers the sampling policy is the policy; with them a token's
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
@@ -513,7 +531,7 @@ class Reinforcement:
             tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
             temperature=config.temperature, draft=config.draft, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
-        self.file = hashlib.sha256(Path(config.tasks).read_bytes()).hexdigest() if config.tasks else ""
+        self.file = fingerprint(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
         levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
@@ -631,7 +649,7 @@ class Reinforcement:
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about, and which token it never does"""
         tokenizer, said = self.run.tokenizer, feedback_distill.placebo(chain, hint, self.run.config.placebo)
         turn = chain.episodes[hint.episode].turns[hint.turn]
-        return (hint.turn, feedback_distill.hint_tokens(tokenizer, said), feedback_distill.span(tokenizer, turn, hint),
+        return (hint.turn, feedback_distill.hint_tokens(tokenizer, said, turn), feedback_distill.span(tokenizer, turn, hint),
                 feedback_distill.muted(tokenizer, hint.kind))
 
     def after_step(self):
@@ -683,8 +701,6 @@ class Reinforcement:
         return {**self.curriculum.state_dict(), "ahead": dict(self.drawn), "file": self.file}
 
     def load_state_dict(self, state):
-        if state.get("file", self.file) != self.file:
-            raise ValueError(f"{self.run.config.tasks} is no longer the file that {self.run.out}/rl was begun with: take another --out")
         self.curriculum.load_state_dict(state)
         self.drawn = dict(state.get("ahead", {}))
 
@@ -791,10 +807,10 @@ class Run:
         wire = None if self.dtype == torch.float32 else self.dtype
         return hsdp.same_weights(model) if self.replicas else hsdp.parallelize(model, self.meshes, wire)
 
-    def read(self, folder):
-        """A published model, of which each rank reads its own part."""
+    def read(self, folder, shape):
+        """A published model, of which each rank reads its own part; the tokenizer first, since it is there that folders differ."""
+        self.tokenizer = rollout.Tokenizer.read(folder, shape.vocab)
         self.model = load_model(folder, getattr(torch, self.config.weights), self.device, lambda model: hsdp.own_parts(self.lay_out(model)))
-        self.tokenizer = rollout.Tokenizer.read(folder, self.model.config.vocab)
 
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains and the routers."""
@@ -830,16 +846,35 @@ def open_checkpoint(path):
         stop(str(error))
 
 
+def places(stage, out, start_from):
+    """Where the stage's checkpoint stands and where that of the one before, from which it starts (None: it is the first)"""
+    before = list(STAGES)[:list(STAGES).index(stage)][-1:]
+    return Path(out, stage), Path(start_from or out, before[0]) if before else None
+
+
+def began_from(given, stage):
+    """The published model that stands behind the checkpoint with which this stage goes on: what began from one stays one, also where
+    --init_from is not said again."""
+    there = [path for path in places(stage, given.get("out", Config.out), given.get("start_from")) if path and hsdp.exists(path)]
+    return open_checkpoint(there[0])["config"].get("init_from", "") if there else ""
+
+
+def published_shape(config, given=None):
+    """The sizes of the published model, which has positions for windows up to its own. given: a checkpoint of a run from it"""
+    shape = ModelConfig(**given["model"]) if given else read_config(Path(config.init_from, "config.json"))[0]
+    flag = {"pretrain": "--context", "long": "--context times --yarn"}.get(config.stage, "--window")
+    window = {"pretrain": config.context, "long": int(config.context * config.yarn)}.get(config.stage, config.window)
+    if window > shape.window:
+        raise ValueError(f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many")
+    return shape
+
+
 def train(config, interrupted):
     """One stage: build, load, loop, save. True if it ran to its end."""
-    stage, out = config.stage, Path(config.out) / config.stage
-    before = ORDER[:ORDER.index(stage)][-1:]
-    origin = Path(config.start_from or config.out) / before[0] if before else None
+    stage, (out, origin) = config.stage, places(config.stage, config.out, config.start_from)
     extra = open_checkpoint(out) if hsdp.exists(out) else None
     given = extra or (open_checkpoint(origin) if origin and hsdp.exists(origin) else None)
-    if given and not config.init_from:                           # what began from a published model stays one
-        config = replace(config, init_from=given["config"]["init_from"])
-    elif given and not extra and given["config"]["init_from"] != config.init_from:
+    if given and not extra and given["config"].get("init_from", "") != config.init_from:
         stop(f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
     if given and not extra and not config.init_from:
         same_model(config, origin, given)
@@ -848,24 +883,26 @@ def train(config, interrupted):
         for name, value in compared(config).items():
             made = f"with {name}={extra['config'][name]}, not {value}" if name in extra["config"] else f"by a version without --{name}"
             if extra["config"].get(name, ...) != value:
-                again = f" (--stage={stage} --start_from={config.out} begins from its stage before)" if before else ""
+                begun = extra["config"]["start_from"] or config.out
+                again = f" (--stage={stage} --start_from={begun} begins from its stage before)" if origin else ""
                 stop(f"{out} was made {made}: take another --out{again}")
+        if extra["source"].get("file", fingerprint(config.tasks)) != fingerprint(config.tasks):
+            stop(f"{config.tasks} is no longer the file that {out} was begun with: take another --out")
         if extra["step"] == config.steps:
             begun = extra["config"]["start_from"]
             run.say(f"{stage}: finished already ({out})" + f", begun from {begun}" * bool(begun))
             return True
-    published = config.init_from and not given
-    if not given and not published and origin:
-        stop(f"--stage={stage} starts from {origin}, which is not there: run the {before[0]} stage first, or give --start_from=FOLDER")
+    if not given and origin and (config.start_from or not config.init_from):
+        stop(f"--stage={stage} starts from {origin}, which is not there: run the {origin.name} stage first, or give --start_from=FOLDER")
     try:
-        if published:
-            run.read(config.init_from)
-        elif given:
-            shape = ModelConfig(**given["model"]) if given["config"]["init_from"] else None
+        shape = published_shape(config, given) if config.init_from else None
+        if given:
             run.build(rollout.Tokenizer(**given["tokenizer"]), shape)
+        elif shape:
+            run.read(config.init_from, shape)
         else:
             run.build(train_tokenizer(config))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         stop(str(error))
     optimizer = run.make_optimizer()
     try:
@@ -881,20 +918,54 @@ def train(config, interrupted):
         return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
 
 
-def export(config):
-    """The run's last stage as the folder of a published model, weights as they are (fp32); the tokenizer's files from where it began,
-    or, of a run from noise, its own."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt", "special_tokens_map.json",
+                   "added_tokens.json", "*.jinja")
+
+
+def export(config, given):
+    """A stage of the run as the folder of a published model, weights as the run kept them or in --weights; what else belongs to it from
+    where it began, or, of a run from noise, its own tokenizer. All of that is looked at before the first file is written."""
+    for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
+        stop(f"--{name} does nothing beside --export, which takes --out, --stage and --weights")
+    target = Path(config.export)
     try:
-        model, tokenizer, saved = eval.load(config.out)
-        write_checkpoint(config.export, model, extra={"eos_token_id": tokenizer.id["<|end|>"]})
+        model, tokenizer, saved = eval.load(config.out if config.stage == "all" else Path(config.out, config.stage))
+        source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
+        ids, files, more = {}, [], {}
+        if source:
+            if not source.is_dir():
+                stop(f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back")
+            rollout.Tokenizer.read(source, model.config.vocab)
+            raw = read_config(source / "config.json")[1].raw
+            ids = {name: raw[name] for name in ("bos_token_id", "pad_token_id") if name in raw}
+            files = [path for name in (*TOKENIZER_FILES, *tokenizer_code(source)) for path in source.glob(name) if path.is_file()]
+            if (source / "generation_config.json").is_file():
+                more = parse_json((source / "generation_config.json").read_bytes(), source / "generation_config.json")
+        dtype = getattr(torch, given.get("weights", saved["weights"]))
+        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": end})
+        for path in files:
+            shutil.copyfile(path, target / path.name)
+        if more:                                                         # its own end of a turn may be another than the one trained
+            (target / "generation_config.json").write_text(json.dumps({**more, "eos_token_id": end}, indent=1))
+        if not source:
+            tokenizer.write(target)
     except (ValueError, OSError) as error:
         stop(str(error))
-    if not saved["init_from"]:
-        tokenizer.write(config.export)
-    for name in ("tokenizer.json", "tokenizer_config.json", "tiktoken.model", "vocab.json", "merges.txt"):
-        if saved["init_from"] and Path(saved["init_from"], name).is_file():
-            shutil.copyfile(Path(saved["init_from"], name), Path(config.export, name))
-    print(f"{config.export}: " + ", ".join(sorted(p.name for p in Path(config.export).iterdir())))
+    print(f"{target}: " + ", ".join(sorted(p.name for p in target.iterdir())))
+
+
+def tokenizer_code(folder):
+    """The Python files behind a tokenizer: those that auto_map names, and what they import from beside them. Copied, never run; only plain
+    names, so nothing from outside the folder."""
+    path, found = folder / "tokenizer_config.json", set()
+    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
+    while names:
+        file = folder / f"{names.pop()}.py"
+        if file.name not in found and file.is_file():
+            found.add(file.name)
+            names += re.findall(r"^\s*from \.(\w+) import", file.read_text(errors="ignore"), re.MULTILINE)
+    return sorted(found)
 
 
 def peak_memory():
@@ -979,17 +1050,33 @@ def report(run, bar, log, path):
 
 # ---------------------------------------------------------------- evaluation and figures
 
+def load_published(config, device):
+    """As eval.load, of the folder of a published model: whole on every rank"""
+    try:
+        shape = published_shape(config)
+        tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
+        return load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(False), tokenizer, asdict(config)
+    except (ValueError, OSError) as error:
+        stop(str(error))
+
+
 def evaluate(config, given):
-    """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its share of the tasks."""
+    """Held-out tasks before and after RL (before any training: the published model itself) -> table, summary.json, figures. Every rank
+    plays its share of the tasks."""
     run, out = Run(config), Path(config.out)
     names = {"before RL": out / "sft", "after RL": out / "rl"}
     if not hsdp.exists(names["before RL"]):
-        names["before RL"] = Path(config.start_from or config.out) / "sft"
-    names = {name: path for name, path in names.items() if hsdp.exists(path)}
-    if not names:
-        stop(f"--stage=eval: neither {out}/sft nor {out}/rl is there")
+        begun = open_checkpoint(out / "rl")["config"]["start_from"] if hsdp.exists(out / "rl") else ""
+        names["before RL"] = Path(config.start_from or begun or config.out) / "sft"
+    before, names = names["before RL"], {name: path for name, path in names.items() if hsdp.exists(path)}
+    policy = load_published(config, run.device) if config.init_from and not config.start_from and not names else None
+    if not names and not policy:
+        stop(f"--stage=eval: neither {before} nor {out}/rl is there")
+    names = names or {"published": Path(config.init_from)}
     last = list(names.values())[-1]
-    world = eval.load(last)[2]                                           # one window, one limit of turns, ... for all of them
+    world = policy[2] if policy else eval.load(last)[2]                    # one window, one limit of turns, ... for all of them
+    if config.init_from not in ("", world["init_from"]):
+        stop(f"{last} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
     for name in ("window", "turns", "commands", "draft", "summarize", "trigger", "truncate"):
         if given.get(name, world[name]) != world[name]:
             stop(f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated")
@@ -1001,17 +1088,18 @@ def evaluate(config, given):
         with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
             done = json.loads(kept.read_text())
             asked = ("tasks", "temperature", "distinct", "start_from", "eval_levels", "eval_tasks", "eval_samples")
-            if all(done["config"][name] == getattr(config, name) for name in asked):
+            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == fingerprint(config.tasks):
                 return run.say(done["table"])
     held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
     if config.distinct and not config.tasks and hsdp.exists(out / "rl"):      # the tasks that RL has seen, as many rollouts
         n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
-        seen = [make_task(config, level, config.seed * 1_000_003 + i) for level in range(config.eval_levels) for i in range(n)]
+        own = replace(config, **{name: world[name] for name in ("seed", "harden", "documented")})
+        seen = [make_task(own, level, own.seed * 1_000_003 + i) for level in range(config.eval_levels) for i in range(n)]
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
     policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
-        model, tokenizer, saved = eval.load(path, run.device)
+        model, tokenizer, saved = policy or eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
         compare = saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]     # of a published model, one more may not fit
         began = eval.load(origin, run.device)[0].compute(run.dtype) if compare else None
@@ -1026,15 +1114,23 @@ def evaluate(config, given):
     text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
     ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
-    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends})
+    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends, "file": fingerprint(config.tasks)})
     eval.draw_training(logs, out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
 
 
-def die_with_parent():
-    """Linux: who waits for a process that was killed would wait for half an hour."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
+STARTED = []                                                     # by spread: the other processes
+
+
+def leave(number, frame):
+    """Ends an evaluation, which writes at its end and has nothing to save. The others first, so that they remove their workspaces too."""
+    signal.signal(number, signal.SIG_IGN)
+    for process in STARTED:
+        process.send_signal(number)
+    for process in STARTED:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    sys.exit(128 + number)
 
 
 def spread(argv, config):
@@ -1053,8 +1149,8 @@ def spread(argv, config):
         threads = str(torch.get_num_threads() // n)
         os.environ.update(PLAIN_REPLICAS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
         for rank in range(1, n):
-            subprocess.Popen([sys.executable, __file__, *argv], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                             preexec_fn=die_with_parent)
+            STARTED.append(subprocess.Popen([sys.executable, __file__, *argv], preexec_fn=hsdp.die_with_parent,
+                                            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         os.environ.update(RANK="0", LOCAL_RANK="0")
         torch.set_num_threads(int(threads))
     return replace(config, dp_replicate=n)
@@ -1065,12 +1161,13 @@ def main(argv):
     stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
     if stages[0] not in STAGES:
         stop(f"unknown stage {stages[0]!r}: all, {', '.join(STAGES)}")
-    configs = {stage: configure({**given, "stage": stage}, stage) for stage in stages}
+    if "export" in given:
+        return export(configure(given, stages[0]), given)
+    configs = {}
+    for stage in stages:
+        given["init_from"] = given.get("init_from") or began_from(given, stage)
+        configs[stage] = configure({**given, "stage": stage}, stage)
     config = configs[stages[0]]
-    if config.export:
-        return export(config)
-    if not config.out:
-        stop("--out= names no folder")
     if config.start_from and config.stage == "pretrain":         # of all stages, each would leave the one before it aside
         stop("--start_from is for one stage: add --stage=long, sft, rl or eval")
     if config.resume and not any(hsdp.exists(Path(config.out, stage)) for stage in ORDER):
@@ -1089,21 +1186,47 @@ def main(argv):
         tempfile.TemporaryFile(dir=config.out).close()
     except OSError as error:
         stop(f"--out={config.out} cannot be written: {error.strerror}")
+    with alone(config.out):
+        work(argv, stages, configs, given)
+
+
+@contextlib.contextmanager
+def alone(folder):
+    """Two runs in one folder would write over each other's checkpoints: the second one is refused."""
+    with open(Path(folder, ".lock"), "w") as file:
+        if int(os.environ.get("RANK", 0)) == 0:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stop(f"--out={folder}: another train.py is at work there: wait for its end, or take another")
+            except OSError:
+                pass                                             # a file system without locks
+        yield
+
+
+def work(argv, stages, configs, given):
+    """The stages, one after the other, in as many processes as they want."""
     configs = {stage: spread(argv, config) for stage, config in configs.items()}
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) // config.cp
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp
     if "rl" in configs and configs["rl"].tasks_per_step < ranks:
         stop(f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the {ranks} data ranks")
     interrupted = []
+
+    def heard(number, frame):
+        interrupted.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("stopping after this step; a second time stops at once", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: interrupted.append(number))
+        signal.signal(number, heard)
     for stage in stages:
         if stage == "eval":
-            for number in (signal.SIGINT, signal.SIGTERM):       # there is nothing to save: it writes at its end; workspaces are removed
-                signal.signal(number, lambda number, frame: sys.exit(128 + number))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, leave)
             evaluate(configs[stage], given)
         elif not train(configs[stage], interrupted):
             if int(os.environ.get("RANK", 0)) == 0:
-                words = [*argv, *["--resume"] * (not config.resume)]
+                words = [*argv, *["--resume"] * (not configs[stage].resume)]
                 print(f"stopped; to go on: python train.py {shlex.join(words)}", file=sys.stderr)
             raise SystemExit(128 + max(interrupted, default=0))
         gc.collect()                                             # what a stage held, before the next one begins

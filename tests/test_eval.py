@@ -251,7 +251,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
     (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
     (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
-    (["--experiment=feedback", "--stage=rl"], "sets it itself")])
+    (["--experiment=feedback", "--stage=rl"], "sets it itself"), (["--experiment=muon", "--steps=3"], "sets it itself"),
+    (["--experiment=hacking", "--harden=1"], "sets it itself")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
@@ -331,12 +332,12 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
 
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
-    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}", "--turns=9", "--levels=7"])
-    begun = [(f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--turns=9", "--levels=7") for stage in ("pretrain", "long")]
+    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}", "--levels=7"])
+    begun = [(f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--levels=7") for stage in ("pretrain", "long")]
     assert asked[:3] == [*begun, ("--stage=sft", f"--start_from={tmp_path}/base-1", f"--out={tmp_path}/hacking/base-1", "--seed=1",
-                                  "--turns=9", "--levels=7", "--harden=0")]
+                                  "--levels=7", "--harden=0")]
     arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert [words[6:] for words in arms] == [("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
+    assert [words[5:] for words in arms] == [("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
                                              for harden in ("--harden=0", "--harden=1")]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
 

