@@ -338,7 +338,8 @@ BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("summaries", "solved"), "r
 def train_py(*words):
     """Run train.py; what it has finished already it skips, what it had begun it goes on with. Without this process it ends."""
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=partial(hsdp.die_with_parent, signal.SIGTERM))
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=partial(hsdp.die_with_parent, signal.SIGTERM))
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ChildProcessError(done.returncode, last or f"train.py ended with code {done.returncode}")
