@@ -349,11 +349,6 @@ def experiment(name, seeds, out, flags):
     """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
     Killed, it goes on. A run takes two cores; where there are more, seeds stand side by side."""
     question, curves, arms, base = EXPERIMENTS[name]
-    own = {word.partition("=")[0] for words in (*arms.values(), base if isinstance(base, list) else []) for word in words}
-    for word in flags:
-        if word.partition("=")[0] in own:
-            print(f"eval.py: {word}: --experiment={name} sets it itself (EXPERIMENTS in eval.py says to what)", file=sys.stderr)
-            raise SystemExit(2)
     out, chains, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
         chains.append(jobs := [])
@@ -518,8 +513,12 @@ def flags(argv):
                         if getattr(args, name) != parser.get_default(name)]
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
+    own = {"--seed", "--stage", "--start_from", "--resume", "--export"}
+    if args.experiment:                                          # what its arms or its SFT set
+        _, _, arms, base = EXPERIMENTS[args.experiment]
+        own |= {word.partition("=")[0] for words in (*arms.values(), base if isinstance(base, list) else []) for word in words}
     for word in args.others:
-        if word.partition("=")[0] in ("--seed", "--stage", "--start_from", "--resume", "--export"):
+        if word.partition("=")[0] in own:
             parser.error(f"{word}: an experiment sets it itself" + " (--seeds=...)" * word.startswith("--seed"))
     if args.experiment and args.runs:
         parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")

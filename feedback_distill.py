@@ -38,9 +38,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rollout import hint_turn
+from synth_tasks import ARGUMENTS
+
 # ---------------------------------------------------------------- rules: (chain, episode, turn) -> the hint's text, or None
 
-ARGUMENTS = {"read_file": "path", "edit_file": "path, old, new", "run_command": "command", "search_codebase": "query"}
 STYLE = {"comments": ("no comments in code.", re.compile(r"#")),             # thoughts must not leak into the code
          "statements": ("one statement per line.", re.compile(r";")),
          "indent": ("indent by 4 spaces.", re.compile(r"^(?:    )*(?: {1,3}(?=\S)|\t)"))}
@@ -63,7 +65,7 @@ def unavailable_tool(chain, e, i):
 def malformed_arguments(chain, e, i):
     for call in chain.episodes[e].turns[i].calls:
         if call.error == "bad_arguments":
-            return f"Reminder: {call.name} takes {ARGUMENTS.get(call.name, 'other arguments')}."
+            return f"Reminder: {call.name} takes {', '.join(ARGUMENTS.get(call.name, ('other arguments',)))}."
 
 
 def breach(call, wanted=STYLE):
@@ -151,32 +153,32 @@ def span(tokenizer, turn, hint):
     not there the call: the token that begins it, for there may be none to make, and the name. On the arguments of a tool that does
     not exist, a reminder of the tools has nothing to say. Of code style the token that breaks the rule, not the code around it."""
     body = turn.tokens[turn.head:]
-    if tokenizer.chat and tokenizer.chat.call and hint.kind in ("unavailable_tool", "code_style"):
-        return chat_span(tokenizer, turn, hint, body)
-    called = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]]
     if hint.kind == "unavailable_tool":
-        first = called[[call.error for call in turn.calls].index("unknown_tool")]
-        return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
-    if hint.kind == "code_style":
+        n, where = [call.error for call in turn.calls].index("unknown_tool"), None
+    elif hint.kind == "code_style":
         rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
-        first, (_, where) = next((called[i], found) for i, call in enumerate(turn.calls) if (found := breach(call, rule)))
-        first = [i for i in range(first, len(body)) if body[i] == tokenizer.id["<|arg|>"]][2] + 1       # edit_file's path, old, new
-        broken = first + bisect(range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first:i + 1])))
-        return broken, broken + 1
-    return 0, len(body)
+        n, (_, where) = next((n, found) for n, call in enumerate(turn.calls) if (found := breach(call, rule)))
+    else:
+        return 0, len(body)
+    if tokenizer.chat and tokenizer.chat.call:
+        return chat_span(tokenizer, body, turn.calls[n], n, where)
+    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][n]
+    if where is None:
+        return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
+    first = [i for i in range(first, len(body)) if body[i] == tokenizer.id["<|arg|>"]][2] + 1           # edit_file's path, old, new
+    broken = first + bisect(range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first:i + 1])))
+    return broken, broken + 1
 
 
-def chat_span(tokenizer, turn, hint, body):
-    """The same where calls have the form of a published model: places in the text, and the tokens that they fall into"""
+def chat_span(tokenizer, body, call, n, where):
+    """The same of the n-th call where calls have the form of a published model: its name, or the place `where` in the text that an edit
+    writes, and the tokens that they fall into"""
     text, token = tokenizer.marked(body), lambda at: bisect(range(len(body)), at, key=lambda i: len(tokenizer.marked(body[:i + 1])))
-    calls = list(re.finditer(tokenizer.chat.reads, text))
-    if hint.kind == "unavailable_tool":
-        n = [call.error for call in turn.calls].index("unknown_tool")
-        return token(calls[n].start()) if n else body.index(tokenizer.id["<|call|>"]), token(calls[n].end("name") - 1) + 1
-    rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
-    n, (_, where) = next((n, found) for n, call in enumerate(turn.calls) if (found := breach(call, rule)))
-    new = re.compile(r'"new"\s*:\s*"').search(text, *calls[n].span("arguments"))
-    broken = token(new.end() + len(json.dumps(turn.calls[n].args[2][:where], ensure_ascii=False)) - 2) if new else len(body)
+    found = list(re.finditer(tokenizer.chat.reads, text))[n]
+    if where is None:
+        return token(found.start()) if n else body.index(tokenizer.id["<|call|>"]), token(found.end("name") - 1) + 1
+    new = re.compile(r'"new"\s*:\s*"').search(text, *found.span("arguments"))
+    broken = token(new.end() + len(json.dumps(call.args[2][:where], ensure_ascii=False)) - 2) if new else len(body)
     return (broken, broken + 1) if broken < len(body) else (0, len(body))         # JSON may be written otherwise
 
 
@@ -232,7 +234,6 @@ class Splice(NamedTuple):
 
 def hint_tokens(tokenizer, text, turn):
     """The hint as a turn of its own above an assistant turn; an empty text is no turn at all."""
-    from rollout import hint_turn
     return hint_turn(tokenizer, text, turn).tokens if text else []
 
 

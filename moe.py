@@ -914,6 +914,12 @@ def speculate(model, prompt, count):
     return tokens[len(prompt):len(prompt) + count], right / max(passes - 1, 1)
 
 
+def fast_dtype(device):
+    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, far slower elsewhere."""
+    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
 def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
     model = Model(config)
@@ -1544,12 +1550,6 @@ def seconds(*calls, repeat=5):
                 torch.cuda.synchronize()
             mine.append(time.perf_counter() - start)
     return [sorted(mine[1:])[repeat // 2] for mine in times]
-
-
-def fast_dtype(device):
-    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, far slower elsewhere."""
-    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def bench():

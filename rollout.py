@@ -63,8 +63,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from synth_tasks import (HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert, judge,
-                         make_task)
+from synth_tasks import (ARGUMENTS, HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert,
+                         judge, make_task)
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -108,7 +108,6 @@ def train_bpe(texts, vocab):
     return ranks
 
 
-ARGUMENTS = {"read_file": ("path",), "edit_file": ("path", "old", "new"), "run_command": ("command",), "search_codebase": ("query",)}
 PURPOSE = {"read_file": "Shows a file.", "run_command": "Runs a command in the repository and shows what it prints.",
            "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
            "search_codebase": "Shows the lines that hold the query."}
@@ -210,8 +209,9 @@ class Tokenizer:
 
     def lead(self, after):
         """What the harness writes before the policy's turn behind one of the role `after`"""
-        return [self.id["<|assistant|>"]] if not self.chat else self.spell(self.chat.after_tool if "output" in after or after == "tool"
-                                                                           else self.chat.assistant)
+        if not self.chat:
+            return [self.id["<|assistant|>"]]
+        return self.spell(self.chat.after_tool if after in ("tool", "recent output") else self.chat.assistant)
 
     def state_dict(self):
         more = {"pattern": self.pattern, "before": self.before, "special": self.special, "nfc": self.nfc} if self.special else {}
@@ -255,7 +255,8 @@ class Tokenizer:
         assert model.get("type", "BPE") == "BPE" and not odd, f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}"
         steps, cuts, nfc = raw.get("pre_tokenizer") or {}, [], raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
         steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-        assert [step["type"] == "ByteLevel" for step in steps] == [False] * (len(steps) - 1) + [True], "bytes become letters last, or not at all"
+        kinds = [step["type"] == "ByteLevel" for step in steps]
+        assert kinds == [False] * (len(steps) - 1) + [True], "bytes become letters last, or not at all"
         for step in steps:
             if step["type"] == "ByteLevel":
                 assert not step.get("add_prefix_space"), "a space is put before the text"

@@ -76,7 +76,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-TOOLS = ("edit_file", "read_file", "run_command", "search_codebase")
+ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
+TOOLS = tuple(ARGUMENTS)
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")      # tools an agent believes in and nobody offers
 
 
@@ -1123,8 +1124,8 @@ def call_tool(workspace, name, arguments):
              "run_command": lambda command: said(workspace.run(command))}
     if name not in workspace.task.tools or name not in names:
         return f"Tool not found: {name}", "unknown_tool"
-    if len(arguments) != (3 if name == "edit_file" else 1):
-        return f"{name} takes {3 if name == 'edit_file' else 1} arguments, not {len(arguments)}", "bad_arguments"
+    if len(arguments) != len(ARGUMENTS[name]):
+        return f"{name} takes {len(ARGUMENTS[name])} arguments, not {len(arguments)}", "bad_arguments"
     try:
         return names[name](*arguments), ""
     except ToolError as error:

@@ -252,6 +252,13 @@ def configure(given, stage):
         if merged.get(name):
             merged[name] = str(Path(merged[name]).resolve())
     config = replace(Config(), **merged)
+    check_values(config)
+    check_together(config, given, stage)
+    return config
+
+
+def check_values(config):
+    """Each flag by itself"""
     for name, allowed in dict(optimizer=("muon", "adamw"), divergence=("forward", "reverse", "jsd"), device=("auto", "cpu", "cuda"),
                               teacher=("current", "ema", "frozen"), dtype=("auto", "float32", "bfloat16"),
                               weights=("float32", "bfloat16"), placebo=("none", "empty", "wrong")).items():
@@ -265,8 +272,6 @@ def configure(given, stage):
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
-    for name in sorted((SIZES - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():       # context: of training, too
-        stop(f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:
@@ -283,6 +288,12 @@ def configure(given, stage):
             stop(f"--{name}={getattr(config, name)}: at least 1, and there are {len(synth_tasks.LEVELS)} levels")
     if not set(habits(config)) <= set(feedback_distill.REMINDERS):
         stop(f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}")
+
+
+def check_together(config, given, stage):
+    """What goes with what"""
+    for name in sorted((SIZES - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():       # context: of training, too
+        stop(f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away")
     if config.easy and (config.curriculum or config.tasks):
         stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
     if config.truncate and not config.summarize:
@@ -303,7 +314,6 @@ def configure(given, stage):
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.active > config.experts:
         stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
-    return config
 
 
 def habits(config):
@@ -514,7 +524,7 @@ def make_task(config, level, seed):
     return task if config.harden else synth_tasks.unharden(task)
 
 
-def fingerprint(path):
+def digest(path):
     """Of the bytes of a file; "" of none"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
@@ -531,7 +541,7 @@ class Reinforcement:
             tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
             temperature=config.temperature, draft=config.draft, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
-        self.file = fingerprint(config.tasks)
+        self.file = digest(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
         levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
@@ -886,7 +896,7 @@ def train(config, interrupted):
                 begun = extra["config"]["start_from"] or config.out
                 again = f" (--stage={stage} --start_from={begun} begins from its stage before)" if origin else ""
                 stop(f"{out} was made {made}: take another --out{again}")
-        if extra["source"].get("file", fingerprint(config.tasks)) != fingerprint(config.tasks):
+        if extra["source"].get("file", digest(config.tasks)) != digest(config.tasks):
             stop(f"{config.tasks} is no longer the file that {out} was begun with: take another --out")
         if extra["step"] == config.steps:
             begun = extra["config"]["start_from"]
@@ -1088,7 +1098,7 @@ def evaluate(config, given):
         with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
             done = json.loads(kept.read_text())
             asked = ("tasks", "temperature", "distinct", "start_from", "eval_levels", "eval_tasks", "eval_samples")
-            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == fingerprint(config.tasks):
+            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == digest(config.tasks):
                 return run.say(done["table"])
     held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
@@ -1114,7 +1124,7 @@ def evaluate(config, given):
     text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
     ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
-    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends, "file": fingerprint(config.tasks)})
+    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends, "file": digest(config.tasks)})
     eval.draw_training(logs, out)
     print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
 

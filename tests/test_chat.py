@@ -88,9 +88,11 @@ def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
     tools = [json.loads(line)["function"] for line in re.findall(r'\{"type": "function".*?\}\}\}', said)]
     assert [tool["name"] for tool in tools] == list(TASK.tools) and tools[0]["parameters"]["required"] == ["path", "old", "new"]
     assert [token for token, own in zip(tokens.tolist(), mask) if own] == bodies[0] + bodies[1]
-    assert [len(context) for context in contexts] == [mask.tolist().index(1), len(tokens) - len(bodies[1])] and contexts[1] == tokens[:len(contexts[1])].tolist()
+    assert [len(context) for context in contexts] == [mask.tolist().index(1), len(tokens) - len(bodies[1])]
+    assert contexts[1] == tokens[:len(contexts[1])].tolist()
     assert [(call.name, call.args, call.error) for turn in chain.turns for call in turn.calls] == [(name, [*args], "") for name, args in CALLS]
-    assert chain.files == {"a.py": "x = {1}\n"} and chain.turns[1].text == "Look." and chain.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
+    assert chain.files == {"a.py": "x = {1}\n"} and chain.turns[1].text == "Look."
+    assert chain.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -121,8 +123,8 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
     """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled is what write_action wrote."""
     ours, own, n = published(family), Tokenizer(RANKS, pattern=Tokenizer.CUT), 0
     for seed in range(24):
-        task, compact = make_task(seed % 8, seed), Compact(2400, 900) if summarised else None
-        mine, theirs = (demonstrate(task, tokenizer, random.Random(seed), Limits(2400 if summarised else 9000, 99), 1.5, compact, feedback_distill.REMINDERS, 0.5)
+        task, compact, limits = make_task(seed % 8, seed), Compact(2400, 900) if summarised else None, Limits(2400 if summarised else 9000, 99)
+        mine, theirs = (demonstrate(task, tokenizer, random.Random(seed), limits, 1.5, compact, feedback_distill.REMINDERS, 0.5)
                         for tokenizer in (ours, own))
         said = lambda chain: [(turn.role, turn.text.replace("<|summary|>", "|"), [(c.name, c.args, c.output, c.error) for c in turn.calls])
                               for turn in chain.turns if turn.role not in ("query", "summary")]
@@ -172,7 +174,8 @@ def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
     chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
     assert chain.finished and chain.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
     first = ours.decode(chain.turns[0].tokens + chain.turns[1].tokens)
-    assert first.startswith("<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look.<|call|>read_file<|arg|>a.py<|call|>")
+    assert first.startswith("<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look."
+                            "<|call|>read_file<|arg|>a.py<|call|>")
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -198,14 +201,16 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
     turn = chain.turns[3]
     body = turn.tokens[turn.head:]
     text = {kind: ours.decode(body[slice(*feedback_distill.span(ours, turn, hint))]) for kind, hint in found.items()}
-    opens = {"qwen": '<tool_call>\n{"name": "', "kimi": "<|tool_call_begin|>functions.", "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"}[family]
+    opens = {"qwen": '<tool_call>\n{"name": "', "kimi": "<|tool_call_begin|>functions.",
+             "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"}[family]
     assert text["unavailable_tool"].startswith(opens + "grep") and len(text["unavailable_tool"]) <= len(opens) + len("grep") + 2
     assert "#" in text["code_style"] and len(text["code_style"]) <= 4
     hint = found["unavailable_tool"]
     ids = feedback_distill.hint_tokens(ours, hint.text, turn)
     cut = feedback_distill.splice(chain.episodes[0], 3, ids)
     head = {"qwen": "\n<|im_start|>assistant\n", "kimi": "<|im_assistant|>assistant<|im_middle|>", "deepseek": ""}[family]
-    user = {"qwen": "\n<|im_start|>user\n{}<|im_end|>", "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>", "deepseek": "<｜User｜>{}<｜Assistant｜>"}[family]
+    user = {"qwen": "\n<|im_start|>user\n{}<|im_end|>", "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>",
+            "deepseek": "<｜User｜>{}<｜Assistant｜>"}[family]
     before = ours.decode(cut.teacher[:cut.above + cut.hint + 1])
     assert before == ours.decode(contexts[1]).removesuffix(head) + user.format(hint.text) + head
     assert cut.teacher[cut.above + cut.hint + 1:] == cut.student[cut.above + 1:] == body and cut.targets == len(body)
