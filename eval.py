@@ -15,6 +15,7 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 
     python eval.py                   the scripted expert at three degrees of care, through the same table
     python eval.py out/a out/b       runs compared: table, out/eval.json, figures
+    python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
 import argparse
@@ -149,6 +150,31 @@ def heeded(model, tokenizer, chain):
         logp = [feedback_distill.logits_at(model, *place).log_softmax(-1).gather(1, at.token[:, None]).sum() for place in places]
         found.append((next(call.name for call in turn.calls if call.error == "unknown_tool"), *(float(p.exp()) for p in logp)))
     return found
+
+
+def mismatch(model, tokenizer, config, tasks):
+    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the differences, token by token}, in bf16
+    with the experts of sampling replayed and with the trainer's own, and in fp32"""
+    found, limits = {}, rollout.Limits(config["window"], config["turns"], commands=config["commands"])
+    for dtype in (torch.bfloat16, torch.float32):
+        lean = rollout.generation_model(model.config, dtype)
+        lean.load_state_dict(model.state_dict())
+        sampler = rollout.Sampler(lean, tokenizer, window=config["window"], temperature=config["temperature"], draft=config["draft"])
+        groups = rollout.rollouts(sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config))
+        episodes = [e for group in groups for chain in group for e in chain.episodes if any(turn.role == "assistant" for turn in e.turns)]
+        for replay, how in ((True, "replayed"), (False, "chosen again")) if dtype == torch.bfloat16 else ((True, "replayed"),):
+            gaps = [rollout.rescore(model.compute(dtype), e, config["temperature"], replay).abs() for e in episodes]
+            found[f"{str(dtype).removeprefix('torch.')}, experts {how}"] = torch.cat(gaps).numpy()
+    return found
+
+
+def draw_mismatch(found, path):
+    figure, ax = axes("Trainer against sampler", "tokens, by the size of the difference", "difference of log-probabilities")
+    for name, gaps in found.items():
+        ax.plot(np.linspace(0, 1, len(gaps)), np.maximum(np.sort(gaps), 1e-8), label=f"{name}: p99 {np.quantile(gaps, .99):.1e}")
+    ax.set_yscale("log")
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 @torch.no_grad()
@@ -504,6 +530,7 @@ def flags(argv):
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
     parser.add_argument("--gap", action="store_true", help="also tell which wrong tools a hint would keep the policy from")
+    parser.add_argument("--mismatch", action="store_true", help="only: how far the trainer's log-probs lie from the sampler's, in bf16")
     parser.add_argument("--out", default="out")
     parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
@@ -522,7 +549,7 @@ def flags(argv):
             parser.error(f"{word}: an experiment sets it itself" + " (--seeds=...)" * word.startswith("--seed"))
     if args.experiment and args.runs:
         parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")
-    for name in ("number", "passes", "split", "price_in", "price_out", "gap"):
+    for name in ("number", "passes", "split", "price_in", "price_out", "gap", "mismatch"):
         if args.experiment and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples")
     if min(args.number, args.passes) < 1 or args.turns < 0:
@@ -553,6 +580,12 @@ def main(argv):
         tempfile.TemporaryFile(dir=args.out).close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if args.mismatch:
+        found = {f"{run}, {name}": gaps for run, loaded in models.items() for name, gaps in mismatch(*loaded, tasks).items()}
+        draw_mismatch(found, Path(args.out, "mismatch.png"))
+        for name, gaps in found.items():
+            print(f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   largest {gaps.max():.1e}")
+        return print(f"{args.out}/mismatch.png")
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["turns"] = args.turns or config["turns"]
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),

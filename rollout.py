@@ -1264,12 +1264,26 @@ def small_model(tokenizer, **sizes):
     return model
 
 
-def rescore(model, episode):
-    """Log-probs of the sampled tokens by the trainer's forward, replaying the recorded experts."""
+def rescore(model, episode, temperature=1.0, replay=True):
+    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its own, minus those recorded."""
     batch = pack([episode], [1.0])
     with torch.no_grad():
-        logp = model.logprobs(model(batch["tokens"], None, batch["experts"]), batch["targets"])
+        logp = model.logprobs(model(batch["tokens"], None, batch["experts"] if replay else None), batch["targets"], temperature)
     return (logp - batch["logprobs"])[batch["mask"] > 0]
+
+
+def draw_estimates(path, n=200_000):
+    """What the three estimates of KL(pi || ref) cost: their variance where pi = N(0, 1) and ref = N(d, 1), whose KL is d^2 / 2"""
+    from matplotlib.figure import Figure
+    figure, kl, x = Figure(figsize=(6, 4), layout="constrained"), np.linspace(.02, 2, 25), torch.randn(n, dtype=torch.float64)
+    found = [[float(k.var()) for k in kl_estimates(-x ** 2 / 2, -(x - (2 * one) ** .5) ** 2 / 2)] for one in kl]
+    ax = figure.subplots()
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+        ax.plot(kl, variance, label=name)
+    ax.set(yscale="log", xlabel="KL divergence, nats", ylabel="variance of one sample's estimate", title="Why k1")
+    ax.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def demo():
@@ -1285,6 +1299,8 @@ def demo():
     print(f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
           f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
           f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}.")
+    draw_estimates(Path("out/rollout.png"))
+    print("What the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
 def errand(rng):

@@ -205,6 +205,18 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
     assert evaluation.drift(other, chain, 0.7) == (0.0, 0)
 
 
+def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(run, tmp_path, capsys):
+    evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=2", f"--out={tmp_path}"])
+    assert capsys.readouterr().out.count("p99") == 3 and (tmp_path / "mismatch.png").stat().st_size > 5000
+    assert not (tmp_path / "eval.json").exists()
+    model, tokenizer, config = evaluation.load(run[0])
+    for p in model.parameters():                                 # what begins at zero would leave every layer's output the embedding
+        torch.nn.init.normal_(p, std=.3) if p.ndim > 1 and not p.any() else None
+    found = evaluation.mismatch(model, tokenizer, config, evaluation.held_out(2, range(2)))
+    replayed, own, exact = (found[name] for name in ("bfloat16, experts replayed", "bfloat16, experts chosen again", "float32, experts replayed"))
+    assert exact.max() < 1e-4 and np.quantile(replayed, .99) > 1e-3 and len(own) == len(replayed) > 100
+
+
 def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_and_without_token_by_token(run, tmp_path, capsys):
     model, tokenizer, _ = evaluation.load(run[0])
     torch.nn.init.normal_(model.head.weight, std=0.1)
@@ -250,7 +262,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
     (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
     (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
-    (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
+    (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--mismatch"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
     (["--experiment=feedback", "--stage=rl"], "sets it itself"), (["--experiment=muon", "--steps=3"], "sets it itself"),
     (["--experiment=hacking", "--harden=1"], "sets it itself")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):

@@ -531,6 +531,15 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
     assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
 
 
+def test_scoring_again_takes_the_recorded_experts_or_the_models_own():
+    model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
+    group, = rollout.rollouts(Sampler(model, TRAINED, 2, 400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox())
+    episode, far = group[0].episodes[0], lambda **how: float(rollout.rescore(model, episode, **how).abs().max())
+    assert far() < 1e-4
+    episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
+    assert far() > 1e-3 and far(replay=False) < 1e-4
+
+
 def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkeypatch):
     folders, most, step = [], 0, Sampler.step
 

@@ -403,7 +403,7 @@ SCRIPTS = {     # what a script can tell about the interpreter that runs it
     "a hook that exits": "import sys; sys.excepthook = lambda *e: sys.exit(3); 1 / 0", "exit with a huge number": "import sys; sys.exit(2 ** 64)",
     "a hook that breaks": "import os, sys; sys.excepthook = lambda *e: ''.x; sys.stderr = open(os.devnull, 'w'); 1 / 0", "cleared": "import atexit; atexit._clear(); print(1)",
     "its hook forgotten": "import atexit; atexit.register(print, 1); atexit.unregister(print); print(2)", "a thread at exit": "import threading, atexit, time\n"
-    "atexit.register(print, 'registered')\nt = threading.Thread(target=lambda: (time.sleep(.05), print('late')))\nt.start()\n1 / 0",
+    "atexit.register(print, 'registered')\nt = threading.Thread(target=lambda: (time.sleep(.5), print('late')))\nt.start()\n1 / 0",
     "no output": "import sys; sys.stdout = None; sys.exit(2)", "another output": "import sys, io; sys.stdout = io.TextIOWrapper(io.FileIO('left', 'w')); print('unflushed', end='')",
     "a generator": "def g():\n    try:\n        yield\n    finally:\n        print('closed')\nx = g(); next(x)",
     "deep": "def f(n): return n and f(n - 1)\nprint(f(900))\ntry:\n    f(2000)\nexcept RecursionError as e:\n    print(e)"}
