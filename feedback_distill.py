@@ -518,10 +518,10 @@ def plot(path, names, kl, curve):
     left.bar_label(bars, fmt="%.2f", fontsize=8)
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
     left.set(ylabel="KL(student | teacher), nats", title="Where the hint disagrees (red: the hinted turn, in the loss)")
-    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message from before")):
+    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
         right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)", title="What the student does without the hint")
-    right.legend(frameon=False, fontsize=9, loc="center right")
+    right.legend(frameon=False, fontsize=8, loc="center right")
     plt.savefig(path, dpi=110, bbox_inches="tight")
 
 
