@@ -569,7 +569,10 @@ def main(argv):
     if args.experiment:
         return experiment(args.experiment, args.seeds, args.out, args.others)
     if not args.runs:
-        return demo()
+        try:
+            return demo()
+        except OSError as error:
+            parser.error(f"{error.filename or 'cannot write'}: {error.strerror}")
     policies = {}
     try:
         tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, range(args.levels), args.split)

@@ -789,3 +789,5 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"hsdp.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        sys.exit(print(f"hsdp.py: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr) or 2)

@@ -33,6 +33,7 @@ import math
 import mmap
 import multiprocessing
 import re
+import sys
 import sysconfig
 import tempfile
 import time
@@ -286,7 +287,7 @@ def filled(number):
 
 
 class LoopedSwiGLU(torch.autograd.Function):
-    """grouped_swiglu, one expert after the other. On a CPU it wins from 64 rows an expert on: what one touches stays in the cache.
+    """grouped_swiglu, one expert after the other. In bf16 on a CPU it wins from 64 rows an expert on: what one touches stays in the cache.
     Each product takes its expert's rows, filled up with those that follow. What it writes into these, their own experts overwrite
     later, and in the backward pass their gradient is zero: results land where they belong, and only the gradient's rows are copied."""
     @staticmethod
@@ -428,7 +429,7 @@ class Experts(nn.Module):
 
     def forward(self, x, counts):
         weights = [w.to_local() if hasattr(w, "to_local") else w for w in (self.w_gate, self.w_up, self.w_down)]
-        if x.device.type == "cpu" and len(x) >= 64 * len(counts) and not self.precision:
+        if x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) >= 64 * len(counts) and not self.precision:
             return looped_swiglu(x, counts, *weights)
         return grouped_swiglu(x, counts, *weights, self.precision)
 
@@ -1659,4 +1660,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Expert load with and without the balancing bias.", usage=argparse.SUPPRESS,
                                      allow_abbrev=False)
     parser.add_argument("--bench", action="store_true", help="measure")
-    bench() if parser.parse_args().bench else demo()
+    try:
+        bench() if parser.parse_args().bench else demo()
+    except OSError as error:
+        sys.exit(print(f"moe.py: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr) or 2)

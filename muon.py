@@ -840,4 +840,7 @@ if __name__ == "__main__":
         bench_sharded()  # first: a process that has touched a GPU cannot fork
         bench_one("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        demo()
+        try:
+            demo()
+        except OSError as error:
+            sys.exit(print(f"muon.py: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr) or 2)

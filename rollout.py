@@ -1115,11 +1115,15 @@ def insert_hints(tokenizer, chain, hints):
 
 # ---------------------------------------------------------------- objective
 
-def advantages(rewards, std=False):
-    """Rewards of one group (G,) -> advantages (G,). `std=True` is GRPO's division, here only to show what it does."""
+def advantages(rewards, std=False, lengths=None, overlong=None):
+    """Rewards of one group (G,) -> advantages (G,). The rest shows what was left out of GRPO and its kin, each by itself: std, the division
+    by the group's; lengths (G,), in units of L: a rollout's mean over its own tokens instead of their sum over L; overlong (G,): who was
+    cut short by a limit counts in the group's mean, and teaches nothing (DAPO, arXiv 2503.14476)."""
     rewards = np.asarray(rewards, dtype=np.float64)
-    centred = rewards - rewards.mean()
-    return centred / (rewards.std() + 1e-6) if std else centred
+    advantage = rewards - rewards.mean()
+    advantage = advantage / (rewards.std() + 1e-6) if std else advantage
+    advantage = advantage / np.asarray(lengths) if lengths is not None else advantage
+    return advantage if overlong is None else np.where(overlong, 0.0, advantage)
 
 
 def kl_estimates(logp, reference):
@@ -1429,8 +1433,13 @@ def main(argv):
         refuse("--bench or --replay=FILE, not both")
     if given.replay == "":
         refuse("--replay= names no file")
+    if given.bench:
+        return bench()
     if given.replay is None:
-        return bench() if given.bench else demo()
+        try:
+            return demo()
+        except OSError as error:
+            refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
     try:
         lines = read_transcripts(given.replay)
     except ValueError as error:

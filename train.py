@@ -73,34 +73,34 @@ class Config:
     device: str = "auto"          # cpu, cuda or auto
     dtype: str = "auto"           # of matrix products: float32, bfloat16 or auto
     weights: str = "float32"      # as they are kept; bfloat16: two thirds of the memory, and updates are rounded by chance
-    compile: bool = False
+    compile: bool = False         # 1: the blocks of pretrain and long by torch.compile (on a CPU it gains nothing)
     processes: int = 2            # on CPU: started by itself, each with its share of cores and batch; at most one per core
     save_every: int = 0           # steps between checkpoints (0: a tenth of the stage)
     # model: see moe.ModelConfig
-    vocab: int = 1024
-    dim: int = 128
-    layers: int = 4
-    heads: int = 4
-    experts: int = 8
-    active: int = 2
-    expert_ffn: int = 128
-    dense_ffn: int = 384
-    kv_lora: int = 128
-    qk_nope: int = 32
-    qk_rope: int = 16
-    v_dim: int = 32
+    vocab: int = 1024             # of the tokenizer that is trained on the run's own text
+    dim: int = 128                # width of the residual stream
+    layers: int = 4               # the first has a dense FFN
+    heads: int = 4                # of attention
+    experts: int = 8              # routed ones of a layer; one more is shared
+    active: int = 2               # of them, for a token
+    expert_ffn: int = 128         # hidden units of an expert
+    dense_ffn: int = 384          # of the first layer's FFN
+    kv_lora: int = 128            # width of the latent that the cache holds
+    qk_nope: int = 32             # of a head's query and key, without rotation
+    qk_rope: int = 16             # with it
+    v_dim: int = 32               # of a head's values
     rope_theta: float = 1000.0    # short windows want fast rotations: with 10000, copying names is learned 100 steps later
     balance_rate: float = 2e-3    # of the routers' biases per step
     # optimizer
     optimizer: str = "muon"       # muon (matrices) with adamw (the rest), or adamw for all
     lr: float = 0.006             # of Muon's matrices: an update has RMS 0.2 * lr. At 0.02 the laptop model never learns to copy names
     adam_lr: float = 3e-3         # of embeddings, head, gains, router; of everything when optimizer=adamw
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01    # of Muon's matrices: what a step takes off, as a share of the rate
     clip: float = 1.0             # gradient norm
     warmup: float = 0.05          # fraction of the stage's steps
     decay: float = 0.4            # last fraction, falling linearly to a tenth
     # batches
-    steps: int = 100
+    steps: int = 100              # of a stage; each has its own default, see STAGES and STAGE_SCALES
     context: int = 256            # tokens of a sequence
     batch_tokens: int = 4096      # per step, over all ranks
     micro_tokens: int = 4096      # per forward
@@ -118,7 +118,7 @@ class Config:
     copy_loss: float = 4.0        # weight of the names and constants it wrote, while the window is short: what tests decide on
     levels: int = 6               # of generated tasks in sft, from 0 on, and in a curriculum at first; it goes beyond
     # rl
-    tasks_per_step: int = 8
+    tasks_per_step: int = 8       # over all ranks
     group: int = 8                # rollouts per task
     temperature: float = 0.95     # of rollouts, in training and evaluation
     draft: int = 3                # tokens guessed ahead while sampling: only time and the rounding of bf16 depend on it
@@ -128,6 +128,9 @@ class Config:
     workers: int = 0              # generation processes beside each training process; 0: it samples and updates in turn
     time_tools: bool = False      # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log: tools_s)
     staleness: int = 1            # with workers: by how many updates at most a token's policy may lag behind the one it trains
+    std_norm: bool = False        # 1: advantages are divided by the group's standard deviation; like the next two left out by Cursor
+    length_norm: bool = False     # 1: a rollout's own length in the place of L
+    mask_overlong: bool = False   # 1: what a limit cut short teaches nothing
     reward: float = 1.0           # weight of the policy gradient; 0: hints alone teach, the policy distils itself
     imitate: bool = False         # demonstrations in the place of rollouts, none worth more than another: plain SFT, to compare with
     feedback: float = 0.15        # weight of the targeted distillation, 0 = off
@@ -137,8 +140,8 @@ class Config:
     teacher: str = "ema"          # current, ema or frozen
     teacher_rate: float = 0.1     # ema: this share of the new weights per step
     length_penalty: float = 0.03  # weight of C(effort), 0 = off
-    penalty_k: float = 1.0
-    penalty_q: float = 0.5
+    penalty_k: float = 1.0        # C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon it bends
+    penalty_q: float = 0.5        # ... and how much: 0 is linear
     full_price: bool = False      # 1: whatever is not solved pays the whole budget, as what a limit cut short does: giving up saves nothing
     summarize: bool = True        # self-summaries when the context passes the trigger
     trigger: float = 0.7          # of the window
@@ -147,16 +150,16 @@ class Config:
     window: int = 512             # context of an agent in sft, rl and evaluation
     turns: int = 40               # of an agent in all
     commands: int = 0             # run_command calls of an agent that are answered (0: all)
-    curriculum: bool = True
+    curriculum: bool = True       # tasks of the levels that are neither won nor lost; 0: a fixed mix
     harden: bool = True           # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
     documented: bool = True       # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
     distinct: int = 0             # generated tasks of each level that rl draws from (0: never one twice)
     easy: float = 0.0             # share of a fixed mix that is of level 0; the rest is of all levels alike
     hardest: int = 6              # the hardest level of rl: a fixed mix has all up to it
     # parallel (torchrun)
-    cp: int = 1
-    ep: int = 1
-    dp_replicate: int = 1
+    cp: int = 1                   # ranks that share a sequence
+    ep: int = 1                   # ranks that share a layer's experts
+    dp_replicate: int = 1         # copies of the dense weights, each sharded over the ranks of its own
     # evaluation
     eval_levels: int = 6          # levels of evaluation, from 0 on
     eval_tasks: int = 24          # per level
@@ -296,6 +299,10 @@ def check_together(config, given, stage):
         stop(f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away")
     if config.easy and (config.curriculum or config.tasks):
         stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
+    for name, its in dict(feedback=("placebo", "divergence", "teacher", "teacher_rate"),
+                          length_penalty=("penalty_k", "penalty_q", "full_price")).items():
+        for idle in set(its) & set(given) if getattr(config, name) == 0 else ():
+            stop(f"--{idle} says nothing with --{name}=0")
     if config.truncate and not config.summarize:
         stop("--truncate=1 goes with --summarize=1: it is what happens where a summary would be due")
     if config.summarize and config.trigger >= .875:
@@ -304,6 +311,10 @@ def check_together(config, given, stage):
         stop("--distinct and --hardest go with generated tasks: of --tasks all are taken, each once before any comes again")
     if "staleness" in given and not config.workers:
         stop("--staleness goes with --workers: without them the policy that samples is the one that learns")
+    if config.kl and (config.length_norm or config.mask_overlong):
+        stop("--length_norm and --mask_overlong go with --kl=0: the penalty's share of a token is 1 / L")
+    if config.imitate and (config.std_norm or config.length_norm or config.mask_overlong):
+        stop("--imitate weighs all tokens alike: --std_norm, --length_norm and --mask_overlong are for rollouts")
     if config.imitate and config.tasks:
         stop("--imitate goes with generated tasks: of others there is no expert to imitate")
     if stage == "rl" and config.group == 1 and not config.imitate and not config.feedback:
@@ -620,7 +631,7 @@ class Reinforcement:
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
-            worth = np.ones(len(group)) if config.imitate else rollout.advantages([c.reward for c in group])
+            worth = np.ones(len(group)) if config.imitate else self.worth(group)
             for chain, advantage in zip(group, worth):
                 flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
@@ -654,6 +665,13 @@ class Reinforcement:
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
         log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
                    teacher_tokens=run.sum(read), gap=run.sum(gap) / max(1, targets))
+
+    def worth(self, group):
+        """The advantages of a group, and by flags those that the objective does without"""
+        config = self.run.config
+        lengths = [max(1, c.stats["sampled"]) / config.length for c in group] if config.length_norm else None
+        overlong = [not c.finished for c in group] if config.mask_overlong else None
+        return rollout.advantages([c.reward for c in group], config.std_norm, lengths, overlong)
 
     def splice(self, chain, hint):
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about, and which token it never does"""

@@ -672,6 +672,18 @@ def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
     assert (advantages([.3] * 8) == 0).all() and (advantages([1.0]) == 0).all()
     with_std = advantages([1, 1, 1, .9], std=True)
     assert with_std.std() == pytest.approx(1, abs=1e-3) and abs(with_std[3]) > 20 * abs(advantages([1, 1, 1, .9])[3])
+    np.testing.assert_allclose(advantages([1, 0, 0, 1], overlong=[0, 1, 0, 0]), [.5, 0, -.5, .5])       # still in the mean
+
+
+def test_with_lengths_the_gradient_is_of_each_rollouts_own_mean():
+    episodes, rewards, L = [turns(("user", 2), ("assistant", n)) for n in (4, 9, 2)], [1, .2, 0], 5.0
+    sampled = [3, 8, 1]                                          # all but the role's token
+    batch = pack(episodes, advantages(rewards, lengths=np.array(sampled) / L))
+    logp = torch.randn(batch["tokens"].shape, requires_grad=True)
+    rollout.policy_loss(logp, batch, 3 * L).backward()
+    expected = [-(r - .4) / 3 / n for r, n in zip(rewards, sampled)]
+    for row, mask, number in zip(logp.grad, batch["mask"], expected):
+        torch.testing.assert_close(row, mask * number)
 
 
 def turns(*parts):

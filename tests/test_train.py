@@ -140,7 +140,10 @@ def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
 
 @pytest.mark.parametrize("flags, words", [(["--group=1", "--feedback=0"], "nothing to learn from"), (["--window=20"], "leaves room for a turn"),
                                           (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
-                                          (["--distinct=2", "--tasks=T"], "go with generated tasks"), (["--staleness=2"], "goes with --workers")])
+                                          (["--distinct=2", "--tasks=T"], "go with generated tasks"), (["--staleness=2"], "goes with --workers"),
+                                          (["--kl=1", "--length_norm=1"], "go with --kl=0"), (["--imitate=1", "--std_norm=1"], "for rollouts"),
+                                          (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
+                                          (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0")])
 def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(flags, words, run, capsys, tmp_path):
     (tmp_path / "T").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
     flags = [flag.replace("=T", f"={tmp_path}/T") for flag in flags]
@@ -323,6 +326,15 @@ def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_
     assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
     train.main([*words, "--stage=eval", "--eval_levels=8"])
     assert len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"]) == 8
+
+
+@pytest.mark.parametrize("flag, expected", [({}, [.25, -.25, .25, -.25]), ({"std_norm": True}, [1, -1, 1, -1]),
+        ({"length_norm": True, "length": 8.0}, [1, -.125, .25, -2]), ({"mask_overlong": True}, [.25, 0, .25, -.25])])
+def test_the_advantages_are_as_stated_and_by_flags_those_that_were_left_out(flag, expected):
+    chains = [SimpleNamespace(reward=r, stats={"sampled": n}, finished=done) for r, n, done in
+              ((1, 2, True), (.5, 16, False), (1, 8, True), (.5, 0, True))]
+    run = SimpleNamespace(config=train.Config(**flag))
+    np.testing.assert_allclose(train.Reinforcement.worth(SimpleNamespace(run=run), chains), expected, rtol=1e-4)
 
 
 def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(run, tmp_path):
