@@ -527,6 +527,10 @@ class MoE(nn.Module):
         y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
         return y if self.shared is None else y + self.shared(x)
 
+    def fit(self, x):
+        """Are the tokens of x few enough for all_experts? fp32 products weigh more on a CPU, so there an eighth as many."""
+        return x.shape[:2].numel() <= (self.few // 8 if x.device.type == "cpu" and x.dtype == torch.float32 else self.few)
+
     def wide(self):
         """All experts, the shared ones behind the others, as one network: gate and up (2 (E + S) F, D), down (D, (E + S) F)."""
         e, s = self.experts, self.shared
@@ -643,8 +647,10 @@ class Attention(nn.Module):
     def absorbed(self, q, entry, mask):
         """Attention of q (B, H, T, N + R) on the cache's latents themselves: every head reads the same C + R numbers, so the
         heads line up along the query axis of one wide head (mask (B, 1, H * T, S)). The values are the entries; their rotary part is
-        dropped."""
+        dropped. Many tokens at once, as of a prompt, pay for reading keys and values back, whose products are narrower."""
         c, (B, H, T, _) = self.config, q.shape
+        if T * (2 * c.kv_lora + c.qk_rope - c.qk_nope - c.v_dim) > c.kv_lora * (c.qk_nope + c.v_dim) and 8 * T > entry.shape[1]:
+            return self.over(q, entry, mask[:, :, :T])                               # (else they would take much memory)
         by_head = lambda x, w: torch.bmm(x.transpose(0, 1).flatten(1, 2), w.to(x.dtype)).view(H, B, T, -1).transpose(0, 1)
         q, entry = torch.cat((by_head(q[..., :c.qk_nope], self.wk_b), q[..., c.qk_nope:]), -1).view(B, 1, H * T, -1), entry[:, None]
         o = attend(q, entry, entry, mask, self.scale * self.q ** -0.5)
@@ -676,7 +682,7 @@ class Block(nn.Module):
         h = self.ffn_norm(x)
         if not isinstance(self.ffn, MoE):
             return x + self.ffn(h)
-        return x + self.ffn(h, replay, record, decoding=cache is not None and x.shape[:2].numel() <= self.ffn.few)
+        return x + self.ffn(h, replay, record, decoding=cache is not None and self.ffn.fit(h))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from moe import (Cache, Collect, Experts, Model, ModelConfig, MoE, RMSNorm, Router, Spread, TargetLogprobs, attend, balance,
+from moe import (Attention, Cache, Collect, Experts, Model, ModelConfig, MoE, RMSNorm, Router, Spread, TargetLogprobs, attend, balance,
                  grouped_swiglu, looped_swiglu, mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate, turns)
 
 SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
@@ -89,6 +89,19 @@ def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_
     for p in model.parameters():
         p.mul_(1.1)
     torch.testing.assert_close(decode(apart), decode(model), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_many_attend_to_latents(monkeypatch):
+    model, tokens, over, spread = build(), text(2, 400), Attention.over, []
+    monkeypatch.setattr(Attention, "over", lambda self, q, *rest: spread.append(q.shape[2]) or over(self, q, *rest))
+    full, cache, at = model(tokens), Cache(model, 2, 402), 0
+    spread.clear()
+    for n in (24, 25, 300, 3, 45):                                   # beyond 24 it pays; 8 times 45 is less than what they look at
+        hidden = model.decode(tokens[:, at:at + n], cache, slice(0, 2), torch.full((2,), at))
+        torch.testing.assert_close(hidden, full[:, at:at + n], atol=2e-5, rtol=1e-5)
+        at += n
+    assert spread == [25] * 3 + [300] * 3
 
 
 def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
@@ -382,7 +395,9 @@ def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never
     layer = build(experts=6, n_group=3, topk_group=2).layers[1].ffn
     x = torch.randn(5, 1, 32)
     torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
-    assert layer.few and not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.few
+    assert not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.few
+    for dtype, most in ((torch.float32, layer.few // 8), (torch.bfloat16, layer.few)):
+        assert [layer.fit(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [True, False]
 
 
 def test_the_bias_moves_the_choice_and_never_the_gates():
