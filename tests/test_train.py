@@ -22,7 +22,7 @@ from conftest import run_ranks
 
 ROOT = Path(train.__file__).parent
 SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--processes=1", "--demos=12", "--window=1024",
-         "--dtype=float32", "--device=cpu", "--turns=3", f"--data={ROOT}"]
+         "--dtype=float32", "--device=cpu", "--turns=3", f"--data={Path(json.__file__).parent}"]       # which no edit here changes
 
 
 @pytest.fixture(scope="module")
@@ -434,8 +434,13 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         summary = json.loads((out / "summary.json").read_text())["policies"]
         logs[processes] = ([line["loss"] for line in read("long")], [line["norm"] for line in read("rl")], [line["sampled"] for line in read("rl")][:1],
                            [summary[name]["overall"]["tokens"] for name in sorted(summary)])
-    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:] == logs[2][2:]
-    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-3) and logs[1][1][1] > 5 * logs[1][1][0]         # the k1 penalty bites
+        child = go(*rl, "--imitate=1", f"--out={out}/given", processes=processes)           # what is learned from is the same to the token
+        assert child.communicate(timeout=120) and child.returncode == 0
+        logs[processes] += ([json.loads(line)["norm"] for line in (out / "given" / "rl.jsonl").read_text().splitlines()],)
+    assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:4] == logs[2][2:4]
+    assert logs[1][4] == pytest.approx(logs[2][4], rel=1e-4) and len(logs[1][4]) == 2
+    # of rollouts, one token in 30,000 or so is another, since who decodes beside whom decides how a sum rounds; one moves the norm by 1e-3
+    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]         # the k1 penalty bites
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
     while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
         time.sleep(0.02)
