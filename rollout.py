@@ -656,7 +656,7 @@ class Sampler:
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
         """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain ends (to judge it). patient: at a
-        boundary all wait for the tools begun before. Who decodes beside whom decides how bf16 rounds: so a run can be repeated
+        boundary all wait for the tools begun before. Who decodes beside whom decides how sums round: so a run can be repeated
         exactly. Otherwise only those wait whose tool it is: right for tools that take longer than a few steps."""
         self.patient, self.book = patient, {}
         if self.cache is None:
