@@ -388,7 +388,8 @@ def experiment(name, seeds, out, flags):
                 [f"--stage={stage}", f"--out={start}", *common] for stage in ("pretrain", "long", "sft")]
         for arm, changes in arms.items():
             folders[arm].append(out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start)
-            here = [f"--out={folders[arm][-1]}", *common, *changes]
+            idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in changes}       # in this arm they say nothing
+            here = [f"--out={folders[arm][-1]}", *(word for word in common if word.partition("=")[0] not in idle), *changes]
             if not isinstance(base, list) and changes:
                 rest = ("long", "sft", "rl", "eval") if base == "all" else ()
                 jobs += [["--stage=pretrain", *here], *([f"--stage={stage}", here[0], *common] for stage in rest)]

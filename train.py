@@ -299,9 +299,8 @@ def check_together(config, given, stage):
         stop(f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away")
     if config.easy and (config.curriculum or config.tasks):
         stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
-    for name, its in dict(feedback=("placebo", "divergence", "teacher", "teacher_rate"),
-                          length_penalty=("penalty_k", "penalty_q", "full_price")).items():
-        for idle in set(its) & set(given) if getattr(config, name) == 0 else ():
+    for name, its in dict(feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q", "full_price")).items():
+        for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
             stop(f"--{idle} says nothing with --{name}=0")
     if config.truncate and not config.summarize:
         stop("--truncate=1 goes with --summarize=1: it is what happens where a summary would be due")
