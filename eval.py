@@ -352,13 +352,17 @@ EXPERIMENTS = {
     "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
         "groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
+    "objective": ("What the objective leaves out, put in", "sampled,finished", {
+        "as it is": [*SHORT, *FIXED], "over the deviation": [*SHORT, *FIXED, "--std_norm=1"],
+        "over its own length": [*SHORT, *FIXED, "--length_norm=1"], "overlong masked": [*SHORT, *FIXED, "--mask_overlong=1"]}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
         "stale caches": [*SHORT, "--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
         "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
 }
 
 # beside these curves a panel shows what comes out, by level
-BY_LEVEL = {"effort": ("tokens", "solved"), "named": ("summaries", "solved"), "reward": ("solved",), "code_style": ("solved",)}
+BY_LEVEL = {"effort": ("tokens", "solved"), "sampled": ("tokens", "solved"), "named": ("summaries", "solved"), "reward": ("solved",),
+            "code_style": ("solved",)}
 
 
 def train_py(*words):
