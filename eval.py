@@ -313,6 +313,7 @@ def write(policies, folder, name, extra=None, kind="held-out"):
 # SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
 HABITS, SHORT, SHORTER = "--habits=unavailable_tool,communication,code_style", ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"]
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
+SHORT_MIX = [*SHORT, *FIXED]
 ASKED = ["--turns=60", "--hardest=7", "--eval_levels=8"]
 TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--levels=8", *ASKED]
 MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
@@ -353,8 +354,8 @@ EXPERIMENTS = {
         "groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]}, []),
     "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
     "objective": ("What the objective leaves out, put in", "sampled,finished", {
-        "as it is": [*SHORT, *FIXED], "over the deviation": [*SHORT, *FIXED, "--std_norm=1"],
-        "over its own length": [*SHORT, *FIXED, "--length_norm=1"], "overlong masked": [*SHORT, *FIXED, "--mask_overlong=1"]}, []),
+        "as it is": SHORT_MIX, "over the deviation": [*SHORT_MIX, "--std_norm=1"],
+        "over its own length": [*SHORT_MIX, "--length_norm=1"], "overlong masked": [*SHORT_MIX, "--mask_overlong=1"]}, []),
     "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
         "stale caches": [*SHORT, "--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
         "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),

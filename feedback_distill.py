@@ -41,9 +41,10 @@ import torch.nn.functional as F
 from rollout import hint_turn
 from synth_tasks import ARGUMENTS
 
+KNOBS = "placebo", "divergence", "teacher", "teacher_rate"        # flags of train.py that say nothing with --feedback=0
+
 # ---------------------------------------------------------------- rules: (chain, episode, turn) -> the hint's text, or None
 
-KNOBS = "placebo", "divergence", "teacher", "teacher_rate"        # flags of train.py that say nothing with --feedback=0
 STYLE = {"comments": ("no comments in code.", re.compile(r"#")),             # thoughts must not leak into the code
          "statements": ("one statement per line.", re.compile(r";")),
          "indent": ("indent by 4 spaces.", re.compile(r"^(?:    )*(?: {1,3}(?=\S)|\t)"))}
