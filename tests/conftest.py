@@ -1,7 +1,7 @@
 """What several test files share: forked ranks that talk over gloo, so that a distributed test costs tenths of a second.
 
     python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
-    python -m pytest -m device [--device=cuda]        the GPU's tests alone (--device=cpu: the same tests against the CPU itself)
+    python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
 """
 import os
 import sys
@@ -18,7 +18,7 @@ VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cuda", choices=("cuda", "cpu"), help="where the tests marked `device` run")
+    parser.addoption("--device", default="auto", choices=("auto", "cuda", "cpu"), help="where the tests marked `device` run")
 
 
 def pytest_configure(config):
@@ -30,7 +30,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Where a card is asked for by its tests' name, they run; otherwise they are left to the process that test_device.py starts."""
+    """The tests of the device are left to the process that test_device.py starts for them."""
     if config.getoption("markexpr") != "device":
         left = [item for item in items if item.get_closest_marker("device")]
         items[:] = [item for item in items if not item.get_closest_marker("device")]
