@@ -291,9 +291,18 @@ def connect(device="cpu", seconds=PATIENCE):
     """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world)"""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         if device == "cuda":
+            check_cards()
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def check_cards():
+    """Every process of a machine needs a GPU of its own. More processes than GPUs: ValueError on every rank, before any collective."""
+    here, cards = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if here > cards:
+        raise ValueError(f"{here} processes on a machine with {cards} GPU{'s' * (cards != 1)}: one each, so start "
+                         f"--nproc_per_node={cards}, or add --device=cpu")
 
 
 def die_with_parent(number=signal.SIGKILL):
@@ -478,11 +487,13 @@ MODELS = {    # fields of moe.ModelConfig: the published ones from their config.
 
 @dataclass(frozen=True)
 class Hardware:
+    """tflops, share and hbm were measured on one H100 of 80 GB (torch 2.11, 2026-11-26): a product of two 8192 x 8192 matrices, the
+    products of Newton-Schulz at 359M parameters (45 % at 67M), a copy. link and net are data sheets' figures, not measured."""
     node: int = 8                # GPUs that share the fast link
-    memory: float = 141          # GB per GPU, H200
-    tflops: float = 989          # dense bf16
-    share: float = 0.6           # of it that Newton-Schulz reaches
-    hbm: float = 4800            # GB/s
+    memory: float = 80           # GB per GPU
+    tflops: float = 736          # dense bf16
+    share: float = 0.83          # of it that Newton-Schulz reaches
+    hbm: float = 2950            # GB/s, read and written
     link: float = 450            # GB/s per GPU inside a node
     net: float = 50              # GB/s per GPU between nodes
 
@@ -582,6 +593,23 @@ def memory(config, shapes, layout, step, recompute=False):
     scores = 8 * min(step.tokens * c.vocab, 1 << 26)                         # moe.TargetLogprobs: a stretch of rows at a time
     kinds["activations (estimate)"] = step.tokens * ((max if recompute else sum)(each) + 4 * c.dim * c.layers) + scores
     return kinds
+
+
+def largest_micro_batch(config, shapes, gigabytes, most, share=0.6):
+    """The largest number of tokens, `most` halved as often as needed, that one GPU of so many gigabytes trains at a time by the plan.
+    -> (tokens, planned gigabytes), or (0, planned) if not even 1,024 fit. share: of the GPU's memory; the rest is for what the plan
+    does not know (temporary results, fragments, the sampler's cache in RL).
+
+    Planned for train.py's gpu scale (109.5M parameters, not measured on the cards named): 32,768 tokens take 13.0 GB and fit 24, 40,
+    80 and 141 GB; 65,536 take 24.1 GB and fit 80 and 141; 16 GB carry 16,384 (7.5 GB), 8 GB 8,192 (4.7 GB)."""
+    tokens = most
+    while True:
+        planned = sum(memory(config, shapes, Layout(), Step(tokens=tokens)).values()) / 1e9
+        if planned <= share * gigabytes:
+            return tokens, planned
+        if tokens < 2048:
+            return 0, planned
+        tokens //= 2
 
 
 def parameter_shapes(name, folder=""):

@@ -944,8 +944,11 @@ def speculate(model, prompt, count):
 
 
 def fast_dtype(device):
-    """bf16 products are several times faster than fp32 on GPUs and on CPUs that have instructions for them, far slower elsewhere."""
-    fast = device == "cuda" or torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """bf16 products are several times faster than fp32 on GPUs and CPUs that have instructions for them, far slower elsewhere."""
+    if device == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)       # compute capability 8.0 (A100) and later
+    else:
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -202,7 +202,7 @@ def test_compiled_blocks_stay_compiled_and_warn_of_nothing(device, tmp_path):
     if device == "cpu":
         pytest.skip("compiling on a CPU takes longer than this test may")
     for stage in ("pretrain", "long"):
-        words = ["--compile=1", "--steps=8", f"--stage={stage}"]
+        words = ["--compile=1", "--steps=12", "--layers=10", f"--stage={stage}"]
         done = subprocess.run(train_command(tmp_path, device, *words), capture_output=True, text=True)
         assert done.returncode == 0 and "recompile_limit" not in done.stderr and "Warning" not in done.stderr, done.stderr[-2000:]
 
