@@ -25,6 +25,7 @@ V vocabulary, k entries kept.
 """
 import argparse
 import json
+import os
 import re
 import sys
 from bisect import bisect
@@ -513,6 +514,7 @@ def along(model, words, chain, hint):
 
 
 def plot(path, names, kl, curve):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

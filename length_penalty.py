@@ -24,6 +24,7 @@ Letters: x effort, k and q curvature, w weights. Everything takes numbers or num
 """
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -98,6 +99,7 @@ def margin(solved, x_solving, x_quitting, scale=.15, k=1.0, q=.5):
 # ---------------------------------------------------------------- demo
 
 def plot(path, k, q, scale, token):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -32,6 +32,7 @@ import json
 import math
 import mmap
 import multiprocessing
+import os
 import re
 import sys
 import sysconfig
@@ -1535,6 +1536,7 @@ def price_of_precision(model, tokens):
 
 
 def draw_loads(runs, path):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

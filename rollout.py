@@ -1279,6 +1279,7 @@ def rescore(model, episode, temperature=1.0, replay=True):
 
 def draw_estimates(path, n=200_000):
     """What the three estimates of KL(pi || ref) cost: their variance where pi = N(0, 1) and ref = N(d, 1), whose KL is d^2 / 2"""
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     from matplotlib.figure import Figure
     figure, kl, x = Figure(figsize=(6, 4), layout="constrained"), np.linspace(.02, 2, 25), torch.randn(n, dtype=torch.float64)
     found = [[float(k.var()) for k in kl_estimates(-x ** 2 / 2, -(x - (2 * one) ** .5) ** 2 / 2)] for one in kl]
