@@ -20,6 +20,7 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
 import argparse
+import errno
 import io
 import json
 import math
@@ -429,6 +430,18 @@ def running(values, window=5):
     return [mean_known(values[max(0, i + 1 - window):i + 1]) for i in range(len(values))]
 
 
+def check_writable(folder, names):
+    """Before long work: can its results be written? folder is made. OSError if not, with the path that is in the way: what is
+    no plain file, or may not be overwritten."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    for path in (Path(folder, name) for name in names):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OSError(errno.EACCES, "cannot be overwritten", str(path))
+
+
 def write(policies, folder, name, extra=None, kind="held-out"):
     """Table, JSON and figures of {name: records}."""
     folder = Path(folder)
@@ -556,7 +569,6 @@ def experiment(name, seeds, out, flags):
             for jobs in chains:
                 jobs.clear()
     results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
-    out.mkdir(parents=True, exist_ok=True)
     problem = draw_safely(draw_curves, question, results, out / f"{name}.png")
     if name == "recipe":
         results = {policy: [outcome(folder, [curves], policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
@@ -724,7 +736,14 @@ def flags(argv):
 
 def main(argv):
     args, parser = flags(argv)
+    problem = try_to_draw()                                      # now, and not when all is done
+    if problem:
+        print(f"eval.py: {problem}", file=sys.stderr)
     if args.experiment:
+        try:
+            check_writable(Path(args.out, args.experiment), [f"{args.experiment}.{kind}" for kind in ("json", "png")])
+        except OSError as error:
+            parser.error(f"{error.filename or args.out}: {error.strerror}")
         return experiment(args.experiment, args.seeds, args.out, args.others)
     if not args.runs:
         try:
@@ -740,8 +759,7 @@ def main(argv):
         for run in args.runs:
             label = unfinished(last_stage(run))
             models[f"{run} ({label})" if label else run] = load(run)
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
+        check_writable(args.out, ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"])
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.mismatch:

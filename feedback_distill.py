@@ -262,6 +262,7 @@ class Targets:
     hint: torch.Tensor              # (N,) index into `hinted` of the hint it belongs to
     muted: torch.Tensor             # (N,) a token that the hint says nothing about, -1 = none: see mute
     skipped: int = 0                # hints that did not fit the window
+    real_tokens: int = 0            # of the teacher's input, without padding
 
     def __len__(self):
         return len(self.token)
@@ -295,7 +296,7 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
     S = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])                # (R, S)
     columns = np.concatenate(columns, 1) if columns else np.zeros((7, 0))
-    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped)
+    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped, sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss

@@ -413,12 +413,13 @@ class Text:
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
+        self.run.model.eval()                                    # the routers count no load
         log = {}
         starts = np.linspace(0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
@@ -460,13 +461,14 @@ class Demonstrations:
             weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Are names and constants copied? Their mean probabilities where a careful expert writes them, in held-out tasks."""
         config, run = self.run.config, self.run
+        run.model.eval()                                         # the routers count no load
         chains = [rollout.demonstrate(task, run.tokenizer, random.Random(task.instance_id), agent_limits(config), 0.0, run.compact)
                   for task in run.share(eval.held_out(12, range(config.levels)))]
         total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
@@ -644,7 +646,7 @@ class Reinforcement:
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
             expected = feedback_distill.mute(self.teacher(taught), taught.muted) if config.feedback else None
-            read += taught.tokens.numel() if config.feedback else 0
+            read += taught.real_tokens if config.feedback else 0
             reference = self.reference_logprobs(batch) if config.kl else None
             hidden = run.hidden(batch)
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
@@ -661,7 +663,7 @@ class Reinforcement:
                 loss, kl = loss + config.feedback * distance, kl + distance.detach().double()
                 before, after = (x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum() for x in (student, expected))
                 gap += (before - after).double()
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
         log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
@@ -801,6 +803,8 @@ class Run:
         for i in range(most):
             part = batches[i] if i < len(batches) else [spare]
             batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp)
+            if i >= len(batches):                                # a spare: its tokens are computed and count nowhere
+                batch["tokens"] = torch.full_like(batch["tokens"], -1)
             yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
 
     # model
@@ -1030,7 +1034,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         if norm != 0:                                            # nothing to learn from: AdamW's and Muon's memories would move on
             optimizer.step()
         optimizer.zero_grad()
-        worst = balance(run.model, config.balance_rate * (run.model.config.scoring == "sigmoid"), hsdp.total)
+        worst = balance(run.model, bias_rate(run), hsdp.total)
         source.after_step()
         step += 1
         log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
@@ -1053,6 +1057,14 @@ def loop(run, source, optimizer, step, interrupted, out):
             return False
     bar.close()
     return True
+
+
+def bias_rate(run):
+    """How far a step moves the routers' biases. Not at all where softmax routers have none, nor where the experts of sampling are
+    replayed: what is counted then is what was sampled, for the log; moving the bias would part the trainer from the sampler."""
+    config = run.config
+    replayed = config.stage == "rl" and config.replay and not config.imitate
+    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
 
 
 def keep_lines(path, step):
