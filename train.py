@@ -242,21 +242,23 @@ def convert(name, kind, value):
     return number
 
 
-def configure(given, stage):
-    """Defaults, then the scale, then the stage, then fine-tuning where it is that, then the command line."""
+def configure(given, stage, stages=()):
+    """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning where it is that, then the command
+    line: each wins over those before it. stages: all that this command runs (default: this one)."""
     scale = given.get("scale", "auto")
     if scale == "auto":
         scale = "gpu" if torch.cuda.is_available() and given.get("device") != "cpu" else "laptop"
     if scale not in SCALES:
         stop(f"unknown scale {scale!r}: {', '.join(SCALES)}")
     fine = FINE_TUNING[stage] if given.get("init_from") else {}
-    merged = {**SCALES[scale], **STAGES[stage], **fine, **STAGE_SCALES.get((scale, stage), {}), **given, "scale": scale}
+    merged = {**SCALES[scale], **STAGES[stage], **STAGE_SCALES.get((scale, stage), {}), **fine, **given, "scale": scale}
     for name in ("init_from", "tasks", "data"):                          # compared on resume: however it is spelled, one folder is one
         if merged.get(name):
             merged[name] = str(Path(merged[name]).resolve())
     config = replace(Config(), **merged)
     check_values(config)
     check_together(config, given, stage)
+    check_optimizer_flags(config, given, stage, stages)
     return config
 
 
@@ -275,6 +277,9 @@ def check_values(config):
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
+    for name in ("dim", "expert_ffn"):                                   # whatever the dtype: a run may be read in another one
+        if getattr(config, name) % 8 and not config.init_from:
+            stop(f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:
@@ -322,8 +327,88 @@ def check_together(config, given, stage):
         stop("--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there")
     if stage == "rl" and config.cp > 1:
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
+    if "teacher_rate" in given and config.teacher != "ema":
+        stop(f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a rate")
+    check_windows(config, stage)
     if config.active > config.experts:
         stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
+
+
+def text_window(config):
+    """Tokens of a window of pretrain or long"""
+    return int(config.context * (config.yarn if config.stage == "long" else 1))
+
+
+def check_windows(config, stage):
+    """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would cost the stage."""
+    parts = 2 * config.cp
+    if stage in TEXT and config.cp > 1 and text_window(config) % parts:
+        flags = "--context" if stage == "pretrain" else "--context times --yarn"
+        stop(f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {text_window(config)}: take a multiple of {parts}")
+
+
+RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}                # whose peak is a group's rate, by its algorithm
+TRAINING, TEXT = ("pretrain", "long", "sft", "rl"), ("pretrain", "long")
+READ_BY = {name: stages for stages, names in {                 # flags that only some stages look at
+    TEXT: "data compile", ("pretrain", "long", "sft"): "batch_tokens grow",
+    TRAINING: "seed steps optimizer lr adam_lr weight_decay clip warmup decay balance_rate micro_tokens recompute save_every",
+    ("sft",): "demos restless hints neutral_hints short context_loss copy_loss",
+    ("sft", "rl"): "sloppy levels habits harden documented",
+    ("rl",): "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm mask_overlong reward imitate "
+             "feedback placebo divergence teacher teacher_rate length_penalty penalty_k penalty_q full_price learn_summaries "
+             "curriculum easy hardest",
+    ("rl", "eval"): "tasks temperature draft distinct",
+    ("sft", "rl", "eval"): "window turns commands summarize trigger truncate",
+    ("eval",): "eval_levels eval_tasks eval_samples"}.items() for name in names.split()}
+
+
+def check_optimizer_flags(config, given, stage, stages):
+    """--lr and --weight_decay are of Muon's matrices. Where AdamW moves all weights they would change nothing: refused, unless a
+    later or earlier stage of the same command has Muon."""
+    muon = any({**STAGES[other], **given}.get("optimizer", Config.optimizer) == "muon" for other in stages or (stage,) if other in TRAINING)
+    if config.optimizer == "adamw" and not muon and stage in TRAINING:
+        if "lr" in given:
+            stop(f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: give --adam_lr")
+        if "weight_decay" in given:
+            stop(f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: "
+                 "leave it away, or take --optimizer=muon")
+
+
+def idle_flags(config, given):
+    """What was given by hand and changes nothing in this stage -> {flag: why}"""
+    stage = config.stage
+    idle = {name: f"of {' and '.join(READ_BY[name])}" for name in given if stage not in READ_BY.get(name, (stage,))}
+    adamw = config.optimizer == "adamw" and stage in TRAINING
+    rl = stage == "rl"
+    reasons = {
+        "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
+        "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
+        "trigger learn_summaries": "--summarize=0" if not config.summarize else "",
+        "sloppy": "the expert is asked with --imitate=1 only" if rl and not config.imitate else "",
+        "levels": "not with --tasks or --curriculum=0" if rl and (config.tasks or not config.curriculum) else "",
+        "harden documented": "of generated tasks" if rl and config.tasks else "",
+        "balance_rate": "biases stay where the experts of sampling are replayed" if rl and config.replay and not config.imitate else "",
+        "draft workers replay": "--imitate=1" if rl and config.imitate else "",
+        "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
+        "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
+        "experts active expert_ffn balance_rate": "the only layer is dense" if config.layers == 1 and not config.init_from else "",
+        "processes": "torchrun or the GPU decides" if "PLAIN_REPLICAS" not in os.environ and (
+            "RANK" in os.environ or torch.cuda.is_available() and config.device != "cpu") else ""}
+    for names, why in reasons.items():
+        idle |= {name: why for name in names.split() if why and name in given}
+    return idle
+
+
+def say_idle_flags(stages, configs, given):
+    """One line about the flags that change nothing in any of the stages to come, and one for each in which a rate does not reach."""
+    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
+    nowhere = {name: why for name, why in idle[stages[0]].items() if all(name in idle[stage] for stage in stages)}
+    lines = ["in no stage of this command: " + ", ".join(f"--{name} ({why})" for name, why in nowhere.items())] if nowhere else []
+    for stage in stages:
+        rates = [name for name in ("lr", "weight_decay") if name in idle[stage] and name not in nowhere and stage in TRAINING]
+        lines += [f"not in {stage}: " + ", ".join(f"--{name} ({idle[stage][name]})" for name in rates)] if rates else []
+    if lines and int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write("\n".join(f"flags that change nothing {line}" for line in lines))
 
 
 def habits(config):
@@ -334,36 +419,60 @@ SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)}
 
 
 def model_config(config, vocab):
-    return ModelConfig(vocab=vocab, **{name: getattr(config, name) for name in SIZES})
+    """The model of a run from noise. With one expert per token a gate over the sum of the gates would always be 1, and the loss
+    would teach the router nothing: then the gate is the router's score itself."""
+    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **{name: getattr(config, name) for name in SIZES})
 
 
 def same_model(config, origin, given):
     """A stage goes on with the weights of the one before: in the same model, or it would be another function of them."""
-    made, flags = given["config"], SIZES | ({"yarn"} if config.stage != "long" else set())
+    made, flags = given["config"], SIZES | {"vocab"} | ({"yarn"} if config.stage != "long" else set())
     other = {name: made[name] for name in sorted(flags) if name in made and made[name] != getattr(config, name)}
     if other:
         words = [f"--scale={made['scale']}"] if made["scale"] != config.scale else [f"--{name}={value}" for name, value in other.items()]
         stop(f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: give {' '.join(words)} here, too")
 
 
+def same_gates(config, path, given):
+    """Of a version that divided a single gate by itself: the same weights with other gates would be another function."""
+    if given["model"].get("norm_gates", True) != (config.active > 1):
+        stop(f"{path} was made with --active=1 and a gate that is always 1, which teaches its routers nothing: begin anew in another --out")
+
+
 # ---------------------------------------------------------------- data
 
+HELD_OUT = 1 / 20                # of the files
 SKIP = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "pydoc_data", "encodings", "turtledemo", "idlelib"}
 
 
 def python_sources(folder):
-    """-> (training texts, held-out texts): real Python, tests and generated tables left out; every 20th file is held out."""
+    """-> (training texts, held-out texts): real Python, tests and generated tables left out. About every 20th file is held out; which
+    ones depends on each file's own path below the folder, so a file that is added or removed moves no other."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         stop(f"--data={folder}: no such folder")
     own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])       # a link may lead nowhere
     paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
-    texts = [p.read_text(encoding="utf-8", errors="ignore") for p in paths]
-    texts = [t for t in texts if t.strip()]
+    texts = {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8", errors="ignore") for p in paths}
+    texts = {name: text for name, text in texts.items() if text.strip()}
     if len(texts) < 2:
         stop(f"--data={folder}: fewer than two Python files there")
-    held = texts[::20]
-    return [t for i, t in enumerate(texts) if i % 20], held
+
+    # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no other: one of each is needed.
+    place = {name: int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:7], "big") / 2 ** 56 for name in texts}
+    held = {name for name in texts if place[name] < HELD_OUT}
+    if not 0 < len(held) < len(texts):
+        held = {min(texts, key=place.get)}
+    return [text for name, text in texts.items() if name not in held], [text for name, text in texts.items() if name in held]
+
+
+def digest_texts(train, held):
+    """Of all that a run on these texts depends on: their bytes, their order, and which are held out"""
+    found = hashlib.sha256()
+    for text in [f"{len(train)} and {len(held)}", *train, *held]:
+        data = text.encode("utf-8", "surrogatepass")
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()
 
 
 def train_tokenizer(config):
@@ -380,14 +489,22 @@ def train_tokenizer(config):
     return rollout.Tokenizer.train(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
+def same_data(config, state, now):
+    """Refuses to go on with other texts than those the stage began with. state: of its source; now: their digest"""
+    if state.get("data", now) != now:                            # a version before this one kept none
+        folder = config.data or "this Python's standard library"
+        stop(f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: put it back, or take another --out")
+
+
 class Text:
     """pretrain and long: windows of one long stream. The batch of a step is a function of (seed, stage, step) alone."""
     def __init__(self, run):
         self.run, config = run, run.config
-        self.window = int(config.context * (config.yarn if config.stage == "long" else 1))
+        self.window = text_window(config)
         tokenizer = run.tokenizer
         stream = lambda texts: torch.cat([torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts])
         train, held = python_sources(config.data)
+        self.data = digest_texts(train, held)
         self.train, self.held = stream(train), stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             stop(f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}")
@@ -427,9 +544,13 @@ class Text:
         return {"held_out_loss": self.run.sum(log["loss"])}
 
     after_step = lambda self: None
-    state_dict = lambda self: {}
-    load_state_dict = lambda self, state: None
     tensors = lambda self: {}
+
+    def state_dict(self):
+        return {"data": self.data}
+
+    def load_state_dict(self, state):
+        same_data(self.run.config, state, self.data)
 
 
 class Demonstrations:
@@ -563,8 +684,7 @@ class Reinforcement:
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
-        self.budget = float(length_penalty.effort(dict(thinking_tokens=0, call_tokens=20 * config.turns, output_tokens=0,
-                                                       final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
+        self.budget = length_penalty.effort_budget(config.window, config.turns, self.weights)
 
     def draw(self, step):
         """This step's tasks (equal on all ranks), easy ones first. What was drawn ahead is remembered, by a checkpoint too."""
@@ -698,7 +818,7 @@ class Reinforcement:
         group, lines = max(groups, key=lambda g: np.ptp([c.reward for c in g])), []
         for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
             flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
-            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[round(c.reward, 3) for c in group])
+            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[float(f"{c.reward:.6g}") for c in group])
         rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
 
     def describe(self, groups, log):
@@ -910,8 +1030,10 @@ def train(config, interrupted):
     given = extra or (open_checkpoint(origin) if origin and hsdp.exists(origin) else None)
     if given and not extra and given["config"].get("init_from", "") != config.init_from:
         stop(f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
-    if given and not extra and not config.init_from:
-        same_model(config, origin, given)
+    if given and not config.init_from:
+        if not extra:
+            same_model(config, origin, given)
+        same_gates(config, out if extra else origin, given)
     run = Run(config)
     if extra:
         for name, value in compared(config).items():
@@ -922,6 +1044,8 @@ def train(config, interrupted):
                 stop(f"{out} was made {made}: take another --out{again}")
         if extra["source"].get("file", digest(config.tasks)) != digest(config.tasks):
             stop(f"{config.tasks} is no longer the file that {out} was begun with: take another --out")
+        if config.data and stage in ("pretrain", "long"):        # finished or not: a result is called by what it was made from
+            same_data(config, extra["source"], digest_texts(*python_sources(config.data)))
         if extra["step"] == config.steps:
             begun = extra["config"]["start_from"]
             run.say(f"{stage}: finished already ({out})" + f", begun from {begun}" * bool(begun))
@@ -944,8 +1068,8 @@ def train(config, interrupted):
             hsdp.load(origin, run.model)
         source = STAGE[stage](run)
         if extra:
-            hsdp.load(out, run.model, optimizer, source.tensors())
             source.load_state_dict(extra["source"])
+            hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         stop(str(error))
     with hsdp.one_fate():
@@ -1025,6 +1149,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         start, log = time.time(), {}
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * schedule(step, config)
+        rates = {RATE_FLAGS[group["algorithm"]]: group["lr"] for group in optimizer.param_groups}
         run.model.train()
         for loss in source.losses(step, log):
             loss.backward()
@@ -1038,7 +1163,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         source.after_step()
         step += 1
         log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
-               "load": worst}
+               "load": worst, **rates}
         log["tokens_per_s"] = log["tokens"] / (time.time() - start)
         log["seconds"] = time.time() - start
         log["memory"] = run.sum(peak_memory())
@@ -1068,15 +1193,25 @@ def bias_rate(run):
 
 
 def keep_lines(path, step):
-    """A log may hold steps after the checkpoint that a killed run never saved: drop them, they come again."""
-    lines, part = path.read_text().splitlines()[:step] if path.exists() else [], Path(f"{path}.part")        # one a step, from 1 on
-    part.write_text("".join(line + "\n" for line in lines))
+    """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those steps come again. By the steps
+    that the lines name, since a log may have lost its beginning. Each step is kept once, in order; a torn line is left out."""
+    kept = {}
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            number = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if 1 <= number <= step:
+            kept[number] = line
+    part = Path(f"{path}.part")
+    part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
     part.replace(path)
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
            "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "names": "{:5.3f}", "constants": "{:5.3f}", "norm": "{:7.3f}",
-           "load": "{:5.2f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}", "seconds": "{:6.2f}"}
+           "load": "{:5.2f}", "lr": "{:7.5f}", "adam_lr": "{:7.5f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}",
+           "seconds": "{:6.2f}"}
 
 
 def report(run, bar, log, path):
@@ -1084,9 +1219,10 @@ def report(run, bar, log, path):
     if run.rank:
         return
     with open(path, "a") as file:
-        file.write(json.dumps({k: round(float(v), 6) for k, v in log.items()}) + "\n")
-    words = [f"{k} {form.format(float(log[k]))}" for k, form in COLUMNS.items() if k in log]
-    tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
+        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    words = [f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
+    with contextlib.suppress(OSError):                           # whoever read along is gone: no reason to end the run
+        tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
 
 
@@ -1208,7 +1344,7 @@ def main(argv):
     configs = {}
     for stage in stages:
         given["init_from"] = given.get("init_from") or began_from(given, stage)
-        configs[stage] = configure({**given, "stage": stage}, stage)
+        configs[stage] = configure({**given, "stage": stage}, stage, stages)
     config = configs[stages[0]]
     if config.start_from and config.stage == "pretrain":         # of all stages, each would leave the one before it aside
         stop("--start_from is for one stage: add --stage=long, sft, rl or eval")
