@@ -443,14 +443,18 @@ def check_writable(folder, names):
 
 
 def write(policies, folder, name, extra=None, kind="held-out"):
-    """Table, JSON and figures of {name: records}."""
-    folder = Path(folder)
+    """JSON and figures of {name: records} -> the text of the table; why there are no figures is said below it."""
+    write_json(policies, Path(folder, name), extra)
+    problem = draw_safely(draw, policies, folder)
+    return table(policies, kind) + f"\n{problem}" * bool(problem)
+
+
+def write_json(policies, path, extra=None):
+    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in the file"""
     data = {"policies": {n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()}, **(extra or {})}
     first, *others = policies
     data["pairs"] = {name: {"against": first, **pair} for name in others if (pair := compare_pairs(policies[first], policies[name]))}
-    (folder / name).write_text(json.dumps(data, indent=1))
-    problem = draw_safely(draw, policies, folder)
-    return table(policies, kind) + f"\n{problem}" * bool(problem)
+    path.write_text(json.dumps(data, indent=1))
 
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared

@@ -819,7 +819,10 @@ class Reinforcement:
         for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
             flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
             lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[float(f"{c.reward:.6g}") for c in group])
-        rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+        try:
+            rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+        except OSError as error:                                 # it is there to be read: no reason to lose the run
+            self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
@@ -887,7 +890,8 @@ class Run:
 
     def say(self, text):
         if self.rank == 0:
-            tqdm.write(text)
+            with contextlib.suppress(OSError):                   # whoever read along is gone
+                tqdm.write(text)
 
     # ranks
     def share(self, rows):
@@ -1020,6 +1024,8 @@ def published_shape(config, given=None):
     window = {"pretrain": config.context, "long": int(config.context * config.yarn)}.get(config.stage, config.window)
     if window > shape.window:
         raise ValueError(f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many")
+    if config.balance_rate and shape.scoring != "sigmoid":       # of fine-tuning it is 0: someone has asked for it
+        raise ValueError(f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away")
     return shape
 
 
@@ -1063,6 +1069,8 @@ def train(config, interrupted):
     except (ValueError, OSError) as error:
         stop(str(error))
     optimizer = run.make_optimizer()
+    if given and not extra and (label := eval.unfinished(origin)):
+        run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if given and not extra:
             hsdp.load(origin, run.model)
@@ -1087,7 +1095,9 @@ def export(config, given):
         stop(f"--{name} does nothing beside --export, which takes --out, --stage and --weights")
     target = Path(config.export)
     try:
-        model, tokenizer, saved = eval.load(config.out if config.stage == "all" else Path(config.out, config.stage))
+        stage = eval.last_stage(config.out) if config.stage == "all" else Path(config.out, config.stage)
+        label = eval.unfinished(stage)
+        model, tokenizer, saved = eval.load(stage)
         source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
         ids, files, more = {}, [], {}
         if source:
@@ -1109,7 +1119,7 @@ def export(config, given):
             tokenizer.write(target)
     except (ValueError, OSError) as error:
         stop(str(error))
-    print(f"{target}: " + ", ".join(sorted(p.name for p in target.iterdir())))
+    print(f"{target}: " + ", ".join(sorted(p.name for p in target.iterdir())) + f"\n{stage} is {label}" * bool(label))
 
 
 def tokenizer_code(folder):
@@ -1242,31 +1252,46 @@ def evaluate(config, given):
     """Held-out tasks before and after RL (before any training: the published model itself) -> table, summary.json, figures. Every rank
     plays its share of the tasks."""
     run, out = Run(config), Path(config.out)
-    names = {"before RL": out / "sft", "after RL": out / "rl"}
-    if not hsdp.exists(names["before RL"]):
-        begun = open_checkpoint(out / "rl")["config"]["start_from"] if hsdp.exists(out / "rl") else ""
-        names["before RL"] = Path(config.start_from or begun or config.out) / "sft"
-    before, names = names["before RL"], {name: path for name, path in names.items() if hsdp.exists(path)}
+    trained = hsdp.exists(out / "rl")
+    names = {"before RL" if trained else "after SFT": out / "sft", "after RL": out / "rl"}
+    first = next(iter(names))
+    if not hsdp.exists(names[first]):
+        begun = open_checkpoint(out / "rl")["config"]["start_from"] if trained else ""
+        names[first] = Path(config.start_from or begun or config.out) / "sft"
+    before, names = names[first], {name: path for name, path in names.items() if hsdp.exists(path)}
     policy = load_published(config, run.device) if config.init_from and not config.start_from and not names else None
     if not names and not policy:
         stop(f"--stage=eval: neither {before} nor {out}/rl is there")
     names = names or {"published": Path(config.init_from)}
+
+    # What is shown belongs to what was run: a stage that is not at its end is called so, and what is evaluated is said.
+    labelled = {}
+    for name, path in names.items():
+        label = eval.unfinished(path) if not policy else ""
+        labelled[f"{name} ({label})" if label else name] = path
+    names = labelled
+    run.say("evaluated: " + ", ".join(f"{name} = {path}" for name, path in names.items())
+            + (f"; there is no {out}/rl" if not trained else ""))
     last = list(names.values())[-1]
     world = policy[2] if policy else eval.load(last)[2]                    # one window, one limit of turns, ... for all of them
     if config.init_from not in ("", world["init_from"]):
         stop(f"{last} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
+    for name in sorted(SIZES | {"vocab", "yarn"}) if not policy else ():
+        if given.get(name, world.get(name)) != world.get(name):
+            stop(f"--{name}={given[name]}: {last} was made with {world.get(name)}, and so it is evaluated")
     for name in ("window", "turns", "commands", "draft", "summarize", "trigger", "truncate"):
         if given.get(name, world[name]) != world[name]:
             stop(f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated")
         config = replace(config, **{name: world[name]})
     for name in ("temperature", "distinct"):                             # these may be asked for otherwise
         config = replace(config, **{name: given.get(name, world.get(name, getattr(config, name)))})
-    kept = out / "summary.json"
-    if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
-        with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
+    kept, made_from = out / "summary.json", {name: when_saved(path) for name, path in names.items()} if not policy else {}
+    if kept.exists() and trained:
+        with contextlib.suppress(ValueError, KeyError, TypeError):       # or a full disk left half of it
             done = json.loads(kept.read_text())
             asked = ("tasks", "temperature", "distinct", "start_from", "eval_levels", "eval_tasks", "eval_samples")
-            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == digest(config.tasks):
+            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == digest(config.tasks) \
+                    and done["made_from"] == made_from:
                 return run.say(done["table"])
     held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
@@ -1292,9 +1317,24 @@ def evaluate(config, given):
     text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
     ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
-    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends, "file": digest(config.tasks)})
-    eval.draw_training(logs, out)
-    print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
+
+    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not cost it.
+    print(f"\n{text}\n")
+    try:
+        eval.write_json(policies, out / "summary.json", {"table": text, "config": asdict(config), "stages": ends,
+                                                         "file": digest(config.tasks), "made_from": made_from})
+    except OSError as error:
+        print(f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+    problems = [eval.draw_safely(eval.draw, policies, out), eval.draw_safely(eval.draw_training, logs, out)]
+    figures = ", ".join(sorted(p.name for p in out.glob("*.png")))
+    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+
+
+def when_saved(path):
+    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
+    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
 
 
 STARTED = []                                                     # by spread: the other processes
@@ -1320,6 +1360,9 @@ def spread(argv, config):
     n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
         return config
+    if config.dp_replicate not in (1, n):
+        stop(f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are {n} copies; "
+             "give --processes=1 under torchrun, or leave the flag away")
     if "PLAIN_REPLICAS" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -1359,13 +1402,52 @@ def main(argv):
                 stop(f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}")
     except synth_tasks.Refusal as refusal:
         stop(refusal)
-    try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.out).close()
-    except OSError as error:
-        stop(f"--out={config.out} cannot be written: {error.strerror}")
+    check_positions(configs)
+    check_outputs(config.out, stages)
     with alone(config.out):
         work(argv, stages, configs, given)
+
+
+def check_positions(configs):
+    """A published model has positions for so many tokens: each stage's window is looked at before the first one begins."""
+    for stage, config in configs.items():
+        if config.init_from and stage in TRAINING:
+            there = [path for path in places(stage, config.out, config.start_from) if path and hsdp.exists(path)]
+            given = open_checkpoint(there[0]) if there else None
+            try:
+                published_shape(config, given)
+            except (ValueError, OSError) as error:
+                stop(str(error))
+
+
+def check_outputs(out, stages):
+    """Whatever is written or drawn at the end is tried now. What only draws is no reason to stop."""
+    names = [f"{stage}.jsonl" for stage in stages if stage in TRAINING]
+    names += ["summary.json"] if "eval" in stages else []
+    try:
+        eval.check_writable(out, names)
+    except OSError as error:
+        stop(f"--out={out} cannot be written: " + (f"{error.filename}: " if error.filename else "") + str(error.strerror))
+    for stage in stages:
+        if stage in TRAINING and Path(out, stage).is_file():
+            stop(f"--out={out} cannot be written: {out}/{stage} is a file where a checkpoint is to stand")
+    problem = eval.try_to_draw() if "eval" in stages and int(os.environ.get("RANK", 0)) == 0 else ""
+    if problem:
+        print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
+
+
+def check_layout(configs):
+    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is cut."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for config in configs.values():
+        try:
+            layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
+            cut = layout.shard > 1 or config.ep > 1
+            if cut and not config.init_from and config.stage in TRAINING and config.layers > 1:
+                layout.check({"layers.1.ffn.experts.w_gate": (config.experts, config.expert_ffn, config.dim),
+                              "layers.1.ffn.experts.w_down": (config.experts, config.dim, config.expert_ffn)})
+        except ValueError as error:
+            stop(str(error))
 
 
 @contextlib.contextmanager
@@ -1385,6 +1467,8 @@ def alone(folder):
 def work(argv, stages, configs, given):
     """The stages, one after the other, in as many processes as they want."""
     configs = {stage: spread(argv, config) for stage, config in configs.items()}
+    check_layout(configs)
+    say_idle_flags(stages, configs, given)
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp
     if "rl" in configs and configs["rl"].tasks_per_step < ranks:
         stop(f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the {ranks} data ranks")

@@ -88,7 +88,7 @@ def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_
     (tmp_path / "folder.py").mkdir()
     for name in "ab":
         (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
-    assert train.python_sources(str(tmp_path)) == (["b = 1\n"], ["a = 1\n"])
+    assert sorted(sum(train.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
 
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
@@ -351,7 +351,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
     train.main([*hints, f"--out={tmp_path}/d", "--placebo=empty", "--teacher=current"])
     log = json.loads((tmp_path / "d" / "rl.jsonl").read_text())
-    assert log["flagged"] > 10 and log["gap"] == log["feedback_kl"] == 0
+    assert log["flagged"] > 10 and [log["gap"], log["feedback_kl"]] == pytest.approx([0, 0], abs=1e-7)
     after = {name: weights(tmp_path / name / "rl") for name in "abc"}
     assert not torch.equal(after["c"]["head.weight"], before["head.weight"])
     learned = {name: t for name, t in after["b"].items() if not name.endswith(("router.bias", "router.load"))}
