@@ -1428,9 +1428,6 @@ def check_outputs(out, stages):
         eval.check_writable(out, names)
     except OSError as error:
         stop(f"--out={out} cannot be written: " + (f"{error.filename}: " if error.filename else "") + str(error.strerror))
-    for stage in stages:
-        if stage in TRAINING and Path(out, stage).is_file():
-            stop(f"--out={out} cannot be written: {out}/{stage} is a file where a checkpoint is to stand")
     problem = eval.try_to_draw() if "eval" in stages and int(os.environ.get("RANK", 0)) == 0 else ""
     if problem:
         print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
