@@ -521,7 +521,8 @@ class MoE(nn.Module):
         self.whole = None                                          # see Model.side_by_side
 
     def forward(self, x, replay=None, record=None, decoding=False, real=None):
-        """x (B, T, D). real (B, T): which tokens count as load, None: all. The others are computed like them."""
+        """x (B, T, D). real (M*K,): 1.0 for each pair (token, expert) that counts as load, 0.0 for padding, which is computed all the
+        same; None: all count."""
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
         choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1), self.plausible)
@@ -536,11 +537,7 @@ class MoE(nn.Module):
         if self.training:
             # Padding is the same token over and over and lands on two or three experts: counted, it would move the biases
             # against the experts that real tokens need.
-            load = counts
-            if real is not None:
-                weight = real.reshape(B * T, 1).expand_as(choice).flatten().to(order.dtype)
-                load = torch.zeros_like(counts).scatter_add_(0, choice.flatten(), weight)
-            self.router.load += load
+            self.router.load.scatter_add_(0, choice.flatten(), ones.float() if real is None else real)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         y = self.dispatch(Spread.apply(flat, order, back, self.router.k), counts, self.experts)
         y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
@@ -817,7 +814,9 @@ class Model(nn.Module):
             keys = self.layers[0].attn.gather(positions.view(1, -1, 1))[0, :, 0]
             mask = (keys <= positions[:, None])[None, None]                                  # (1, 1, T_local, T)
         cos, sin = self.angles(positions[None])
-        real = tokens >= 0
+        real = None
+        if self.training:                                        # once for all routers; see MoE.forward
+            real = (tokens >= 0).float().view(-1, 1).expand(-1, self.config.active).flatten()
         x, moe = self.embed(tokens.clamp(min=0)).float(), 0
         for block in self.layers:
             chosen = None

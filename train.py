@@ -530,7 +530,7 @@ class Text:
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
-            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
+            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
 
     @torch.no_grad()
@@ -582,7 +582,7 @@ class Demonstrations:
             weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
+            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
             yield loss
 
     @torch.no_grad()
@@ -783,7 +783,7 @@ class Reinforcement:
                 loss, kl = loss + config.feedback * distance, kl + distance.detach().double()
                 before, after = (x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum() for x in (student, expected))
                 gap += (before - after).double()
-            log["tokens"] = log.get("tokens", 0) + (batch["tokens"] >= 0).sum()
+            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
         log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
@@ -929,7 +929,9 @@ class Run:
             batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp)
             if i >= len(batches):                                # a spare: its tokens are computed and count nowhere
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
-            yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
+            # The ranks of a sequence count an equal share of it each, so that the sum over all ranks is right.
+            real_tokens = sum(len(e) for e, _ in part) / self.config.cp if i < len(batches) else 0
+            yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches), "real_tokens": real_tokens}
 
     # model
     def hidden(self, batch):
