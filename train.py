@@ -1416,6 +1416,8 @@ def check_positions(configs):
         if config.init_from and stage in TRAINING:
             there = [path for path in places(stage, config.out, config.start_from) if path and hsdp.exists(path)]
             given = open_checkpoint(there[0]) if there else None
+            if given and given["config"].get("init_from", "") != config.init_from:
+                continue                                         # of another model: the stage refuses it by name
             try:
                 published_shape(config, given)
             except (ValueError, OSError) as error:
