@@ -1439,7 +1439,7 @@ def check_outputs(out, stages):
 
 def check_layout(configs):
     """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is cut."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for config in configs.values():
         try:
             layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
