@@ -6,7 +6,8 @@ So: held-out tasks at every level, several passes each, and score against tokens
 Stated by Cursor (blog on CursorBench; Technical Report, arXiv 2603.24477, sections 5 and 7.1): accuracy over several passes,
 completion tokens, median cost per task; score plotted against tokens and against cost. Composer 2.5's prices are the
 defaults of the flags: $0.50 per million tokens in, $2.50 out. Ours: the tasks (unseen seeds, compositions and names), the
-confidence interval (bootstrap over tasks), and that a token is paid as input once, as if every turn hit the cache.
+confidence interval (Wilson's; passes of one task count for as much as they tell), two policies compared task by task,
+and that a token is paid as input once, as if every turn hit the cache.
 
     pass@k = 1 - C(n - c, k) / C(n, k)          n passes of a task, c of them solved: unbiased (arXiv 2107.03374)
     best-of-k                                   the same number, since hidden tests tell a solved pass from others
@@ -19,6 +20,8 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
 import argparse
+import errno
+import io
 import json
 import math
 import os
@@ -55,11 +58,59 @@ def pass_at_k(n, c, k):
     return 1.0 if n - c < k else 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def interval(values, rng, draws=1000):
-    """95 % bootstrap interval of the mean over tasks (passes of one task are not independent)."""
-    values = np.asarray(values, dtype=np.float64)
-    means = values[rng.integers(0, len(values), (draws, len(values)))].mean(1)
-    return [float(q) for q in np.quantile(means, (.025, .975))]
+def interval(values, passes=1):
+    """95 % interval of a solve rate: values (N,) are the shares of each task's `passes` that were solved -> [low, high].
+
+    Wilson's score interval. It has a width where all or none were solved, and near 0 and 1 it covers what it claims, which a
+    bootstrap over tasks does not. Passes of one task are alike, so they count for less than as many tasks: `observations` is
+    the number of independent ones that would scatter the mean as much as these tasks do. It lies between N (passes of a task
+    always agree) and N * passes (they know nothing of each other)."""
+    values, z = np.asarray(values, dtype=np.float64), 1.96
+    tasks, rate = len(values), float(values.mean())
+
+    # The variance of the mean, as the scatter of the tasks tells it. No scatter tells nothing: then only tasks are counted.
+    variance = values.var(ddof=1) / tasks if tasks > 1 else 0.0
+    observations = rate * (1 - rate) / variance if variance > 0 else tasks
+    observations = min(max(observations, tasks), tasks * passes)
+
+    # Wilson: all rates at which what was seen lies within z standard deviations
+    spread = 1 + z * z / observations
+    centre = (rate + z * z / (2 * observations)) / spread
+    half = z / spread * math.sqrt(rate * (1 - rate) / observations + z * z / (4 * observations ** 2))
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def compare_pairs(first, second):
+    """Two policies' records on the same tasks -> what the pairs say, or None where they share no task.
+
+    Each task is compared with itself, so that easy and hard ones do not blur the difference: won and lost are the tasks of which
+    `second` solved more, or fewer, of its passes than `first`. p: chance of a split at least as uneven if both were equally
+    good (sign test, exact, two-sided)."""
+    def solve_rates(records):
+        solved = {}
+        for r in records:
+            solved.setdefault(r["task"], []).append(r["solved"])
+        return {task: float(np.mean(passes)) for task, passes in solved.items()}
+
+    before, after = solve_rates(first), solve_rates(second)
+    shared = [task for task in before if task in after]
+    if not shared:
+        return None
+    won = sum(after[task] > before[task] for task in shared)
+    lost = sum(after[task] < before[task] for task in shared)
+    decided = won + lost
+    tail = sum(math.comb(decided, i) for i in range(min(won, lost) + 1)) / 2 ** decided
+    return {"tasks": len(shared), "won": won, "lost": lost, "p": min(1.0, 2 * tail),
+            "difference": float(np.mean([after[task] - before[task] for task in shared]))}
+
+
+def format_number(value, form):
+    """The number in its column's form, or in three significant digits where the form would round more than a twentieth of it
+    away. form: a format string with a width, such as "{:7.4f}", or without."""
+    text = form.format(value)
+    if not math.isfinite(value) or abs(float(text) - value) <= .05 * abs(value):
+        return text
+    return f"{value:.2e}".rjust(len(text))
 
 
 def dollars(stats, price_in=0.5, price_out=2.5):
@@ -83,7 +134,7 @@ def summary(records):
         tasks.setdefault(r["task"], []).append(r["solved"])
     passes, mean = min(map(len, tasks.values())), lambda key: float(np.mean([r[key] for r in records]))
     turns = sum(r["turns"] for r in records)
-    result = {"solved": mean("solved"), "interval": interval([np.mean(s) for s in tasks.values()], np.random.default_rng(0)),
+    result = {"solved": mean("solved"), "interval": interval([np.mean(s) for s in tasks.values()], passes),
               "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
               "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
               "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
@@ -109,10 +160,24 @@ def held_out(number, levels=LEVELS, split="heldout"):
     return [synth_tasks.make_task(level, first + seed, split) for level in levels for seed in range(number)]
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer, configuration"""
+def last_stage(folder):
+    """The checkpoint of a run's last stage, or the folder itself where it is no run"""
     stages = (Path(folder, name) for name in ("rl", "sft", "long", "pretrain"))
-    path = next((path for path in stages if hsdp.exists(path)), Path(folder))
+    return next((path for path in stages if hsdp.exists(path)), Path(folder))
+
+
+def unfinished(folder):
+    """"" of a checkpoint at its stage's end; of one before it, what a result made from it must be labelled with:
+    "unfinished: step 3 of 60"."""
+    extra = hsdp.peek(folder)
+    step, steps = extra.get("step"), extra["config"].get("steps")
+    return f"unfinished: step {step} of {steps}" if step is not None and steps is not None and step < steps else ""
+
+
+def load(folder, device="cpu"):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer, configuration. Whoever shows what it does
+    says so where its stage is `unfinished`."""
+    path = last_stage(folder)
     extra = hsdp.peek(path)
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}       # than these knobs: had them so
     config = {**older, **extra["config"]}
@@ -211,18 +276,65 @@ def table(policies, kind="held-out"):
     text = [line(f"{any_one['tasks']} {kind} tasks x {any_one['passes']}", policies)]
     text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
     text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
+    text += pair_lines(policies, line)
     for level in next(iter(levels.values())):
-        rows = [by[level] for by in levels.values()]
-        text.append(line(f"  level {level}: solved (tokens)", [f"{row['solved']:.2f} ({row['tokens']:.0f})" for row in rows]))
+        rows = [by.get(level) for by in levels.values()]
+        cells = [f"{row['solved']:.2f} ({row['tokens']:.0f})" if row else "-" for row in rows]
+        text.append(line(f"  level {level}: solved (tokens)", cells))
     for k in [key for key in any_one if key.startswith("pass@")]:
-        text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), [f"{w[k]:.3f}" for w in whole.values()]))
+        cells = [format_number(w[k], "{:.3f}") if k in w else "-" for w in whole.values()]
+        text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), cells))
     for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
         scale = 1000 if key == "cost" else 1
-        text.append(line(ROWS[key][0], [ROWS[key][1].format(w[key] * scale) for w in whole.values()]))
+        text.append(line(ROWS[key][0], [format_number(w[key] * scale, ROWS[key][1]) for w in whole.values()]))
     return "\n".join(text)
 
 
+def pair_lines(policies, line):
+    """The rows of the table that set each policy against the first one, task by task; none where no task is shared. line: as in
+    table, label and cells -> a row"""
+    first, *others = policies
+    pairs = [compare_pairs(policies[first], policies[name]) for name in others]
+    if not any(pairs):
+        return []
+    whole = len({r["task"] for r in policies[first]})
+    won, chance = ["-"], [""]
+    for pair in pairs:
+        if pair is None:
+            won.append("other tasks")
+            chance.append("")
+            continue
+        part = f" of {pair['tasks']}" if pair["tasks"] < whole else ""
+        won.append(f"+{pair['won']} -{pair['lost']}{part}")
+        chance.append("p=" + format_number(pair["p"], "{:.3f}"))
+    return [line("  tasks won, lost against first", won), line("  if alike, so uneven by chance", chance)]
+
+
+def try_to_draw():
+    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a command that draws at its
+    end."""
+    try:
+        figure, _ = axes("", "", "")
+        figure.savefig(io.BytesIO(), format="png")
+    except Exception as error:                                   # of a foreign library, and whatever its settings make of it
+        return f"no figures: matplotlib does not draw here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    return ""
+
+
+def draw_safely(draw_it, *inputs):
+    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no figure, in one line"""
+    try:
+        draw_it(*inputs)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {lines[0]})"
+    return ""
+
+
 def axes(title, x, y, panels=1):
+    # A notebook exports the backend of its own process to what it starts, where that module may not exist. Nothing is shown
+    # on a screen here. It has to be set before the first import: matplotlib reads it then.
+    os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure                         # pyplot would keep every figure, and a run draws many
     figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
     ax = figure.subplots(1, panels)
@@ -260,9 +372,30 @@ def draw(policies, folder):
 
 
 def lines_of(run, stage):
-    """The step log of one stage of a run"""
+    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands there twice counts once, as it
+    was written last; a line that a kill or a full disk has cut is left out."""
     path = Path(run, f"{stage}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = {}
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            entry = json.loads(line)
+            steps[int(entry["step"])] = entry
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [steps[step] for step in sorted(steps)]
+
+
+def curve(lines, name):
+    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log which lost its beginning is not
+    moved forward"""
+    by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
+    return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
+
+
+def mean_known(values):
+    """The mean of the numbers that are known, nan where none is"""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
 
 
 def draw_training(logs, folder):
@@ -271,7 +404,7 @@ def draw_training(logs, folder):
     start = 0
     for stage, lines in ((stage, lines) for stage, lines in logs.items() if stage != "rl" and lines):
         ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
-        start += len(lines)
+        start += int(lines[-1]["step"])
     if start:
         ax.set_yscale("log")
         ax.legend()
@@ -281,10 +414,11 @@ def draw_training(logs, folder):
         return
     figure, ax = axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
     steps, level = [line["step"] for line in lines], ax.twinx()
-    curve = lambda axis, key, **style: axis.plot(steps, running([line[key] for line in lines]), **style)
+    def plot_running(axis, key, **style):
+        axis.plot(steps, running([line[key] for line in lines]), **style)
     for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
-        curve(ax, key, label=label)
-    curve(level, "level", color="gray", alpha=.5)
+        plot_running(ax, key, label=label)
+    plot_running(level, "level", color="gray", alpha=.5)
     ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)                  # rewards may be negative
     level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
     ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
@@ -293,16 +427,34 @@ def draw_training(logs, folder):
 
 def running(values, window=5):
     """Mean over the last `window` values"""
-    return [np.mean(values[max(0, i + 1 - window):i + 1]) for i in range(len(values))]
+    return [mean_known(values[max(0, i + 1 - window):i + 1]) for i in range(len(values))]
+
+
+def check_writable(folder, names):
+    """Before long work: can its results be written? folder is made. OSError if not, with the path that is in the way: what is
+    no plain file, or may not be overwritten."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    for path in (Path(folder, name) for name in names):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OSError(errno.EACCES, "cannot be overwritten", str(path))
 
 
 def write(policies, folder, name, extra=None, kind="held-out"):
-    """Table, JSON and figures of {name: records}."""
-    folder = Path(folder)
+    """JSON and figures of {name: records} -> the text of the table; why there are no figures is said below it."""
+    write_json(policies, Path(folder, name), extra)
+    problem = draw_safely(draw, policies, folder)
+    return table(policies, kind) + f"\n{problem}" * bool(problem)
+
+
+def write_json(policies, path, extra=None):
+    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in the file"""
     data = {"policies": {n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()}, **(extra or {})}
-    (folder / name).write_text(json.dumps(data, indent=1))
-    draw(policies, folder)
-    return table(policies, kind)
+    first, *others = policies
+    data["pairs"] = {name: {"against": first, **pair} for name in others if (pair := compare_pairs(policies[first], policies[name]))}
+    path.write_text(json.dumps(data, indent=1))
 
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
@@ -421,11 +573,10 @@ def experiment(name, seeds, out, flags):
             for jobs in chains:
                 jobs.clear()
     results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
-    out.mkdir(parents=True, exist_ok=True)
-    draw_curves(question, results, out / f"{name}.png")
+    problem = draw_safely(draw_curves, question, results, out / f"{name}.png")
     if name == "recipe":
         results = {policy: [outcome(folder, [curves], policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
-    text = compare(question, results)
+    text = compare(question, results) + f"\n{problem}" * bool(problem)
     (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
     print(f"{text}\n\n{out}/{name}.json, {name}.png, in {bar.format_dict['elapsed'] / 60:.0f} minutes")
 
@@ -433,7 +584,7 @@ def experiment(name, seeds, out, flags):
 def outcome(folder, names, policy="after RL"):
     """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
     lines = lines_of(folder, "pretrain" if names == ["loss"] else "rl")
-    curves, by_level = {name: [line[name] for line in lines] for name in names}, BY_LEVEL.get(names[0])
+    curves, by_level = {name: curve(lines, name) for name in names}, BY_LEVEL.get(names[0])
     if names == ["loss"]:
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
     policies = json.loads((folder / "summary.json").read_text())["policies"]
@@ -448,7 +599,7 @@ def outcome(folder, names, policy="after RL"):
             end[f"comments {when}"] = one["overall"]["code_style"]
             end[f"other levels {when}"] = float(np.mean([level["solved"] for level in list(one["levels"].values())[1:]]))
     for name, values in curves.items():
-        end[f"{name}: first 5"], end[f"{name}: last 5"] = float(np.mean(values[:5])), float(np.mean(values[-5:]))
+        end[f"{name}: first 5"], end[f"{name}: last 5"] = mean_known(values[:5]), mean_known(values[-5:])
         if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
             end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0] > 0), len(values) + 1)
     if "reward" in curves:
@@ -466,11 +617,22 @@ def compare(question, results):
     cells = [["", *columns]]
     for arm, runs in results.items():
         values = [[run["end"][column] for run in runs] for column in columns]
-        cells.append([arm, *(f"{np.mean(v):.3f} ({np.std(v):.3f})" for v in values)])
+        cells.append([arm, *(mean_and_deviation(v) for v in values)])
     cells = list(zip(*cells)) if len(columns) > len(results) else cells
     first, *widths = (max(map(len, column)) + 2 for column in zip(*cells))
     lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in cells]
-    return "\n".join([f"{question}  (mean, and standard deviation over {len(next(iter(results.values())))} seeds)", *lines])
+    seeds = len(next(iter(results.values())))
+    what = f"mean, and sample standard deviation over {seeds} seeds" if seeds > 1 else "one seed: the spread is not known"
+    return "\n".join([f"{question}  ({what})", *lines])
+
+
+def mean_and_deviation(values):
+    """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from the same few); of one the mean
+    alone."""
+    mean = format_number(float(np.mean(values)), "{:.3f}")
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({format_number(float(np.std(values, ddof=1)), '{:.3f}')})"
 
 
 def draw_curves(question, results, path):
@@ -558,6 +720,12 @@ def flags(argv):
     for name in ("number", "passes", "split", "price_in", "price_out", "gap", "mismatch"):
         if args.experiment and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples")
+    folders = [Path(run).resolve() for run in args.runs]
+    twice = [run for run, folder in zip(args.runs, folders) if folders.count(folder) > 1]
+    if twice:
+        parser.error(f"{twice[0]} is named more than once: each run once")
+    if len(set(args.seeds)) < len(args.seeds):
+        parser.error("--seeds: each seed once, or its run would be counted twice")
     if min(args.number, args.passes) < 1 or args.turns < 0:
         parser.error("--number and --passes must be at least 1, --turns at least 0")
     if not 0 < args.levels <= len(synth_tasks.LEVELS):
@@ -572,7 +740,14 @@ def flags(argv):
 
 def main(argv):
     args, parser = flags(argv)
+    problem = try_to_draw()                                      # now, and not when all is done
+    if problem:
+        print(f"eval.py: {problem}", file=sys.stderr)
     if args.experiment:
+        try:
+            check_writable(Path(args.out, args.experiment), [f"{args.experiment}.{kind}" for kind in ("json", "png")])
+        except OSError as error:
+            parser.error(f"{error.filename or args.out}: {error.strerror}")
         return experiment(args.experiment, args.seeds, args.out, args.others)
     if not args.runs:
         try:
@@ -584,17 +759,18 @@ def main(argv):
         tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, range(args.levels), args.split)
         if not tasks:
             raise ValueError(f"{args.tasks}: holds no tasks")
-        models = {run: load(run) for run in args.runs}
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
+        models = {}
+        for run in args.runs:
+            label = unfinished(last_stage(run))
+            models[f"{run} ({label})" if label else run] = load(run)
+        check_writable(args.out, ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"])
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.mismatch:
         found = {f"{run}, {name}": gaps for run, loaded in models.items() for name, gaps in mismatch(*loaded, tasks).items()}
-        draw_mismatch(found, Path(args.out, "mismatch.png"))
         for name, gaps in found.items():
             print(f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   largest {gaps.max():.1e}")
-        return print(f"{args.out}/mismatch.png")
+        return print(draw_safely(draw_mismatch, found, Path(args.out, "mismatch.png")) or f"{args.out}/mismatch.png")
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["turns"] = args.turns or config["turns"]
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),

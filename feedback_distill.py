@@ -25,6 +25,7 @@ V vocabulary, k entries kept.
 """
 import argparse
 import json
+import os
 import re
 import sys
 from bisect import bisect
@@ -261,6 +262,7 @@ class Targets:
     hint: torch.Tensor              # (N,) index into `hinted` of the hint it belongs to
     muted: torch.Tensor             # (N,) a token that the hint says nothing about, -1 = none: see mute
     skipped: int = 0                # hints that did not fit the window
+    real_tokens: int = 0            # of the teacher's input, without padding
 
     def __len__(self):
         return len(self.token)
@@ -294,7 +296,7 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
     S = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])                # (R, S)
     columns = np.concatenate(columns, 1) if columns else np.zeros((7, 0))
-    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped)
+    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), skipped, sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss
@@ -513,6 +515,7 @@ def along(model, words, chain, hint):
 
 
 def plot(path, names, kl, curve):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -748,6 +748,7 @@ def _demo_rank(rank, folder, layouts):
 
 def draw(layouts, path):
     """The same ranks on two meshes, side by side: equal colours hold equal weights."""
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

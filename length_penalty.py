@@ -24,6 +24,7 @@ Letters: x effort, k and q curvature, w weights. Everything takes numbers or num
 """
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -84,6 +85,17 @@ def shaped_reward(reward, x, scale=.15, k=1.0, q=.5, truncated=False, budget=mat
     return np.asarray(reward, dtype=np.float64) - scale * cost(charged(x, truncated, budget), k, q) if scale else reward
 
 
+def effort_budget(window, turns, weights=Weights()):
+    """The effort at which the price stops to rise, and what a cut episode pays: above what an agent in a context of `window`
+    tokens with `turns` turns can spend in one context, so that no episode which fits is beyond it.
+
+    A turn with its call, `turns` times, and 25/16 of a window in written tokens, more in proportion where an episode has more
+    than 40 turns and so several contexts. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
+    tokens = 25 / 16 * window * max(1.0, turns / 40)
+    counts = dict(thinking_tokens=0, call_tokens=tokens, output_tokens=0, final_tokens=0, calls=turns, turns=turns)
+    return float(effort(counts, weights))
+
+
 def linear_scale(x, scale=.15, k=1.0, q=.5):
     """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one: a fair ablation."""
     return scale * cost(x, k, q) / x
@@ -98,6 +110,7 @@ def margin(solved, x_solving, x_quitting, scale=.15, k=1.0, q=.5):
 # ---------------------------------------------------------------- demo
 
 def plot(path, k, q, scale, token):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

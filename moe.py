@@ -32,6 +32,7 @@ import json
 import math
 import mmap
 import multiprocessing
+import os
 import re
 import sys
 import sysconfig
@@ -519,7 +520,9 @@ class MoE(nn.Module):
         self.dispatch = lambda x, counts, run: run(x, counts)      # hsdp.py: all-to-all to the ranks that own the experts
         self.whole = None                                          # see Model.side_by_side
 
-    def forward(self, x, replay=None, record=None, decoding=False):
+    def forward(self, x, replay=None, record=None, decoding=False, real=None):
+        """x (B, T, D). real (M*K,): 1.0 for each pair (token, expert) that counts as load, 0.0 for padding, which is computed all the
+        same; None: all count."""
         B, T, D = x.shape
         flat = x.reshape(B * T, D)
         choice, gates = self.router(flat, None if replay is None else replay.reshape(B * T, -1), self.plausible)
@@ -531,8 +534,10 @@ class MoE(nn.Module):
         # Rows per expert. (bincount gives the same, but on a GPU Python waits until it has found the largest number.)
         ones = torch.ones_like(order)
         counts = ones.new_zeros(len(self.router.bias)).scatter_add_(0, choice.flatten(), ones)     # (E,)
-        if self.training and replay is None:
-            self.router.load += counts
+        if self.training:
+            # Padding is the same token over and over and lands on two or three experts: counted, it would move the biases
+            # against the experts that real tokens need.
+            self.router.load.scatter_add_(0, choice.flatten(), ones.float() if real is None else real)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         y = self.dispatch(Spread.apply(flat, order, back, self.router.k), counts, self.experts)
         y = Collect.apply(y, order, back, gates.to(y.dtype)).view(B, T, D)
@@ -688,12 +693,12 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ffn = FFN(config.dim, config.dense_ffn) if dense else MoE(config)
 
-    def forward(self, x, cos, sin, mask=None, cache=None, replay=None, record=None):
+    def forward(self, x, cos, sin, mask=None, cache=None, replay=None, record=None, real=None):
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, cache)
         h = self.ffn_norm(x)
         if not isinstance(self.ffn, MoE):
             return x + self.ffn(h)
-        return x + self.ffn(h, replay, record, decoding=cache is not None and self.ffn.fit(h))
+        return x + self.ffn(h, replay, record, decoding=cache is not None and self.ffn.fit(h), real=real)
 
 
 @contextmanager
@@ -798,7 +803,8 @@ class Model(nn.Module):
         return self.config.yarn_amplitude * cos, self.config.yarn_amplitude * sin
 
     def forward(self, tokens, positions=None, replay=None, record=None):
-        """tokens (B, T) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence, when this rank
+        """tokens (B, T), -1 where there is none (padding: computed as token 0, and no router counts it) -> hidden (B, T, D).
+        positions (T,): where these tokens stand in the whole sequence, when this rank
         holds only a part. replay (B, T, L, K): experts to take at the L MoE layers, -1 = free; record: a list that receives
         the choices, one (B, T, K) per MoE layer."""
         mask = None
@@ -808,12 +814,15 @@ class Model(nn.Module):
             keys = self.layers[0].attn.gather(positions.view(1, -1, 1))[0, :, 0]
             mask = (keys <= positions[:, None])[None, None]                                  # (1, 1, T_local, T)
         cos, sin = self.angles(positions[None])
-        x, moe = self.embed(tokens).float(), 0
+        real = None
+        if self.training:                                        # once for all routers; see MoE.forward
+            real = (tokens >= 0).float().view(-1, 1).expand(-1, self.config.active).flatten()
+        x, moe = self.embed(tokens.clamp(min=0)).float(), 0
         for block in self.layers:
             chosen = None
             if isinstance(block.ffn, MoE):
                 chosen, moe = None if replay is None else replay[:, :, moe], moe + 1
-            x = self.run(block, x, cos, sin, mask, None, chosen, record)
+            x = self.run(block, x, cos, sin, mask, None, chosen, record, real)
         return x
 
     def run(self, block, *inputs):
@@ -1538,6 +1547,7 @@ def price_of_precision(model, tokens):
 
 
 def draw_loads(runs, path):
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

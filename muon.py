@@ -801,6 +801,7 @@ DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "up": (8, 256
 
 def draw_timeline(events, path):
     """One row per task of rank 0: when its shards were under way, when it multiplied. Overlap is a bar above another."""
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -1136,13 +1136,14 @@ def kl_estimates(logp, reference):
 
 def pack(episodes, advantage, multiple=1):
     """Episodes and one number each -> tensors (B, T), aligned so that position t predicts targets[t] = tokens[t + 1]:
-    tokens, targets, mask (1 = the target was sampled), logprobs, advantage, inside (1 = there is a target); experts
-    (B, T, L, K) or None. T is a multiple of `multiple`."""
+    tokens (-1 = padding), targets, mask (1 = the target was sampled), logprobs, advantage, inside (1 = there is a target);
+    experts (B, T, L, K) or None. T is a multiple of `multiple`."""
     T = -(-max(len(e) for e in episodes) // multiple) * multiple
     flat = [flatten(e) for e in episodes]
     fill = lambda rows, dtype: torch.from_numpy(np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype))
     tokens, mask, logprobs = (fill([f[i] for f in flat], kind) for i, kind in enumerate((np.int64, np.float32, np.float32)))
-    batch = {"tokens": tokens}
+    real = fill([np.ones(len(f[0])) for f in flat], np.int64) > 0
+    batch = {"tokens": tokens.masked_fill(~real, -1)}            # no token: the routers do not count it as load
     inside = fill([np.ones(len(f[0])) for f in flat], np.float32)
     for name, t in (("targets", tokens), ("mask", mask), ("logprobs", logprobs), ("inside", inside)):
         batch[name] = F.pad(t[:, 1:], (0, 1))
@@ -1279,6 +1280,7 @@ def rescore(model, episode, temperature=1.0, replay=True):
 
 def draw_estimates(path, n=200_000):
     """What the three estimates of KL(pi || ref) cost: their variance where pi = N(0, 1) and ref = N(d, 1), whose KL is d^2 / 2"""
+    os.environ["MPLBACKEND"] = "agg"                             # before the import: a notebook exports its own to what it starts
     from matplotlib.figure import Figure
     figure, kl, x = Figure(figsize=(6, 4), layout="constrained"), np.linspace(.02, 2, 25), torch.randn(n, dtype=torch.float64)
     found = [[float(k.var()) for k in kl_estimates(-x ** 2 / 2, -(x - (2 * one) ** .5) ** 2 / 2)] for one in kl]

@@ -1383,7 +1383,8 @@ def example_texts(number, seed):
 class Curriculum:
     """Selects levels that are neither always won nor never, and opens a harder one when the hardest is won.
 
-    Per level a Beta posterior over the solve rate, with forgetting since the policy moves. A level is drawn with weight
+    Per level a Beta posterior over the solve rate, with forgetting since the policy moves: `forget` is what remains of a count after
+    eight rollouts, however they are grouped. A level is drawn with weight
     p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group can learn from. Not `on`: a fixed mix,
     a share `easy` of the lowest level and the rest of all alike. Tasks are made as they are drawn (`distinct` of each level, over
     and over; 0: never one twice), or come from a file with `sizes` (level -> number of tasks in it)."""
@@ -1414,7 +1415,10 @@ class Curriculum:
     def update(self, level, solved, total):
         """Counts a group's outcome; opens the next level once the hardest one is nearly mastered."""
         won, lost = self.counts[level]
-        self.counts[level] = [self.forget * won + solved + 1 - self.forget, self.forget * lost + total - solved + 1 - self.forget]
+        # By rollouts, not by groups: else the counts of small groups never reach what opens a level, and those of large ones
+        # would remember for longer. The prior's share comes back, so that no level is ever given up.
+        keep = self.forget ** (total / 8)
+        self.counts[level] = [keep * won + solved + 1 - keep, keep * lost + total - solved + 1 - keep]
         top = max(self.levels)
         if self.on and level == top < self.hardest and sum(self.counts[top]) > 20 and self.rate(top) > .85:
             self.levels.append(top + 1)
@@ -2117,8 +2121,9 @@ def progress(text, start):
 
 
 def read_tasks(path):
-    """The tasks of a file; a broken line is refused with its number."""
-    tasks = []
+    """The tasks of a file; a broken line is refused with its number, and so is one whose id an earlier line has: results are kept by
+    id, so the two would be counted as one."""
+    tasks, seen = [], {}
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -2143,6 +2148,10 @@ def read_tasks(path):
                            for module, name, words, _ in tasks[-1].hidden + meta["visible"])
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
+        name = tasks[-1].instance_id
+        if name in seen:
+            raise Refusal(f"{path}: line {number} has the id of line {seen[name]}, {name!r}: give each task an id of its own")
+        seen[name] = number
     return tasks
 
 

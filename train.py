@@ -244,21 +244,23 @@ def convert(name, kind, value):
     return number
 
 
-def configure(given, stage):
-    """Defaults, then the scale, then the stage, then fine-tuning where it is that, then the command line."""
+def configure(given, stage, stages=()):
+    """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning where it is that, then the command
+    line: each wins over those before it. stages: all that this command runs (default: this one)."""
     scale, fitted = given.get("scale", "auto"), {}
     if scale == "auto":
         scale, fitted = scale_of_machine(given, stage)
     if scale not in SCALES:
         stop(f"unknown scale {scale!r}: {', '.join(SCALES)}")
     fine = FINE_TUNING[stage] if given.get("init_from") else {}
-    merged = {**SCALES[scale], **STAGES[stage], **fine, **STAGE_SCALES.get((scale, stage), {}), **fitted, **given, "scale": scale}
+    merged = {**SCALES[scale], **STAGES[stage], **STAGE_SCALES.get((scale, stage), {}), **fine, **fitted, **given, "scale": scale}
     for name in ("init_from", "tasks", "data"):                          # compared on resume: however it is spelled, one folder is one
         if merged.get(name):
             merged[name] = str(Path(merged[name]).resolve())
     config = replace(Config(), **merged)
     check_values(config)
     check_together(config, given, stage)
+    check_optimizer_flags(config, given, stage, stages)
     return config
 
 
@@ -309,6 +311,9 @@ def check_values(config):
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
+    for name in ("dim", "expert_ffn"):                                   # whatever the dtype: a run may be read in another one
+        if getattr(config, name) % 8 and not config.init_from:
+            stop(f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:
@@ -360,6 +365,9 @@ def check_together(config, given, stage):
         stop("--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)")
     if config.compile and dtype_of(config) == torch.float32:
         stop("--compile=1 goes with products in bfloat16: torch compiles the experts' grouped products in no other dtype")
+    if "teacher_rate" in given and config.teacher != "ema":
+        stop(f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a rate")
+    check_windows(config, stage)
     if config.active > config.experts:
         stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
 
@@ -373,6 +381,83 @@ def dtype_of(config):
     return fast_dtype(device_of(config)) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
+def text_window(config):
+    """Tokens of a window of pretrain or long"""
+    return int(config.context * (config.yarn if config.stage == "long" else 1))
+
+
+def check_windows(config, stage):
+    """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would cost the stage."""
+    parts = 2 * config.cp
+    if stage in TEXT and config.cp > 1 and text_window(config) % parts:
+        flags = "--context" if stage == "pretrain" else "--context times --yarn"
+        stop(f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {text_window(config)}: take a multiple of {parts}")
+
+
+RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}                # whose peak is a group's rate, by its algorithm
+TRAINING, TEXT = ("pretrain", "long", "sft", "rl"), ("pretrain", "long")
+READ_BY = {name: stages for stages, names in {                 # flags that only some stages look at
+    TEXT: "data compile", ("pretrain", "long", "sft"): "batch_tokens grow",
+    TRAINING: "seed steps optimizer lr adam_lr weight_decay clip warmup decay balance_rate micro_tokens recompute save_every",
+    ("sft",): "demos restless hints neutral_hints short context_loss copy_loss",
+    ("sft", "rl"): "sloppy levels habits harden documented",
+    ("rl",): "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm mask_overlong reward imitate "
+             "feedback placebo divergence teacher teacher_rate length_penalty penalty_k penalty_q full_price learn_summaries "
+             "curriculum easy hardest",
+    ("rl", "eval"): "tasks temperature draft distinct",
+    ("sft", "rl", "eval"): "window turns commands summarize trigger truncate",
+    ("eval",): "eval_levels eval_tasks eval_samples"}.items() for name in names.split()}
+
+
+def check_optimizer_flags(config, given, stage, stages):
+    """--lr and --weight_decay are of Muon's matrices. Where AdamW moves all weights they would change nothing: refused, unless a
+    later or earlier stage of the same command has Muon."""
+    muon = any({**STAGES[other], **given}.get("optimizer", Config.optimizer) == "muon" for other in stages or (stage,) if other in TRAINING)
+    if config.optimizer == "adamw" and not muon and stage in TRAINING:
+        if "lr" in given:
+            stop(f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: give --adam_lr")
+        if "weight_decay" in given:
+            stop(f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: "
+                 "leave it away, or take --optimizer=muon")
+
+
+def idle_flags(config, given):
+    """What was given by hand and changes nothing in this stage -> {flag: why}"""
+    stage = config.stage
+    idle = {name: f"of {' and '.join(READ_BY[name])}" for name in given if stage not in READ_BY.get(name, (stage,))}
+    adamw = config.optimizer == "adamw" and stage in TRAINING
+    rl = stage == "rl"
+    reasons = {
+        "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
+        "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
+        "trigger learn_summaries": "--summarize=0" if not config.summarize else "",
+        "sloppy": "the expert is asked with --imitate=1 only" if rl and not config.imitate else "",
+        "levels": "not with --tasks or --curriculum=0" if rl and (config.tasks or not config.curriculum) else "",
+        "harden documented": "of generated tasks" if rl and config.tasks else "",
+        "balance_rate": "biases stay where the experts of sampling are replayed" if rl and config.replay and not config.imitate else "",
+        "draft workers replay": "--imitate=1" if rl and config.imitate else "",
+        "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
+        "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
+        "experts active expert_ffn balance_rate": "the only layer is dense" if config.layers == 1 and not config.init_from else "",
+        "processes": "torchrun or the GPU decides" if "PLAIN_REPLICAS" not in os.environ and (
+            "RANK" in os.environ or torch.cuda.is_available() and config.device != "cpu") else ""}
+    for names, why in reasons.items():
+        idle |= {name: why for name in names.split() if why and name in given}
+    return idle
+
+
+def say_idle_flags(stages, configs, given):
+    """One line about the flags that change nothing in any of the stages to come, and one for each in which a rate does not reach."""
+    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
+    nowhere = {name: why for name, why in idle[stages[0]].items() if all(name in idle[stage] for stage in stages)}
+    lines = ["in no stage of this command: " + ", ".join(f"--{name} ({why})" for name, why in nowhere.items())] if nowhere else []
+    for stage in stages:
+        rates = [name for name in ("lr", "weight_decay") if name in idle[stage] and name not in nowhere and stage in TRAINING]
+        lines += [f"not in {stage}: " + ", ".join(f"--{name} ({idle[stage][name]})" for name in rates)] if rates else []
+    if lines and int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write("\n".join(f"flags that change nothing {line}" for line in lines))
+
+
 def habits(config):
     return config.habits.split(",")
 
@@ -381,36 +466,60 @@ SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)}
 
 
 def model_config(config, vocab):
-    return ModelConfig(vocab=vocab, **{name: getattr(config, name) for name in SIZES})
+    """The model of a run from noise. With one expert per token a gate over the sum of the gates would always be 1, and the loss
+    would teach the router nothing: then the gate is the router's score itself."""
+    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **{name: getattr(config, name) for name in SIZES})
 
 
 def same_model(config, origin, given):
     """A stage goes on with the weights of the one before: in the same model, or it would be another function of them."""
-    made, flags = given["config"], SIZES | ({"yarn"} if config.stage != "long" else set())
+    made, flags = given["config"], SIZES | {"vocab"} | ({"yarn"} if config.stage != "long" else set())
     other = {name: made[name] for name in sorted(flags) if name in made and made[name] != getattr(config, name)}
     if other:
         words = [f"--scale={made['scale']}"] if made["scale"] != config.scale else [f"--{name}={value}" for name, value in other.items()]
         stop(f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: give {' '.join(words)} here, too")
 
 
+def same_gates(config, path, given):
+    """Of a version that divided a single gate by itself: the same weights with other gates would be another function."""
+    if given["model"].get("norm_gates", True) != (config.active > 1):
+        stop(f"{path} was made with --active=1 and a gate that is always 1, which teaches its routers nothing: begin anew in another --out")
+
+
 # ---------------------------------------------------------------- data
 
+HELD_OUT = 1 / 20                # of the files
 SKIP = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "pydoc_data", "encodings", "turtledemo", "idlelib"}
 
 
 def python_sources(folder):
-    """-> (training texts, held-out texts): real Python, tests and generated tables left out; every 20th file is held out."""
+    """-> (training texts, held-out texts): real Python, tests and generated tables left out. About every 20th file is held out; which
+    ones depends on each file's own path below the folder, so a file that is added or removed moves no other."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         stop(f"--data={folder}: no such folder")
     own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])       # a link may lead nowhere
     paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
-    texts = [p.read_text(encoding="utf-8", errors="ignore") for p in paths]
-    texts = [t for t in texts if t.strip()]
+    texts = {p.relative_to(root).as_posix(): p.read_text(encoding="utf-8", errors="ignore") for p in paths}
+    texts = {name: text for name, text in texts.items() if text.strip()}
     if len(texts) < 2:
         stop(f"--data={folder}: fewer than two Python files there")
-    held = texts[::20]
-    return [t for i, t in enumerate(texts) if i % 20], held
+
+    # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no other: one of each is needed.
+    place = {name: int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:7], "big") / 2 ** 56 for name in texts}
+    held = {name for name in texts if place[name] < HELD_OUT}
+    if not 0 < len(held) < len(texts):
+        held = {min(texts, key=place.get)}
+    return [text for name, text in texts.items() if name not in held], [text for name, text in texts.items() if name in held]
+
+
+def digest_texts(train, held):
+    """Of all that a run on these texts depends on: their bytes, their order, and which are held out"""
+    found = hashlib.sha256()
+    for text in [f"{len(train)} and {len(held)}", *train, *held]:
+        data = text.encode("utf-8", "surrogatepass")
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()
 
 
 def train_tokenizer(config):
@@ -427,14 +536,22 @@ def train_tokenizer(config):
     return rollout.Tokenizer.train(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
+def same_data(config, state, now):
+    """Refuses to go on with other texts than those the stage began with. state: of its source; now: their digest"""
+    if state.get("data", now) != now:                            # a version before this one kept none
+        folder = config.data or "this Python's standard library"
+        stop(f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: put it back, or take another --out")
+
+
 class Text:
     """pretrain and long: windows of one long stream. The batch of a step is a function of (seed, stage, step) alone."""
     def __init__(self, run):
         self.run, config = run, run.config
-        self.window = int(config.context * (config.yarn if config.stage == "long" else 1))
+        self.window = text_window(config)
         tokenizer = run.tokenizer
         stream = lambda texts: torch.cat([torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts])
         train, held = python_sources(config.data)
+        self.data = digest_texts(train, held)
         self.train, self.held = stream(train), stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             stop(f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}")
@@ -466,6 +583,7 @@ class Text:
     @torch.no_grad()
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
+        self.run.model.eval()                                    # the routers count no load
         log = {}
         starts = np.linspace(0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
@@ -473,9 +591,13 @@ class Text:
         return {"held_out_loss": self.run.sum(log["loss"])}
 
     after_step = lambda self: None
-    state_dict = lambda self: {}
-    load_state_dict = lambda self, state: None
     tensors = lambda self: {}
+
+    def state_dict(self):
+        return {"data": self.data}
+
+    def load_state_dict(self, state):
+        same_data(self.run.config, state, self.data)
 
 
 class Demonstrations:
@@ -507,13 +629,14 @@ class Demonstrations:
             weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Are names and constants copied? Their mean probabilities where a careful expert writes them, in held-out tasks."""
         config, run = self.run.config, self.run
+        run.model.eval()                                         # the routers count no load
         chains = [rollout.demonstrate(task, run.tokenizer, random.Random(task.instance_id), agent_limits(config), 0.0, run.compact)
                   for task in run.share(eval.held_out(12, range(config.levels)))]
         total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
@@ -608,8 +731,7 @@ class Reinforcement:
         self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate) if config.feedback else None
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
-        self.budget = float(length_penalty.effort(dict(thinking_tokens=0, call_tokens=20 * config.turns, output_tokens=0,
-                                                       final_tokens=0, calls=config.turns, turns=config.turns), self.weights))
+        self.budget = length_penalty.effort_budget(config.window, config.turns, self.weights)
 
     def draw(self, step):
         """This step's tasks (equal on all ranks), easy ones first. What was drawn ahead is remembered, by a checkpoint too."""
@@ -691,7 +813,7 @@ class Reinforcement:
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
             expected = feedback_distill.mute(self.teacher(taught), taught.muted) if config.feedback else None
-            read += taught.tokens.numel() if config.feedback else 0
+            read += taught.real_tokens if config.feedback else 0
             reference = self.reference_logprobs(batch) if config.kl else None
             hidden = run.hidden(batch)
             logp = run.model.logprobs(hidden, batch["targets"], config.temperature, batch["mask"] > 0)
@@ -708,7 +830,7 @@ class Reinforcement:
                 loss, kl = loss + config.feedback * distance, kl + distance.detach().double()
                 before, after = (x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum() for x in (student, expected))
                 gap += (before - after).double()
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
         log.update(mismatch=run.sum(mismatch) / max(1, sampled), feedback_kl=run.sum(kl), flagged=int(targets),
@@ -743,8 +865,11 @@ class Reinforcement:
         group, lines = max(groups, key=lambda g: np.ptp([c.reward for c in g])), []
         for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
             flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
-            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[round(c.reward, 3) for c in group])
-        rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=[float(f"{c.reward:.6g}") for c in group])
+        try:
+            rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+        except OSError as error:                                 # it is there to be read: no reason to lose the run
+            self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
 
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
@@ -812,7 +937,8 @@ class Run:
 
     def say(self, text):
         if self.rank == 0:
-            tqdm.write(text)
+            with contextlib.suppress(OSError):                   # whoever read along is gone
+                tqdm.write(text)
 
     # ranks
     def share(self, rows):
@@ -848,7 +974,11 @@ class Run:
         for i in range(most):
             part = batches[i] if i < len(batches) else [spare]
             batch = rollout.pack([e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp)
-            yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches)}
+            if i >= len(batches):                                # a spare: its tokens are computed and count nowhere
+                batch["tokens"] = torch.full_like(batch["tokens"], -1)
+            # The ranks of a sequence count an equal share of it each, so that the sum over all ranks is right.
+            real_tokens = sum(len(e) for e, _ in part) / self.config.cp if i < len(batches) else 0
+            yield {**self.shard(batch), "episodes": [e for e, _ in part], "real": i < len(batches), "real_tokens": real_tokens}
 
     # model
     def hidden(self, batch):
@@ -947,6 +1077,8 @@ def published_shape(config, given=None):
     window = {"pretrain": config.context, "long": int(config.context * config.yarn)}.get(config.stage, config.window)
     if window > shape.window:
         raise ValueError(f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many")
+    if config.balance_rate and shape.scoring != "sigmoid":       # of fine-tuning it is 0: someone has asked for it
+        raise ValueError(f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away")
     return shape
 
 
@@ -957,8 +1089,10 @@ def train(config, interrupted):
     given = extra or (open_checkpoint(origin) if origin and hsdp.exists(origin) else None)
     if given and not extra and given["config"].get("init_from", "") != config.init_from:
         stop(f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
-    if given and not extra and not config.init_from:
-        same_model(config, origin, given)
+    if given and not config.init_from:
+        if not extra:
+            same_model(config, origin, given)
+        same_gates(config, out if extra else origin, given)
     run = Run(config)
     if extra:
         for name, value in compared(config).items():
@@ -969,6 +1103,8 @@ def train(config, interrupted):
                 stop(f"{out} was made {made}: take another --out{again}")
         if extra["source"].get("file", digest(config.tasks)) != digest(config.tasks):
             stop(f"{config.tasks} is no longer the file that {out} was begun with: take another --out")
+        if config.data and stage in ("pretrain", "long"):        # finished or not: a result is called by what it was made from
+            same_data(config, extra["source"], digest_texts(*python_sources(config.data)))
         if extra["step"] == config.steps:
             begun = extra["config"]["start_from"]
             run.say(f"{stage}: finished already ({out})" + f", begun from {begun}" * bool(begun))
@@ -986,13 +1122,15 @@ def train(config, interrupted):
     except (ValueError, OSError) as error:
         stop(str(error))
     optimizer = run.make_optimizer()
+    if given and not extra and (label := eval.unfinished(origin)):
+        run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if given and not extra:
             hsdp.load(origin, run.model)
         source = STAGE[stage](run)
         if extra:
-            hsdp.load(out, run.model, optimizer, source.tensors())
             source.load_state_dict(extra["source"])
+            hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         stop(str(error))
     with hsdp.one_fate():
@@ -1010,7 +1148,9 @@ def export(config, given):
         stop(f"--{name} does nothing beside --export, which takes --out, --stage and --weights")
     target = Path(config.export)
     try:
-        model, tokenizer, saved = eval.load(config.out if config.stage == "all" else Path(config.out, config.stage))
+        stage = eval.last_stage(config.out) if config.stage == "all" else Path(config.out, config.stage)
+        label = eval.unfinished(stage)
+        model, tokenizer, saved = eval.load(stage)
         source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
         ids, files, more = {}, [], {}
         if source:
@@ -1032,7 +1172,7 @@ def export(config, given):
             tokenizer.write(target)
     except (ValueError, OSError) as error:
         stop(str(error))
-    print(f"{target}: " + ", ".join(sorted(p.name for p in target.iterdir())))
+    print(f"{target}: " + ", ".join(sorted(p.name for p in target.iterdir())) + f"\n{stage} is {label}" * bool(label))
 
 
 def tokenizer_code(folder):
@@ -1072,6 +1212,7 @@ def loop(run, source, optimizer, step, interrupted, out):
         start, log = time.time(), {}
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * schedule(step, config)
+        rates = {RATE_FLAGS[group["algorithm"]]: group["lr"] for group in optimizer.param_groups}
         run.model.train()
         for loss in source.losses(step, log):
             loss.backward()
@@ -1081,11 +1222,11 @@ def loop(run, source, optimizer, step, interrupted, out):
         if norm != 0:                                            # nothing to learn from: AdamW's and Muon's memories would move on
             optimizer.step()
         optimizer.zero_grad()
-        worst = balance(run.model, config.balance_rate * (run.model.config.scoring == "sigmoid"), hsdp.total)
+        worst = balance(run.model, bias_rate(run), hsdp.total)
         source.after_step()
         step += 1
         log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
-               "load": worst}
+               "load": worst, **rates}
         log["tokens_per_s"] = log["tokens"] / (time.time() - start)
         log["seconds"] = time.time() - start
         log["memory"] = run.sum(peak_memory())
@@ -1107,16 +1248,34 @@ def loop(run, source, optimizer, step, interrupted, out):
     return True
 
 
+def bias_rate(run):
+    """How far a step moves the routers' biases. Not at all where softmax routers have none, nor where the experts of sampling are
+    replayed: what is counted then is what was sampled, for the log; moving the bias would part the trainer from the sampler."""
+    config = run.config
+    replayed = config.stage == "rl" and config.replay and not config.imitate
+    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
+
+
 def keep_lines(path, step):
-    """A log may hold steps after the checkpoint that a killed run never saved: drop them, they come again."""
-    lines, part = path.read_text().splitlines()[:step] if path.exists() else [], Path(f"{path}.part")        # one a step, from 1 on
-    part.write_text("".join(line + "\n" for line in lines))
+    """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those steps come again. By the steps
+    that the lines name, since a log may have lost its beginning. Each step is kept once, in order; a torn line is left out."""
+    kept = {}
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            number = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if 1 <= number <= step:
+            kept[number] = line
+    part = Path(f"{path}.part")
+    part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
     part.replace(path)
 
 
 COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_tool": "{:6.3f}", "effort": "{:6.2f}", "turns": "{:5.2f}",
            "feedback_kl": "{:7.4f}", "held_out_loss": "{:7.4f}", "names": "{:5.3f}", "constants": "{:5.3f}", "norm": "{:7.3f}",
-           "load": "{:5.2f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}", "seconds": "{:6.2f}"}
+           "load": "{:5.2f}", "lr": "{:7.5f}", "adam_lr": "{:7.5f}", "memory": "{:4.1f}", "tokens_per_s": "{:8.0f}",
+           "seconds": "{:6.2f}"}
 
 
 def report(run, bar, log, path):
@@ -1124,9 +1283,10 @@ def report(run, bar, log, path):
     if run.rank:
         return
     with open(path, "a") as file:
-        file.write(json.dumps({k: round(float(v), 6) for k, v in log.items()}) + "\n")
-    words = [f"{k} {form.format(float(log[k]))}" for k, form in COLUMNS.items() if k in log]
-    tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
+        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    words = [f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
+    with contextlib.suppress(OSError):                           # whoever read along is gone: no reason to end the run
+        tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
 
 
@@ -1146,31 +1306,46 @@ def evaluate(config, given):
     """Held-out tasks before and after RL (before any training: the published model itself) -> table, summary.json, figures. Every rank
     plays its share of the tasks."""
     run, out = Run(config), Path(config.out)
-    names = {"before RL": out / "sft", "after RL": out / "rl"}
-    if not hsdp.exists(names["before RL"]):
-        begun = open_checkpoint(out / "rl")["config"]["start_from"] if hsdp.exists(out / "rl") else ""
-        names["before RL"] = Path(config.start_from or begun or config.out) / "sft"
-    before, names = names["before RL"], {name: path for name, path in names.items() if hsdp.exists(path)}
+    trained = hsdp.exists(out / "rl")
+    names = {"before RL" if trained else "after SFT": out / "sft", "after RL": out / "rl"}
+    first = next(iter(names))
+    if not hsdp.exists(names[first]):
+        begun = open_checkpoint(out / "rl")["config"]["start_from"] if trained else ""
+        names[first] = Path(config.start_from or begun or config.out) / "sft"
+    before, names = names[first], {name: path for name, path in names.items() if hsdp.exists(path)}
     policy = load_published(config, run.device) if config.init_from and not config.start_from and not names else None
     if not names and not policy:
         stop(f"--stage=eval: neither {before} nor {out}/rl is there")
     names = names or {"published": Path(config.init_from)}
+
+    # What is shown belongs to what was run: a stage that is not at its end is called so, and what is evaluated is said.
+    labelled = {}
+    for name, path in names.items():
+        label = eval.unfinished(path) if not policy else ""
+        labelled[f"{name} ({label})" if label else name] = path
+    names = labelled
+    run.say("evaluated: " + ", ".join(f"{name} = {path}" for name, path in names.items())
+            + (f"; there is no {out}/rl" if not trained else ""))
     last = list(names.values())[-1]
     world = policy[2] if policy else eval.load(last)[2]                    # one window, one limit of turns, ... for all of them
     if config.init_from not in ("", world["init_from"]):
         stop(f"{last} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away")
+    for name in sorted(SIZES | {"vocab", "yarn"}) if not policy else ():
+        if given.get(name, world.get(name)) != world.get(name):
+            stop(f"--{name}={given[name]}: {last} was made with {world.get(name)}, and so it is evaluated")
     for name in ("window", "turns", "commands", "draft", "summarize", "trigger", "truncate"):
         if given.get(name, world[name]) != world[name]:
             stop(f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated")
         config = replace(config, **{name: world[name]})
     for name in ("temperature", "distinct"):                             # these may be asked for otherwise
         config = replace(config, **{name: given.get(name, world.get(name, getattr(config, name)))})
-    kept = out / "summary.json"
-    if kept.exists() and (out / "rl").exists() and kept.stat().st_mtime > (out / "rl").stat().st_mtime:
-        with contextlib.suppress(ValueError, KeyError):          # or a full disk left half of it
+    kept, made_from = out / "summary.json", {name: when_saved(path) for name, path in names.items()} if not policy else {}
+    if kept.exists() and trained:
+        with contextlib.suppress(ValueError, KeyError, TypeError):       # or a full disk left half of it
             done = json.loads(kept.read_text())
             asked = ("tasks", "temperature", "distinct", "start_from", "eval_levels", "eval_tasks", "eval_samples")
-            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == digest(config.tasks):
+            if all(done["config"][name] == getattr(config, name) for name in asked) and done["file"] == digest(config.tasks) \
+                    and done["made_from"] == made_from:
                 return run.say(done["table"])
     held_out = synth_tasks.read_tasks(config.tasks) if config.tasks else eval.held_out(config.eval_tasks, range(config.eval_levels))
     jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
@@ -1196,9 +1371,24 @@ def evaluate(config, given):
     text += f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process" + "es" * (run.world > 1)
     logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
     ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
-    eval.write(policies, out, "summary.json", {"table": text, "config": asdict(config), "stages": ends, "file": digest(config.tasks)})
-    eval.draw_training(logs, out)
-    print(f"\n{text}\n\n{out}/summary.json and figures: " + ", ".join(sorted(p.name for p in out.glob("*.png"))))
+
+    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not cost it.
+    print(f"\n{text}\n")
+    try:
+        eval.write_json(policies, out / "summary.json", {"table": text, "config": asdict(config), "stages": ends,
+                                                         "file": digest(config.tasks), "made_from": made_from})
+    except OSError as error:
+        print(f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+    problems = [eval.draw_safely(eval.draw, policies, out), eval.draw_safely(eval.draw_training, logs, out)]
+    figures = ", ".join(sorted(p.name for p in out.glob("*.png")))
+    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+
+
+def when_saved(path):
+    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
+    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
 
 
 STARTED = []                                                     # by spread: the other processes
@@ -1224,6 +1414,9 @@ def spread(argv, config):
     n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
         return config
+    if config.dp_replicate not in (1, n):
+        stop(f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are {n} copies; "
+             "give --processes=1 under torchrun, or leave the flag away")
     if "PLAIN_REPLICAS" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -1253,7 +1446,7 @@ def main(argv):
     configs = {}
     for stage in stages:
         given["init_from"] = given.get("init_from") or began_from(given, stage)
-        configs[stage] = configure({**given, "stage": stage}, stage)
+        configs[stage] = configure({**given, "stage": stage}, stage, stages)
     config = configs[stages[0]]
     if config.start_from and config.stage == "pretrain":         # of all stages, each would leave the one before it aside
         stop("--start_from is for one stage: add --stage=long, sft, rl or eval")
@@ -1268,11 +1461,8 @@ def main(argv):
                 stop(f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}")
     except synth_tasks.Refusal as refusal:
         stop(refusal)
-    try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.out).close()
-    except OSError as error:
-        stop(f"--out={config.out} cannot be written: {error.strerror}")
+    check_positions(configs)
+    check_outputs(config.out, stages)
     if uses_card(given) and given.get("scale", "auto") == "auto" and not config.init_from and int(os.environ.get("RANK", 0)) == 0:
         print(describe_card(config))
     with alone(config.out):
@@ -1292,6 +1482,47 @@ def explain_full_card(config, argv, error):
             "(if that is not enough: --weights=bfloat16, and in rl fewer --tasks_per_step or a smaller --window, with another --out)")
 
 
+def check_positions(configs):
+    """A published model has positions for so many tokens: each stage's window is looked at before the first one begins."""
+    for stage, config in configs.items():
+        if config.init_from and stage in TRAINING:
+            there = [path for path in places(stage, config.out, config.start_from) if path and hsdp.exists(path)]
+            given = open_checkpoint(there[0]) if there else None
+            if given and given["config"].get("init_from", "") != config.init_from:
+                continue                                         # of another model: the stage refuses it by name
+            try:
+                published_shape(config, given)
+            except (ValueError, OSError) as error:
+                stop(str(error))
+
+
+def check_outputs(out, stages):
+    """Whatever is written or drawn at the end is tried now. What only draws is no reason to stop."""
+    names = [f"{stage}.jsonl" for stage in stages if stage in TRAINING]
+    names += ["summary.json"] if "eval" in stages else []
+    try:
+        eval.check_writable(out, names)
+    except OSError as error:
+        stop(f"--out={out} cannot be written: " + (f"{error.filename}: " if error.filename else "") + str(error.strerror))
+    problem = eval.try_to_draw() if "eval" in stages and int(os.environ.get("RANK", 0)) == 0 else ""
+    if problem:
+        print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
+
+
+def check_layout(configs):
+    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is cut."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    for config in configs.values():
+        try:
+            layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
+            cut = layout.shard > 1 or config.ep > 1
+            if cut and not config.init_from and config.stage in TRAINING and config.layers > 1:
+                layout.check({"layers.1.ffn.experts.w_gate": (config.experts, config.expert_ffn, config.dim),
+                              "layers.1.ffn.experts.w_down": (config.experts, config.dim, config.expert_ffn)})
+        except ValueError as error:
+            stop(str(error))
+
+
 @contextlib.contextmanager
 def alone(folder):
     """Two runs in one folder would write over each other's checkpoints: the second one is refused."""
@@ -1309,6 +1540,8 @@ def alone(folder):
 def work(argv, stages, configs, given):
     """The stages, one after the other, in as many processes as they want."""
     configs = {stage: spread(argv, config) for stage, config in configs.items()}
+    check_layout(configs)
+    say_idle_flags(stages, configs, given)
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp
     if "rl" in configs and configs["rl"].tasks_per_step < ranks:
         stop(f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the {ranks} data ranks")

@@ -35,18 +35,32 @@ def test_pass_at_k_equals_the_share_of_all_k_subsets_that_hold_a_solved_pass(n):
             evaluation.pass_at_k(*wrong)
 
 
-def test_the_interval_holds_the_true_mean_about_95_times_in_100():
+@pytest.mark.parametrize("rate", [.03, .3, .7, .97])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_interval_holds_the_true_rate_about_95_times_in_100_also_near_its_ends(rate, alike):
+    """24 tasks, two passes each: passes that know nothing of each other, and passes that always agree"""
     rng, inside = np.random.default_rng(0), 0
-    for _ in range(300):
-        low, high = evaluation.interval(rng.random(60) < .7, rng, draws=400)
-        inside += low <= .7 <= high
-    assert .90 <= inside / 300 <= .98
-    assert evaluation.interval([.4] * 9, rng) == [pytest.approx(.4)] * 2
+    for _ in range(400):
+        solved = rng.random((24, 1)) < rate if alike else rng.random((24, 2)) < rate
+        low, high = evaluation.interval(solved.mean(1), 2)
+        assert 0 <= low <= solved.mean() <= high <= 1
+        inside += low <= rate <= high
+    assert .92 <= inside / 400 <= .995
 
 
-def test_the_interval_is_as_wide_as_the_normal_approximation_says():
+def test_the_interval_is_wilsons_where_passes_are_independent_or_always_agree():
+    """By hand, of 8 solved among 10: (.8 + .1921 -+ 1.96 sqrt(.016 + .0096)) / 1.3842; and where all or none were solved"""
+    agree = [1.0] * 8 + [0.0] * 2
+    assert evaluation.interval(agree) == pytest.approx([.4902, .9433], abs=2e-3)
+    assert evaluation.interval(agree, 4)[0] == pytest.approx(.4902, abs=.03)     # four passes that agree are one
+    for n in (1, 5, 24):
+        (low, one), (none, high) = evaluation.interval([1.0] * n, 2), evaluation.interval([0.0] * n, 2)
+        assert one == 1 and none == 0 and low == pytest.approx(n / (n + 1.96 ** 2)) and high == pytest.approx(1 - low)
+
+
+def test_the_interval_is_as_wide_as_the_normal_approximation_says_where_much_is_known():
     values = np.random.default_rng(1).random(400)
-    low, high = evaluation.interval(values, np.random.default_rng(2), draws=4000)
+    low, high = evaluation.interval(values, 10 ** 6)
     half = 1.96 * values.std() / 20
     assert (low, high) == (pytest.approx(values.mean() - half, abs=.1 * half), pytest.approx(values.mean() + half, abs=.1 * half))
 
@@ -119,6 +133,56 @@ def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
     json.dumps(r)
 
 
+def solved_by(numbers, first=0, among=40):
+    return [line(f"t{i}", 0, i in numbers, 10) for i in range(first, among)]
+
+
+def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
+    """The chance of a split by counting all of them: 2 * (C(9, 0)) / 2^9, and 2 * (C(8,0) + .. + C(8,3)) / 2^8"""
+    base = solved_by(range(10))
+    better, other = solved_by(range(19)), solved_by(range(3, 15))
+    assert evaluation.compare_pairs(base, better) == {"tasks": 40, "won": 9, "lost": 0, "p": 2 / 2 ** 9,
+                                                      "difference": pytest.approx(9 / 40)}
+    mixed = evaluation.compare_pairs(base, other)
+    assert (mixed["won"], mixed["lost"], mixed["p"]) == (5, 3, pytest.approx(2 * (1 + 8 + 28 + 56) / 2 ** 8))
+    assert evaluation.compare_pairs(base, base)["p"] == 1
+    assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
+    text = evaluation.table({"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)})
+    row = next(row for row in text.split("\n") if "won, lost" in row)
+    assert re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"] and "p=0.004" in text
+    assert "won, lost" not in evaluation.table({"a": base})
+
+
+def test_passes_of_a_task_are_one_pair():
+    one = [line("a", 0, True, 1), line("a", 0, False, 1), line("b", 0, True, 1), line("b", 0, True, 1)]
+    two = [line("a", 0, True, 1), line("a", 0, True, 1), line("b", 0, False, 1), line("b", 0, True, 1)]
+    pair = evaluation.compare_pairs(one, two)
+    assert (pair["tasks"], pair["won"], pair["lost"], pair["difference"]) == (2, 1, 1, 0)
+
+
+def test_the_spread_over_seeds_is_the_samples():
+    import statistics
+    for values in ([.969, .941, .809], [.5, .9], [.1, .2, .3, .45]):
+        text = evaluation.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
+        assert f"({statistics.stdev(values):.3f})" in text
+    text = evaluation.compare("x", {"arm": [{"end": {"solved": .25}}]})
+    assert "0.250" in text and "(0" not in text and "one seed" in text
+
+
+@pytest.mark.parametrize("value, form, text", [(.123, "{:.3f}", "0.123"), (.00012, "{:.3f}", "1.20e-04"), (0.0, "{:.3f}", "0.000"),
+        (-4e-7, "{:7.4f}", "-4.00e-07"), (123456.7, "{:8.0f}", "  123457"), (float("nan"), "{:.3f}", "nan")])
+def test_small_numbers_are_printed_in_significant_digits(value, form, text):
+    assert evaluation.format_number(value, form) == text
+
+
+def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
+    (tmp_path / "rl.jsonl").write_text('{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5')
+    lines = evaluation.lines_of(tmp_path, "rl")
+    assert [(entry["step"], entry["x"]) for entry in lines] == [(3, 5), (4, 2)]
+    assert str(evaluation.curve(lines, "x")) == "[nan, nan, 5, 2]"
+    assert evaluation.running([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0] and evaluation.lines_of(tmp_path, "sft") == []
+
+
 # ---------------------------------------------------------------- held out
 
 def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
@@ -173,6 +237,39 @@ def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run)
     (folder / "rl").rename(folder / "rl.old")                    # what a save leaves that ended between its two renames
     assert evaluation.load(folder)[2]["stage"] == "rl"
     (folder / "rl.old").rename(folder / "rl")
+
+
+def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(run, tmp_path, capsys):
+    model, tokenizer, config = evaluation.load(run[0])
+    for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
+        config["steps"] = 60
+        hsdp.save(tmp_path / "r" / "rl", model, None, {"config": config, "model": vars(model.config),
+                                                       "tokenizer": tokenizer.state_dict(), "step": step})
+        assert evaluation.unfinished(tmp_path / "r" / "rl") == label
+        evaluation.main([str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
+        name, = json.loads((tmp_path / "eval.json").read_text())["policies"]
+        assert label in name and label in capsys.readouterr().out and ("unfinished: step" in name) == bool(label)
+
+
+def test_tasks_of_one_id_are_refused_by_line(run, tmp_path, capsys):
+    tasks = [make_task(0, 5), make_task(0, 6), make_task(0, 5)]
+    (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in tasks))
+    with pytest.raises(SystemExit) as end:
+        evaluation.main([str(run[0]), f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and "line 3 has the id of line 1" in error and tasks[0].instance_id in error
+
+
+def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked_for(run, tmp_path, monkeypatch, capsys):
+    def fails(*words):
+        raise RuntimeError("no font\nat all")
+    monkeypatch.setattr(evaluation, "draw", fails)
+    evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
+    assert "no figure (RuntimeError: no font)" in capsys.readouterr().out and (tmp_path / "eval.json").exists()
+    code = "import sys, eval; assert eval.try_to_draw() == '', eval.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(eval.try_to_draw())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"})
+    assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
 
 
 def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
@@ -264,7 +361,8 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
     (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--mismatch"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
     (["--experiment=feedback", "--stage=rl"], "sets it itself"), (["--experiment=muon", "--steps=3"], "sets it itself"),
-    (["--experiment=hacking", "--harden=1"], "sets it itself")])
+    (["--experiment=hacking", "--harden=1"], "sets it itself"), (["{run}", "{run}/"], "more than once"),
+    (["--experiment=feedback", "--seeds", "1", "2", "1"], "each seed once")])
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
@@ -338,7 +436,7 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     question, arms, *lines = capsys.readouterr().out.splitlines()
     assert question.endswith("2 seeds)") and re.split("  +", arms)[-2:] == ["reward alone", "with targeted feedback"]
     numbers = {line[:22].strip(): line[22:].split() for line in lines}
-    assert numbers["solved"] == 2 * ["0.700", "(0.100)"] and numbers["seconds a step"] == 2 * ["2.000", "(1.000)"]
+    assert numbers["solved"] == 2 * ["0.700", "(0.141)"] and numbers["seconds a step"] == 2 * ["2.000", "(1.414)"]
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
 

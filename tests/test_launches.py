@@ -278,17 +278,18 @@ def check_pins(found, pins):
 MUON_STEP = {"clip": (14, {}), "optimizer": (338, {"read a number": 1}), "balance": (14, {"read a number": 1})}
 ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
 SELECTED = {"boolean index": 2}      # of all places those that are trained on: their number is the data's
+# In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the routers count is marked (3).
 
 
 @pytest.mark.parametrize("stage, flags, pins", [
-    ("pretrain", {}, MUON_STEP | {"forward": (207, {}), "backward": (298, {})}),
-    ("long", {}, MUON_STEP | {"forward": (207, {}), "backward": (298, {})}),
-    ("sft", {}, MUON_STEP | {"forward": (229, SELECTED), "backward": (304, {})}),
-    ("rl", {}, ADAMW_STEP | {"forward": (563, SELECTED), "backward": (344, {})}),
-    ("rl", dict(divergence="jsd"), {"forward": (582, SELECTED), "backward": (374, {})}),
-    ("rl", dict(divergence="forward", teacher="frozen"), {"forward": (563, SELECTED), "backward": (342, {})}),
-    ("rl", dict(kl=0.1), {"forward": (865, {"boolean index": 4}), "backward": (344, {})}),
-    ("rl", dict(feedback=0.0), {"forward": (222, SELECTED), "backward": (307, {})}),
+    ("pretrain", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
+    ("long", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
+    ("sft", {}, MUON_STEP | {"forward": (233, SELECTED), "backward": (304, {})}),
+    ("rl", {}, ADAMW_STEP | {"forward": (568, SELECTED), "backward": (344, {})}),
+    ("rl", dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
+    ("rl", dict(divergence="forward", teacher="frozen"), {"forward": (568, SELECTED), "backward": (342, {})}),
+    ("rl", dict(kl=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
+    ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
 ])
 def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(stage, flags, pins, card, sources):
     check_pins(count_step(card, stage, *make_run(stage, sources, **flags)), pins)

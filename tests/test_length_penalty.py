@@ -134,3 +134,17 @@ def test_a_bad_flag_gives_one_line_and_exit_code_two(tmp_path, flag):
     done = run(tmp_path, flag)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("window, turns", [(512, 40), (512, 10), (4096, 20), (8192, 40), (32768, 100)])
+def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_window_and_turns(window, turns):
+    """Worst cases by hand: the whole window thought, or called, or half of it read, in as many turns as there are"""
+    budget = lp.effort_budget(window, turns)
+    none = dict(thinking_tokens=0, call_tokens=0, output_tokens=0, final_tokens=0, calls=turns, turns=turns)
+    for spent in (dict(thinking_tokens=window), dict(call_tokens=window), dict(thinking_tokens=window / 2, output_tokens=window / 2)):
+        assert lp.effort({**none, **spent}) < budget
+    assert lp.effort_budget(2 * window, turns) > budget < lp.effort_budget(window, 2 * turns)
+
+
+def test_the_budget_of_the_default_recipe_is_an_effort_of_80():
+    assert lp.effort_budget(512, 40) == 80.0

@@ -526,12 +526,30 @@ def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer
     assert kept[1] < 0.3 * kept[0]
 
 
-def test_replayed_tokens_are_not_counted_as_load():
+def test_replayed_tokens_are_counted_as_the_experts_that_they_went_to():
     model, tokens, record = build().train(), text(1, 8), []
     model(tokens, record=record)
     before = model.layers[1].ffn.router.load.clone()
     model(tokens, replay=torch.stack(record, 2))
-    assert torch.equal(model.layers[1].ffn.router.load, before) and before.sum() == 16
+    assert torch.equal(model.layers[1].ffn.router.load, 2 * before) and before.sum() == 16
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
+    """Counted are the choices of the tokens that are there, by a loop over them; hidden states are as without marks."""
+    model, tokens, record = build().train(), text(3, 16), []
+    model.recompute = recompute
+    padded = tokens.clone()
+    padded[0, 5:], padded[2] = -1, -1                            # the end of a row, and a whole spare row
+    hidden = model(padded, record=record)
+    hidden.sum().backward()
+    for layer, block in enumerate(block for block in model.layers if isinstance(block.ffn, MoE)):
+        expected = torch.zeros(6)
+        for row, column in (padded >= 0).nonzero().tolist():
+            for expert in record[layer][row, column].tolist():
+                expected[expert] += 1
+        assert torch.equal(block.ffn.router.load, expected) and expected.sum() == (5 + 16) * SMALL.active
+    assert torch.equal(hidden, model.eval()(padded.clamp(min=0)))
 
 
 # ---------------------------------------------------------------- formats of few bits

@@ -703,7 +703,7 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
         tokens, mask, logprobs, _ = flatten(episode)
         for t in range(16):
             inside, target = t < len(tokens), t + 1 < len(tokens)
-            assert batch["tokens"][i, t] == (tokens[t] if inside else 0)
+            assert batch["tokens"][i, t] == (tokens[t] if inside else -1)
             assert batch["targets"][i, t] == (tokens[t + 1] if target else 0)
             assert batch["mask"][i, t] == (mask[t + 1] if target else 0)
             assert batch["logprobs"][i, t] == (logprobs[t + 1] if target else 0)

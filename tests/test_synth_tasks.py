@@ -746,6 +746,24 @@ def test_without_bubblewrap_the_resource_limits_still_hold(monkeypatch, workspac
 
 
 # ---------------------------------------------------------------------------------------------------- the curriculum
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32])
+def test_a_level_opens_after_as_many_rollouts_however_they_are_grouped(group):
+    curriculum, rollouts = st.Curriculum(range(3)), 0
+    while max(curriculum.levels) == 2:
+        curriculum.update(2, group, group)
+        rollouts += group
+    assert 16 <= rollouts <= 48
+    half = st.Curriculum(range(3))
+    for i in range(400):
+        half.update(2, i % 2 if group == 1 else group // 2, group)
+    assert max(half.levels) == 2
+    # what the counts hold after many rollouts is the same, too
+    many = st.Curriculum(range(3), hardest=2)
+    for _ in range(400):
+        many.update(2, group, group)
+    assert 77 < sum(many.counts[2]) < 100 + group
+
+
 def test_a_resumed_curriculum_draws_what_the_first_would_have_drawn_and_never_a_task_twice():
     def walk(curriculum, rng, number):
         drawn = []
@@ -1394,3 +1412,14 @@ def test_the_demo_ends_in_a_sentence_within_ten_seconds():
     start = time.perf_counter()
     done = command()
     assert done.returncode == 0 and time.perf_counter() - start < 10 and done.stdout.rstrip().endswith("won nothing.")
+
+
+def test_two_tasks_of_one_id_are_refused_by_their_lines(tmp_path):
+    tasks = [st.make_task(0, seed) for seed in (5, 6, 7)]
+    tasks[2].instance_id = tasks[0].instance_id
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(task.to_json() + "\n" for task in tasks))
+    with pytest.raises(st.Refusal, match="line 3 has the id of line 1"):
+        st.read_tasks(path)
+    path.write_text("".join(task.to_json() + "\n" for task in tasks[:2]))
+    assert len(st.read_tasks(path)) == 2
