@@ -132,22 +132,24 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             assert said(mine) == said(theirs) and mine.files == theirs.files
         for episode in mine.episodes:
             tokens, mask, _, index = flatten(episode)
+            number = 0                                           # of a family's calls, through the whole context
             for i, turn in enumerate(episode.turns):
                 part = tokens[(index == i) & (mask == 1)].tolist()
                 assert part == (turn.tokens[turn.head:] if turn.role == "assistant" else [])
                 if turn.role == "assistant" and turn.tokens[-1] == ours.id["<|end|>"] and episode.turns[i - 1].role != "query":
-                    assert part == write_action(ours, turn.text, [(c.name, c.args) for c in turn.calls])
+                    assert part == write_action(ours, turn.text, [(c.name, c.args) for c in turn.calls], number)
+                number += len(turn.calls)
         n += len(mine.episodes) > 1
     assert n > 3 if summarised else n == 0
 
 
 READ = {"qwen": [('a<tool_call>{"name":"read_file","arguments":{"path":"b"}}</tool_call>', "a", [("read_file", ["b"], "")]),
                  ('<tool_call>\n{"name": "cat", "arguments": {"x": "1", "y": "2"}}\n</tool_call>', "", [("cat", ["1", "2"], "")]),
-                 ('<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>', "", [("edit_file", ["p", "n"], "")]),
+                 ('<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>', "", [("edit_file", [], "bad_arguments")]),
                  ('<tool_call>\n{"name": "read_file", "arguments": {"path": 5}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
                  ('<tool_call>\n{"name": "read_file", "arguments": ["b"]}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
                  ('<tool_call>\n{"name": "read_file", "arguments": {"path"}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
-                 ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]), ("</tool_call> no call", "</tool_call> no call", [])],
+                 ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]), ("</tool_call> no call", "", [("", [], "bad_arguments")]), ("a plain word", "a plain word", [])],
         "kimi": [('<|tool_calls_section_begin|><|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>', "",
                   [("read_file", ["b"], "")]), ("a<|tool_calls_section_begin|>", "a", [("", [], "bad_arguments")])],
         "deepseek": [('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{"path": "b"}<｜tool▁call▁end｜>', "",      # as V3.1 writes it
@@ -165,8 +167,9 @@ def test_a_call_that_cannot_be_read_is_answered_and_not_run():
     ours = published("qwen")
     body = ours.spell('<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>') + [ours.id["<|end|>"]]
     chain, _ = played(ours, [body, write_action(ours, "", [])])
-    assert [turn.text for turn in chain.turns if turn.role == "tool"] == ["The arguments must be a JSON object of strings."]
-    assert chain.files == TASK.files and chain.turns[1].calls[0].error == "bad_arguments"
+    assert [turn.text for turn in chain.turns if turn.role == "tool"] == ["The arguments must be a JSON object of strings.",
+                                                                          "This call cannot be read."]
+    assert chain.files == TASK.files and [call.error for call in chain.turns[1].calls] == ["bad_arguments"] * 2
 
 
 def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
@@ -187,7 +190,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     with torch.no_grad():                                        # it likes calls and endings, or it would only babble
         model.head.weight[[*calls, ours.id["<|end|>"]]] += .3 * torch.randn(model.config.dim)
     sampler = rollout.Sampler(model, ours, rows=6, window=900, draft=3)
-    group, = rollout.rollouts(sampler, [make_task(1, 5)], 6, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500))
+    group, = rollout.rollouts(sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500))
     scored = [rollout.rescore(model, e).abs() for c in group for e in c.episodes if any(t.role == "assistant" for t in e.turns)]
     assert sum(map(len, scored)) > 300 and float(torch.cat(scored).max()) < 1e-4
 
