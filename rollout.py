@@ -375,9 +375,9 @@ class Call:
     args: list
     output: str = ""
     error: str = ""                     # "", "unknown_tool", "bad_arguments" or "failed"
-    start: int = 0                      # where in the turn's body it begins, what stands before all calls included
-    id: str = ""                        # as sampled, where a family numbers its calls: the answer repeats it
-    given: dict = None                  # published forms: the arguments by the names that they came under
+    start: int = field(default=0, compare=False)        # where in the turn's body it begins, what stands before all calls included
+    id: str = field(default="", compare=False)          # as sampled, where a family numbers its calls: the answer repeats it
+    given: dict = field(default=None, compare=False)    # published forms: the arguments by the names that they came under
 
 
 @dataclass
@@ -509,7 +509,7 @@ def read_action(tokenizer, body):
     text, calls = tokenizer.decode(parts[0]), []
     for mark, start, part in zip(marks, starts, parts[1:]):
         if mark == call:
-            calls.append(Call(tokenizer.decode(part).strip(), [], start=start if calls else starts[0]))
+            calls.append(Call(tokenizer.decode(part).strip(), [], start=start))
         elif calls:
             calls[-1].args.append(tokenizer.decode(part))
     return text, calls
