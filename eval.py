@@ -87,6 +87,7 @@ def summary(records):
               "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
               "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
               "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
+              "no_turn": sum(r["turns"] == 0 for r in records),
               "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
               **{habit: mean(habit) for habit in ("communication", "code_style")}}
     if "moved" in records[0]:
@@ -219,6 +220,8 @@ def table(policies, kind="held-out"):
     for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
         scale = 1000 if key == "cost" else 1
         text.append(line(ROWS[key][0], [ROWS[key][1].format(w[key] * scale) for w in whole.values()]))
+    if any(w["no_turn"] for w in whole.values()):                # these count as failed, and nothing was tried
+        text.append(line("without room for a turn", [f"{w['no_turn']:.0f}" for w in whole.values()]))
     return "\n".join(text)
 
 
@@ -262,7 +265,7 @@ def draw(policies, folder):
 def lines_of(run, stage):
     """The step log of one stage of a run"""
     path = Path(run, f"{stage}.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line] if path.exists() else []
 
 
 def draw_training(logs, folder):

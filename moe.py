@@ -339,13 +339,25 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
     return LoopedSwiGLU.apply(x, counts, *(w.to(x.dtype) for w in (w_gate, w_up, w_down)))
 
 
+COLDEST = 1e-30             # colder is as good as 0, and 1 / temperature stays finite in fp32
+
+
+def divide_by_temperature(scores, temperature):
+    """scores (..., V) in fp32 -> what softmax takes at a temperature above 0. At very small ones relative to the largest score, which
+    changes no probability, and no quotient overflows: the largest logit then has all of it."""
+    if temperature == 1:
+        return scores
+    if temperature >= 1e-4:
+        return scores / temperature
+    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, COLDEST)
+
+
 class TargetLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] for h (N, D), W (V, D), targets (N,) -> (N,) fp32, a stretch of rows at a time: the
     (N, V) scores, the largest tensor of a small model by far, never exist. The backward computes each stretch again."""
     @staticmethod
     def scores(h, W, temperature):
-        scores = F.linear(h, W.to(h.dtype)).float()
-        return scores if temperature == 1 else scores / temperature
+        return divide_by_temperature(F.linear(h, W.to(h.dtype)).float(), temperature)
 
     @staticmethod
     def stretches(h, W):
@@ -366,7 +378,7 @@ class TargetLogprobs(torch.autograd.Function):
         for r in TargetLogprobs.stretches(h, W):
             p = TargetLogprobs.scores(h[r], lower, ctx.temperature).softmax(-1).mul_(-grad[r, None])
             p.scatter_add_(1, targets[r, None], grad[r, None])                       # grad * (one-hot - softmax)
-            p = p.div_(ctx.temperature).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
+            p = p.div_(max(ctx.temperature, COLDEST)).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
             dh[r] = p @ lower
             dW += p.T @ h[r]
         return dh, dW, None, None

@@ -39,6 +39,7 @@ import atexit
 import base64
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -64,7 +65,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import Cache, Model, ModelConfig, fast_dtype, to_device
+from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
 from synth_tasks import (ARGUMENTS, HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert,
                          judge, make_task)
 
@@ -753,6 +754,11 @@ class Work:
     slow: bool
 
 
+def leaves_room(tokenizer, task, limits):
+    """Is there room for a first turn, two tokens at least, behind the task's opening?"""
+    return limits.window - len(opening(tokenizer, task).tokens) - len(tokenizer.lead("user")) >= 2
+
+
 def agent(task, tokenizer, workspace, limits, compact=None):
     """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is sent nothing, and so on;
     it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each
@@ -818,13 +824,17 @@ def agent(task, tokenizer, workspace, limits, compact=None):
 # ---------------------------------------------------------------- sampling
 
 def choose(logits, uniform, temperature=1.0, top_p=1.0):
-    """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from."""
+    """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from, in fp32.
+    temperature from 0 (the largest logit) on, finite; top_p from 0 (the likeliest token alone) to 1: else a ValueError."""
+    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = (logits if temperature == 1 else logits / temperature).softmax(-1)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
     if top_p < 1:
         ordered, where = p.sort(-1, descending=True)
         cut = ordered.cumsum(-1) - ordered >= top_p              # keep the token that crosses the line
+        cut[:, 0] = False                                        # and the first one always
         p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
         p = p / p.sum(-1, keepdim=True)
     mass = p.cumsum(-1)
@@ -1440,15 +1450,15 @@ def transcript(chain, tokenizer, flags=None, **about):
 def read_transcripts(path):
     """-> the conversations in a file. ValueError says in one line what is wrong with it."""
     try:
-        rows = Path(path).read_text(encoding="utf-8").strip().split("\n")
+        rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     lines = []
     for number, row in enumerate(rows, 1):
         try:
             lines.append(json.loads(row))
-            spoken(lines[-1])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            printed(lines[-1])                                   # what can be printed is a conversation
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path}: line {number} is no conversation (messages of role, content, tool_calls)") from None
     return lines
 
@@ -1487,12 +1497,18 @@ def inert(text):
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def show(line):
-    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags."""
-    print(inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")))
+def printed(line):
+    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags.
+    -> the text of it. What is no conversation raises a ValueError, LookupError, TypeError, AttributeError or RecursionError."""
+    said = [inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))]
     for who, text, sampled, notes in spoken(line):
         who, text, notes = inert(who), inert(text).replace("\n", "\n" + " " * 11), inert(", ".join(notes))
-        print(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{notes}]\033[0m" if notes else ""))
+        said.append(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{notes}]\033[0m" if notes else ""))
+    return "\n".join(said)
+
+
+def show(line):
+    print(printed(line))
 
 
 # ---------------------------------------------------------------- demo and bench
@@ -1681,6 +1697,8 @@ def main(argv):
         lines = read_transcripts(given.replay)
     except ValueError as error:
         refuse(error)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")        # a terminal that is not for all letters shows their numbers
     if not 1 <= (number := given.line if given.line is not None else len(lines)) <= len(lines):
         refuse(f"--line={number}: {given.replay} has lines 1 to {len(lines)}")
     show(lines[number - 1])

@@ -633,8 +633,10 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json", *list(texts)[:6]}
     read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
     end = train.eval.load(tmp_path / "out")[1].id["<|end|>"]
-    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, end, None]
-    assert read("generation_config.json") == {"eos_token_id": end, "top_p": .8}          # it ends turns with what it was trained to
+    # the end that turns are written with, and those that the model was published with
+    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [end, 8, 9], None]
+    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": .8}
+    assert train.eval.load(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
     shutil.rmtree(published)
