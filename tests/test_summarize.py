@@ -192,7 +192,7 @@ def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
 
 
 def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on():
-    words = [ID[SUMMARIZE], *ENC("first, then second: " + "a step and " * 40 + "third"), ID["<|end|>"]]
+    words = [ID[SUMMARIZE], *ENC("first, then second: " + "a step and " * 20 + "third"), ID["<|end|>"]]
     most, size = 60, len(words) - 2
     carried = condensed(TRAINED, words, most)
     note = re.search(r"\n\[(\d+) tokens cut\]$", TRAINED.decode(carried))
