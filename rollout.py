@@ -160,13 +160,13 @@ KIMI = Chat(
     ("", "<|im_system|>tool<|im_middle|>## Return of {id}\n{words}<|im_end|>", "", ""),
     ("<|tool_calls_section_begin|>",
      "<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>", "", "<|tool_calls_section_end|>"),
-    r"\s*(?P<id>(?:[^\0:]*\.)?(?P<name>[^\0:.]*?)(?::(?P<i>[0-9]+))?)\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)")
+    r"\s*(?P<id>(?:[^\0:]*\.)?(?P<name>[^\0:.]*?)(?::(?P<i>[0-9]{1,9}))?)\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)")
 DEEPSEEK = Chat(
     "<｜begin▁of▁sentence｜>Tools:\n{tools}", "<｜User｜>{words}", "<｜Assistant｜>", "",
     ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>{words}<｜tool▁output▁end｜>", "\n", "<｜tool▁outputs▁end｜>"),
     ("<｜tool▁calls▁begin｜>",
      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
-    r"\s*(?:function\s*\0<｜tool▁sep｜>)?\s*(?P<name>[^\s\0]*)(?:\s*```(?:json)?\s|\s*\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\s*```)?\s*")
+    r"\s*(?:function\s*\0<｜tool▁sep｜>)?\s*(?!function\s*\0)(?P<name>[^\s\0]*)(?:\s*```(?:json)?\s|\s*\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\s*```)?\s*")
 # Tokens that may end a turn of the published models, beside the one that a turn of ours is written with
 ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
 
@@ -710,8 +710,7 @@ def number_calls(tokenizer, calls, number):
     if tokenizer.chat and tokenizer.chat.numbered:
         for call in calls:
             call.id = call.id or f"functions.{call.name}:{number}"
-            digits = call.id.rpartition(":")[2]
-            number = max(number, int(digits)) + 1 if len(digits) < 10 else number + 1
+            number = max(number, int(call.id.rpartition(":")[2]) + 1)
     return number
 
 
