@@ -1475,10 +1475,25 @@ def write_transcripts(path, step, lines):
     part.replace(path)
 
 
+def check_kinds(message):
+    """A TypeError where a message of a transcript holds another kind of value than it should"""
+    kinds = {"role": str, "content": (str, type(None)), "name": str, "tool_call_id": str, "tokens": int, "sampled": int,
+             "flags": list, "versions": list, "tool_calls": list}
+    for name, kind in kinds.items():
+        if name in message and not isinstance(message[name], kind):
+            raise TypeError(f"{name} is no {kind}")
+    called = [call["function"][part] for call in message.get("tool_calls", []) for part in ("name", "arguments")]
+    if not all(isinstance(word, str) for word in [*message.get("flags", []), *called]):
+        raise TypeError("flags, names and arguments are words")
+    if not all(isinstance(version, int) for version in message.get("versions", [])):
+        raise TypeError("versions are numbers")
+
+
 def spoken(line):
     """-> [(who, what, sampled tokens, notes)] of a conversation's messages; strict, so it is the check of a file as well"""
     said = []
     for m in line["messages"]:
+        check_kinds(m)
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])

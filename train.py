@@ -239,6 +239,8 @@ def convert(name, kind, value):
         stop(f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag away")
     if kind != "str" and not (0 <= number < float("inf")):
         stop(f"--{name} must be a finite number >= 0, not {value}")
+    if kind == "float" and number and not 1e-30 <= number <= 1e30:       # its inverse and its products must be numbers in fp32, too
+        stop(f"--{name} must be 0 or from 1e-30 to 1e30, not {value}")
     return number
 
 
@@ -275,6 +277,10 @@ def check_values(config):
     for name in ("clip", "length", "rope_theta", "temperature"):         # temperature: who never varies has nothing to learn from
         if getattr(config, name) == 0:
             stop(f"--{name} must be above 0" + " (python eval.py RUN --temperature=0 is for greedy evaluation)" * (name == "temperature"))
+    if config.temperature < 1e-3:                                        # an update is divided by it
+        stop(f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN --temperature={config.temperature:g} samples colder)")
+    if config.rope_theta < 1.1:
+        stop(f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower one by one")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:

@@ -57,7 +57,9 @@ def refused(arguments, capsys):
     ("--trigger=0.9", "below .875"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
-    ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"), ("--seed=99999999999999999999", "below 2^32"),
+    ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"),
+    ("--temperature=1e-5", "at least 0.001"), ("--temperature=5e-324", "from 1e-30 to 1e30"), ("--length=1e-40", "from 1e-30 to 1e30"),
+    ("--lr=1e300", "from 1e-30 to 1e30"), ("--clip=inf", "finite"), ("--rope_theta=1", "at least 1.1"), ("--seed=99999999999999999999", "below 2^32"),
     ("--eval_tasks=0", "at least 1"), ("--heads=0", "at least 1"), ("--turns=0", "at least 1"), ("--yarn=0", "at least 1"),
     ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "is empty"),
     ("--init_from=", "is empty"), ("--start_from=", "is empty"), ("--tasks=", "is empty"), ("--data=", "is empty"), ("--export=", "is empty")])
