@@ -587,7 +587,8 @@ def read_block(chat, block):
                 given, block.arguments_at = json.loads(given), -1
         else:
             found = re.fullmatch(chat.reads, block.text)
-            name, block.name_end, block.arguments_at = found["name"], found.end("name"), found.start("arguments")
+            space = len(found["arguments"]) - len(found["arguments"].lstrip())
+            name, block.name_end, block.arguments_at = found["name"], found.end("name"), found.start("arguments") + space
             groups = found.groupdict()
             block.id = groups["id"] if groups.get("i") else ""
             given = None

@@ -338,6 +338,52 @@ def test_halves_of_characters_and_zero_bytes_do_not_reach_the_files():
     assert json.loads(json.dumps(rollout.transcript(chain, ours)))
 
 
+def read_plainly(family, text):
+    """What the families' own readers do with whole calls, by string methods alone: cut at the tokens, then JSON"""
+    begin, end = {"qwen": ("<tool_call>", "</tool_call>"), "kimi": ("<|tool_call_begin|>", "<|tool_call_end|>"),
+                  "deepseek": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")}[family]
+    calls = []
+    for part in text.split(begin)[1:]:
+        inside = part.split(end)[0]
+        if family == "qwen":
+            found = json.loads(inside)
+            calls.append((found["name"], found["arguments"]))
+        elif family == "kimi":
+            name, arguments = inside.split("<|tool_call_argument_begin|>")
+            calls.append((name.strip().split(":")[0].split(".")[-1], json.loads(arguments)))
+        else:
+            kind, rest = inside.split("<｜tool▁sep｜>")
+            name, arguments = (rest.split("\n```json\n")[0], rest.split("\n```json\n")[1].removesuffix("\n```")) if kind == "function" \
+                else (kind, rest)
+            calls.append((name, json.loads(arguments)))
+    return calls
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
+    ours, rng = published(family), random.Random(0)
+    letters = ["a", "é", "\n", "\t", '"', "\\", "}", "{", ":", ",", "```", "\n```", "</tool_call>", "<|im_end|>", "<｜tool▁sep｜>", "\u2028", "😀", "\x07", " "]
+    for _ in range(150):
+        texts, wanted = [], []
+        for number in range(rng.randrange(1, 4)):
+            name = rng.choice(["edit_file", "read_file", "search_codebase", "run_command"])
+            names = rng.sample(feedback_distill.ARGUMENTS[name], len(feedback_distill.ARGUMENTS[name]))
+            given = {key: "".join(rng.choices(letters, k=rng.randrange(12))) for key in names}
+            arguments = json.dumps(given, ensure_ascii=rng.random() < .5, indent=rng.choice([None, 1]))
+            # A name of a control token in a string is text, and stands for one only in the form
+            plain = re.sub("[<][^>]*>", lambda found: found[0].replace("<", "\\u003c"), arguments)
+            text = written(family, name, plain)
+            if family == "deepseek" and rng.random() < .5:       # as V3.1 writes it
+                text = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{plain}<｜tool▁call▁end｜>"
+            texts.append(text)
+            wanted.append((name, given))
+        text = rng.choice(["", "Look.", "\n\n"]) + rng.choice(["", "\n"]).join(texts)
+        _, calls = read_action(ours, spelled(ours, text))
+        assert read_plainly(family, text) == wanted
+        assert [(call.name, call.given, call.error) for call in calls] == [(name, given, "") for name, given in wanted]
+        assert [call.args for call in calls] == [[given[key] for key in feedback_distill.ARGUMENTS[name]] for name, given in wanted]
+
+
 # ---------------------------------------------------------------- numbers
 
 def numbers(ours, chain):
@@ -483,6 +529,21 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
                 inside[at - 1] = 1
             assert inside.tolist() == [1.0] * (len(episode) - 1) + [0.0]                         # everywhere else there is one
     assert (own > 40 and others > 5) == (family == "deepseek")
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.parametrize("given", ['{"new": "é = 1\\n\\u00e9\\ud83d\\ude00\\t=2;x", "path": "a.py", "old": ""}',
+                                   ' {"old": "", "path": "\\u0061.py",\n"new" : "\\u00e9 = 1\\n😀\\u00e9\\u0009=2;x"}',
+                                   '{"path": "a.py", "old": "", "new": "\\"\\" + 1\\u000aab\\/\\\\=2;x"}'])
+def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, given):
+    ours = published(family)
+    read = written(family, "read_file", arguments())
+    chain, _ = played(ours, [spelled(ours, "Look at \"new\". " + read + written(family, "edit_file", given)), write_action(ours, "", [])])
+    hint, = feedback_distill.detect(chain, ("code_style",))
+    turn = chain.turns[1]
+    first, end = feedback_distill.span(ours, turn, hint)
+    body = turn.tokens[turn.head:]
+    assert end == first + 1 and ";" in ours.decode(body[first:end]) and given.count(";") == 1
 
 
 # ---------------------------------------------------------------- folders that would be read as another tokenizer

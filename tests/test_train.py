@@ -3,6 +3,7 @@ import base64
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -152,6 +153,28 @@ def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(flags, w
     with pytest.raises(SystemExit) as end:
         train.main([*SMALL, "--stage=rl", "--steps=1", f"--start_from={run}", f"--out={tmp_path}/o", *flags])
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "o" / "rl").exists()
+
+
+def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(run, capsys, tmp_path):
+    make = train.synth_tasks.make_task
+    short, long = make(0, 5), make(0, 6)
+    long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
+    words = [*SMALL, "--stage=rl", "--tasks_per_step=2", "--group=2", "--steps=1", "--feedback=0", f"--start_from={run}", f"--tasks={tmp_path}/t.jsonl"]
+    logs = {}
+    for name, tasks in {"both": (long, short), "short": (short,)}.items():
+        (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in tasks))
+        train.main([*words, f"--out={tmp_path}/{name}"])
+        said = capsys.readouterr()
+        assert ("--window=1024 leaves no room for a turn in 1 of 2 tasks, which are left out: longish" in said.out + said.err) == (name == "both")
+        logs[name] = json.loads((tmp_path / name / "rl.jsonl").read_text().split("\n")[0])
+    assert all(logs["both"][key] == logs["short"][key] for key in ("reward", "solved", "turns", "sampled", "loss", "level") if key in logs["both"])
+    assert logs["both"]["no_turn"] == 0 and logs["both"]["turns"] > 0
+    (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in (long, short)))
+    model, tokenizer, config = train.eval.load(tmp_path / "both")
+    records = train.eval.attempt(model, tokenizer, config, [long, short], 2)
+    assert [record["turns"] == 0 for record in records] == [True, True, False, False] and train.eval.summary(records)["no_turn"] == 2
+    assert re.search(r"without room for a turn +2$", train.eval.table({"one": records}), re.M)
+    assert "without room" not in train.eval.table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
