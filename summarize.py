@@ -32,12 +32,15 @@ QUERY = "Summarize."
 
 
 def condensed(tokenizer, body, most):
-    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it where that is missing. Of one
-    longer than `most` tokens the beginning, with a note of how much was cut, all within `most`."""
+    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it where that is missing, without its
+    thought. Of one longer than `most` tokens the beginning, with a note of how much was cut, all within `most`."""
     mark = tokenizer.id[SUMMARIZE]
     tokens = list(body[:-1] if body and body[-1] in tokenizer.ends else body)
     if mark in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(mark):]
+    thought = (tokenizer.special or {}).get("</think>")          # a published model's scratch space ends there
+    if thought in tokens:
+        tokens = tokens[len(tokens) - tokens[::-1].index(thought):]
     if len(tokens) <= most:
         return tokens
     # The note says how many tokens are gone, and takes room itself: the number is found with the note in its place.

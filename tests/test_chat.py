@@ -455,6 +455,15 @@ def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answere
     assert chain.finished and len(chain.turns) == 2
 
 
+@pytest.mark.parametrize("family", EXPECTED)
+def test_the_thought_before_a_summary_is_not_carried_on(family):
+    ours = thinking(family)
+    bodies = [write_action(ours, "", CALLS[:1]), spelled(ours, "<think>first a, then b</think>\n\nleft: b"), write_action(ours, "Done.", [])]
+    chain, contexts = played(ours, bodies, compact=Compact(4000, 1))
+    carried = ours.decode(contexts[-1])
+    assert len(chain.episodes) == 2 and "left: b" in carried and "first a" not in carried and "think" not in carried
+
+
 def test_a_long_thought_does_not_make_a_short_message_long():
     ours = thinking("qwen")
     for thought, found in (("", 0), (f"<think>{'and so on ' * 30}</think>", 0)):
