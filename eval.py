@@ -138,6 +138,7 @@ def summary(records):
               "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
               "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
               "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
+              "no_turn": sum(r["turns"] == 0 for r in records),
               "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
               **{habit: mean(habit) for habit in ("communication", "code_style")}}
     if "moved" in records[0]:
@@ -287,6 +288,8 @@ def table(policies, kind="held-out"):
     for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
         scale = 1000 if key == "cost" else 1
         text.append(line(ROWS[key][0], [format_number(w[key] * scale, ROWS[key][1]) for w in whole.values()]))
+    if any(w["no_turn"] for w in whole.values()):                # these count as failed, and nothing was tried
+        text.append(line("without room for a turn", [f"{w['no_turn']:.0f}" for w in whole.values()]))
     return "\n".join(text)
 
 

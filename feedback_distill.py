@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import hint_turn
+from rollout import find_calls, hint_turn, read_json_object, spoken_text
 from synth_tasks import ARGUMENTS
 
 KNOBS = "placebo", "divergence", "teacher", "teacher_rate"        # flags of train.py that say nothing with --feedback=0
@@ -53,6 +53,7 @@ STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 FINAL_WORDS = 16            # of the final message; the micro-world's is "Put back this, that."
 
 
+UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form that the tools are called in."
 SILENT, RAMBLING = "Reminder: end with a short message that says what was done.", "Reminder: the final message must be short."
 
 
@@ -67,6 +68,8 @@ def unavailable_tool(chain, e, i):
 
 def malformed_arguments(chain, e, i):
     for call in chain.episodes[e].turns[i].calls:
+        if call.error == "bad_arguments" and not call.name:
+            return UNREADABLE
         if call.error == "bad_arguments":
             return f"Reminder: {call.name} takes {', '.join(ARGUMENTS.get(call.name, ('other arguments',)))}."
 
@@ -75,14 +78,14 @@ def breach(call, wanted=STYLE):
     """-> what to say of the first rule that a line of Python added by `call` breaks, and where the new text does; or None. Read line by
     line, without parsing: an edit is seldom a whole program."""
     if call.name == "edit_file" and len(call.args) == 3 and call.args[0].endswith(".py"):
-        kept, text = set(call.args[1].splitlines()), call.args[2]
+        kept, text = set(call.args[1].split("\n")), call.args[2]
         for said, broken in (STYLE[name] for name in wanted):
             start = 0
-            for line, whole in zip(text.splitlines(), text.splitlines(keepends=True)):
+            for line in text.split("\n"):
                 found = line not in kept and broken.search(STRING.sub(lambda quoted: "'" * len(quoted[0]), line))
                 if found:
                     return said, start + found.start()
-                start += len(whole)
+                start += len(line) + 1
 
 
 def code_style(chain, e, i):
@@ -102,7 +105,7 @@ def communication(chain, e, i):
     """Only where the policy ended by itself: to one that a limit cut off, "end with a message" would teach to give up."""
     turn = chain.episodes[e].turns[i]
     if chain.finished and last_word(chain, e, i):
-        words = len(turn.text.split())
+        words = len(spoken_text(turn.text).split())              # a thought is no message
         return SILENT if not words else RAMBLING if words > FINAL_WORDS else None
 
 
@@ -176,13 +179,39 @@ def span(tokenizer, turn, hint):
 def chat_span(tokenizer, body, call, n, where):
     """The same of the n-th call where calls have the form of a published model: its name, or the place `where` in the text that an edit
     writes, and the tokens that they fall into"""
-    text, token = tokenizer.marked(body), lambda at: bisect(range(len(body)), at, key=lambda i: len(tokenizer.marked(body[:i + 1])))
-    found = list(re.finditer(tokenizer.chat.reads, text))[n]
+    block = find_calls(tokenizer, body)[n]
+
+    def token(character):
+        """The token of the body that this character of the call's text falls into"""
+        length = lambda i: len(tokenizer.marked(body[block.inside:i + 1], tokenizer.chat.marks()))
+        return bisect(range(block.inside, len(body)), character, key=length) + block.inside
+
     if where is None:
-        return token(found.start()) if n else body.index(tokenizer.id["<|call|>"]), token(found.end("name") - 1) + 1
-    new = re.compile(r'"new"\s*:\s*"').search(text, *found.span("arguments"))
-    broken = token(new.end() + len(json.dumps(call.args[2][:where], ensure_ascii=False)) - 2) if new else len(body)
-    return (broken, broken + 1) if broken < len(body) else (0, len(body))         # JSON may be written otherwise
+        return block.start, token(block.name_end - 1) + 1
+    if block.arguments_at < 0:                                   # the arguments are JSON inside of JSON
+        return 0, len(body)
+    start = block.text[:block.arguments_at]
+    rest = block.text[block.arguments_at:]
+    _, new, _ = read_json_members(rest)["new"]
+    broken = token(len(start) + string_position(rest, new, where))
+    return (broken, broken + 1) if broken < len(body) else (0, len(body))
+
+
+def read_json_members(text):
+    """The members of the JSON object that a text begins with, whatever stands behind it"""
+    _, end = json.JSONDecoder().raw_decode(text)
+    return read_json_object(text[:end])
+
+
+CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.S)
+
+
+def string_position(text, start, count):
+    """Where in a JSON string, which begins at `start` with its quote, the character number `count` of its value is written"""
+    at = start + 1
+    for _ in range(count):
+        at = CHARACTER.match(text, at).end()
+    return at
 
 
 def muted(tokenizer, kind):

@@ -340,13 +340,25 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
     return LoopedSwiGLU.apply(x, counts, *(w.to(x.dtype) for w in (w_gate, w_up, w_down)))
 
 
+COLDEST = 1e-30             # colder is as good as 0, and 1 / temperature stays finite in fp32
+
+
+def divide_by_temperature(scores, temperature):
+    """scores (..., V) in fp32 -> what softmax takes at a temperature above 0. At very small ones relative to the largest score, which
+    changes no probability, and no quotient overflows: the largest logit then has all of it."""
+    if temperature == 1:
+        return scores
+    if temperature >= 1e-4:
+        return scores / temperature
+    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, COLDEST)
+
+
 class TargetLogprobs(torch.autograd.Function):
     """log softmax(h W^T / temperature)[target] for h (N, D), W (V, D), targets (N,) -> (N,) fp32, a stretch of rows at a time: the
     (N, V) scores, the largest tensor of a small model by far, never exist. The backward computes each stretch again."""
     @staticmethod
     def scores(h, W, temperature):
-        scores = F.linear(h, W.to(h.dtype)).float()
-        return scores if temperature == 1 else scores / temperature
+        return divide_by_temperature(F.linear(h, W.to(h.dtype)).float(), temperature)
 
     @staticmethod
     def stretches(h, W):
@@ -367,7 +379,7 @@ class TargetLogprobs(torch.autograd.Function):
         for r in TargetLogprobs.stretches(h, W):
             p = TargetLogprobs.scores(h[r], lower, ctx.temperature).softmax(-1).mul_(-grad[r, None])
             p.scatter_add_(1, targets[r, None], grad[r, None])                       # grad * (one-hot - softmax)
-            p = p.div_(ctx.temperature).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
+            p = p.div_(max(ctx.temperature, COLDEST)).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
             dh[r] = p @ lower
             dW += p.T @ h[r]
         return dh, dW, None, None
@@ -1106,7 +1118,43 @@ def open_folder(folder):
 FAMILIES = {"deepseek_v3": "DeepseekV3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "qwen3_moe": "Qwen3MoeForCausalLM"}
 ONLY = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "moe_layer_freq": 1, "decoder_sparse_step": 1, "partial_rotary_factor": 1, "truncate": True}
+        "moe_layer_freq": 1, "decoder_sparse_step": 1, "partial_rotary_factor": 1, "truncate": True,
+        "is_causal": True, "attention_dropout": 0, "mlp_bias": False, "attn_factor": 1, "extrapolation_factor": 1}
+# Settings that say nothing about what a forward computes: names, ids of tokens, losses, how text is generated, how it was trained.
+INERT = set("""
+    architectures auto_map dtype torch_dtype attn_implementation name_or_path transformers_version tokenizer_class use_cache initializer_range pretraining_tp ep_size
+    seq_aux aux_loss_alpha router_aux_loss_coef output_router_logits num_nextn_predict_layers num_mtp_layers max_window_layers
+    sliding_window bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id
+    forced_eos_token_id id2label label2id problem_type finetuning_task task_specific_params prefix keys_to_ignore_at_inference
+    return_dict output_hidden_states output_attentions torchscript use_bfloat16 tf_legacy_loss pruned_heads chunk_size_feed_forward
+    is_encoder_decoder is_decoder tie_encoder_decoder max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
+# Settings that are read, by whom, or checked against ONLY
+READ = set("""
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    rms_norm_eps tie_word_embeddings max_position_embeddings rope_theta rope_scaling rope_parameters layer_types
+    quantization_config""".split()) | ONLY.keys()
+FAMILY_READS = {
+    "qwen2": {"qkv_bias"},
+    "qwen3": {"use_qk_norm"},
+    "qwen3_moe": {"use_qk_norm", "mlp_only_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
+                  "moe_intermediate_size", "norm_topk_prob"},
+    "deepseek_v3": set("""q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim
+        first_k_dense_replace n_routed_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size
+        routed_scaling_factor norm_topk_prob n_group topk_group rope_interleave""".split())}
+ROPE_READS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+YARN_READS = ROPE_READS | set("""factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
+    truncate attn_factor extrapolation_factor""".split())
+
+
+def refuse_unread(path, settings, read, where=""):
+    """A setting that nobody reads is refused by name, unless it is off (null, false, 0, empty): it may change what the model
+    computes, and dropped in silence it would be another model. Names with a leading underscore are notes."""
+    for key, value in settings.items():
+        if key not in read and value and not key.startswith(("_", "unsloth")):
+            raise ValueError(f"{path}: {where}{key} = {value!r:.60} is not known here: delete it if the model computes the same without it")
 
 
 class Settings:
@@ -1141,7 +1189,10 @@ def rope_settings(get, mla):
     own = lambda found, key, value: found.get(key, get.raw.get(key, value) if key == "rope_theta" else None)
     if len(told) == 2 and any(own(found, key, value) != value for found in told for key, value in rope.items()):
         raise ValueError(f"{get.path}: rope_parameters and rope_scaling do not say the same: delete the one that is not meant")
-    yarn, ask = rope.get("rope_type") == "yarn", Settings({**get.raw, **rope}, get.path)
+    refuse_unread(get.path, rope, YARN_READS if rope.get("rope_type") == "yarn" else ROPE_READS, "rope_scaling: ")
+    # Of the keys beside it only the base and the share of turned dimensions belong to RoPE.
+    beside = {key: get.raw[key] for key in ("rope_theta", "partial_rotary_factor") if key in get.raw}
+    yarn, ask = rope.get("rope_type") == "yarn", Settings({**beside, **rope}, get.path)
     length = get("max_position_embeddings", high=1 << 30)
     found = dict(rope_theta=ask("rope_theta", 1e4, 1.1, 1e12), context=length)
     if not yarn:
@@ -1150,6 +1201,10 @@ def rope_settings(get, mla):
     factor = ask("factor", length / context, 1, 1e4)
     heat = lambda m: 0.1 * m * math.log(factor) + 1
     mscale, all_dim = ask("mscale", 0.0, 0, 10), ask("mscale_all_dim", 0.0, 0, 10)
+    # With one of the two DeepSeek's own code and transformers compute different temperatures. mscale = 1 alone is the default of both.
+    if not (mscale and all_dim) and (all_dim or rope.get("mscale") not in (None, 1)):
+        raise ValueError(f"{get.path}: rope_scaling: mscale = {rope.get('mscale')!r:.40} with mscale_all_dim = "
+                         f"{rope.get('mscale_all_dim')!r:.40} is not supported, only both above 0 or neither: readers differ in the rest")
     amplitude = ask("attention_factor", heat(mscale) / heat(all_dim) if mscale and all_dim else heat(1), 1e-3, 1e3)
     fast, slow = ask("beta_fast", 32.0, 1e-3, 1e6), ask("beta_slow", 1.0, 1e-3, 1e6)
     return dict(found, context=context, yarn_factor=factor, yarn_fast=fast, yarn_slow=slow, yarn_mscale=all_dim if mla else 0.0,
@@ -1174,6 +1229,8 @@ def gqa_settings(get, family, layers):
     if family != "qwen3_moe":
         return found
     dense, key = get.raw.get("mlp_only_layers") or [], "num_experts" if "num_experts" in get.raw else "num_local_experts"
+    if get.raw.get("num_local_experts", get.raw.get(key)) != get.raw.get(key):
+        raise ValueError(f"{get.path}: num_experts and num_local_experts differ: delete the one that is not meant")
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ValueError(f"{get.path}: mlp_only_layers = {dense!r:.60} is not supported, only the first ones")
     return dict(found, dense_layers=len(dense), experts=get(key, high=1 << 12), active=get("num_experts_per_tok"), shared=0,
@@ -1184,11 +1241,18 @@ def read_config(path):
     """config.json -> (ModelConfig, Settings of the language model, prefix of its tensors' names)"""
     raw, prefix = parse_json(read_bytes(path, 1 << 20), path), ""
     if raw.get("model_type") == "kimi_k25" and isinstance(raw.get("text_config"), dict):
-        raw, prefix = {"model_type": "kimi_k2", **raw["text_config"]}, "language_model."
+        whole, raw, prefix = raw, {"model_type": "kimi_k2", **raw["text_config"]}, "language_model."
+        # Of the settings around the language model's own none may speak about it: only one of the two places is read.
+        for key in sorted((READ | FAMILY_READS["deepseek_v3"]) - {"model_type"}):
+            if whole.get(key) and whole[key] != raw.get(key):
+                raise ValueError(f"{path}: {key} stands beside text_config and not, or otherwise, inside it: put it inside")
     family = "deepseek_v3" if raw.get("model_type") == "kimi_k2" else raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r:.60} is not one of {', '.join(FAMILIES)}, kimi_k2, kimi_k25")
     get, mla = Settings(raw, path), family == "deepseek_v3"
+    refuse_unread(path, raw, READ | INERT | FAMILY_READS[family])
+    if raw.get("qkv_bias") is False and family == "qwen2" or raw.get("use_qk_norm") is False and family in ("qwen3", "qwen3_moe"):
+        raise ValueError(f"{path}: qkv_bias or use_qk_norm = False is not supported: {family} has them")
     layers = get("num_hidden_layers", high=1024)
     if raw.get("layer_types") not in (None, ["full_attention"] * layers):
         raise ValueError(f"{path}: layer_types other than full_attention in every layer are not supported")

@@ -39,6 +39,7 @@ import atexit
 import base64
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -50,6 +51,7 @@ import threading
 import time
 import unicodedata
 import zlib
+from bisect import bisect
 from collections import Counter, defaultdict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -63,7 +65,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import Cache, Model, ModelConfig, fast_dtype, to_device
+from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
 from synth_tasks import (ARGUMENTS, HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert,
                          judge, make_task)
 
@@ -125,7 +127,19 @@ class Chat:
     after_tool: str                 # the same, behind a tool's output
     tool: tuple                     # before a turn's first output, an output {words} of call {i} to {name}, between two, behind the last
     call: tuple = ()                # before a turn's first call, a call, between two, behind the last; (): calls have our own form
-    reads: str = ""                 # finds the calls in what was sampled, see marked
+    reads: str = ""                 # what stands inside a call, see marked: its name and its arguments; "": a JSON object of the two
+
+    @property
+    def numbered(self):
+        """Does a call carry a number, which its answer repeats?"""
+        return bool(self.call) and "{i}" in self.call[1]
+
+    def marks(self):
+        """The control tokens of a call by what they do: {name: "begin", "end", "inside" or "section"}"""
+        first, one, between, last = self.call
+        begin, *inside, end = re.findall(CONTROL, one)
+        section = re.findall(CONTROL, first + between + last)
+        return {**dict.fromkeys(section, "section"), **dict.fromkeys(inside, "inside"), begin: "begin", end: "end"}
 
     def fit(self, special):
         """This, if a tokenizer has its control tokens, without calls (and how to make them) if only those of turns; else None"""
@@ -138,24 +152,23 @@ QWEN = Chat(
     "{{\"name\": <name>, \"arguments\": <object>}}\n</tool_call><|im_end|>",
     "\n<|im_start|>user\n{words}<|im_end|>", "\n<|im_start|>assistant\n", "\n<|im_start|>assistant\n",
     ("\n<|im_start|>user\n", "<tool_response>\n{words}\n</tool_response>", "\n", "<|im_end|>"),
-    ("", "<tool_call>\n{{\"name\": {quoted}, \"arguments\": {arguments}}}\n</tool_call>", "\n", ""),
-    r'\0<tool_call>\s*\{\s*"name":\s*"(?P<name>[^"]*)",\s*"arguments":\s*(?P<arguments>[^\0]*?)\}\s*\0</tool_call>')
+    ("", "<tool_call>\n{{\"name\": {quoted}, \"arguments\": {arguments}}}\n</tool_call>", "\n", ""))
 KIMI = Chat(
     "<|im_system|>tool_declare<|im_middle|>[{tools}]<|im_end|><|im_system|>system<|im_middle|>You act by calling tools.<|im_end|>",
     "<|im_user|>user<|im_middle|>{words}<|im_end|>",
     "<|im_assistant|>assistant<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>",
-    ("", "<|im_system|>tool<|im_middle|>## Return of functions.{name}:{i}\n{words}<|im_end|>", "", ""),
+    ("", "<|im_system|>tool<|im_middle|>## Return of {id}\n{words}<|im_end|>", "", ""),
     ("<|tool_calls_section_begin|>",
      "<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>", "", "<|tool_calls_section_end|>"),
-    r"\0<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\0]*?)(?::\d+)?\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)"
-    r"\0<\|tool_call_end\|>")
+    r"\s*(?P<id>(?:[^\0:]*\.)?(?P<name>[^\0:.]*?)(?::(?P<i>[0-9]{1,9}))?)\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)")
 DEEPSEEK = Chat(
     "<｜begin▁of▁sentence｜>Tools:\n{tools}", "<｜User｜>{words}", "<｜Assistant｜>", "",
     ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>{words}<｜tool▁output▁end｜>", "\n", "<｜tool▁outputs▁end｜>"),
     ("<｜tool▁calls▁begin｜>",
      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
-    r"\0<｜tool▁call▁begin｜>(?:function\0<｜tool▁sep｜>)?(?P<name>[^\n\0]*?)(?:\n```json\n|\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\n```)?"
-    r"\0<｜tool▁call▁end｜>")
+    r"\s*(?:function\s*\0<｜tool▁sep｜>)?\s*(?!function\s*\0)(?P<name>[^\s\0]*)(?:\s*```(?:json)?\s|\s*\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\s*```)?\s*")
+# Tokens that may end a turn of the published models, beside the one that a turn of ours is written with
+ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
 
 
 class Tokenizer:
@@ -175,7 +188,7 @@ class Tokenizer:
             "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
             "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>")}
 
-    def __init__(self, ranks, pattern=SPLIT, before=(), special=None, nfc=False):
+    def __init__(self, ranks, pattern=SPLIT, before=(), special=None, nfc=False, ends=()):
         self.ranks, self.pattern, self.before, self.special, self.nfc = ranks, pattern, tuple(before), special, nfc
         self.chat = next(filter(None, (chat.fit(special) for chat in (QWEN, KIMI, DEEPSEEK) if special)), None)
         special = special or {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
@@ -183,6 +196,9 @@ class Tokenizer:
         self.id = {name: special[next(own for own in (name, *self.HOME.get(name, ())) if own in special)] for name in CONTROLS}
         self.name = {i: name for name, i in self.id.items()}
         self.vocab = len(ranks) + len(special)
+        # Whichever of these is sampled ends the turn, and stays in it as it was sampled.
+        others = [special[name] for name in ENDS if name in special] if self.special else []
+        self.ends = {self.id["<|end|>"], *others, *ends}
 
     @classmethod
     def train(cls, texts, vocab):
@@ -197,9 +213,11 @@ class Tokenizer:
     def decode(self, tokens):
         return self.encoding.decode(list(tokens))
 
-    def marked(self, tokens):
-        """Text in which control tokens, and nothing else, stand behind a zero byte: a call may speak of them, too"""
-        parts = [(name, list(part)) for name, part in groupby(tokens, {i: name for name, i in (self.special or {}).items()}.get)]
+    def marked(self, tokens, names=None):
+        """Text in which control tokens (those of `names`, or all), and nothing else, stand behind a zero byte: a call may speak of them,
+        too"""
+        known = {i: name for name, i in (self.special or {}).items() if names is None or name in names}
+        parts = [(name, list(part)) for name, part in groupby(tokens, known.get)]
         return "".join(len(part) * f"\0{name}" if name else self.decode(part).replace("\0", "\ufffd") for name, part in parts)
 
     def spell(self, template, **words):
@@ -215,7 +233,8 @@ class Tokenizer:
         return self.spell(self.chat.after_tool if after in ("tool", "recent output") else self.chat.assistant)
 
     def state_dict(self):
-        more = {"pattern": self.pattern, "before": self.before, "special": self.special, "nfc": self.nfc} if self.special else {}
+        more = {"pattern": self.pattern, "before": self.before, "special": self.special, "nfc": self.nfc,
+                "ends": sorted(self.ends)} if self.special else {}
         return {"ranks": self.ranks, **more}
 
     @classmethod
@@ -230,7 +249,7 @@ class Tokenizer:
             assert all(more[name] == named.get(name, more[name]) for name in more), "added_tokens.json and tokenizer_config.json disagree"
             named |= more
             if (folder / "tiktoken.model").is_file():
-                lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().splitlines() if line]
+                lines = [line.split() for line in (folder / "tiktoken.model").read_bytes().split(b"\n") if line.strip()]
                 ranks, names = {base64.b64decode(t, validate=True): int(n) for t, n in lines}, {i: name for name, i in named.items()}
                 rows = range(len(ranks), len(ranks) + 256)       # so many are set aside for special tokens, named or not
                 found = dict(ranks=ranks, pattern=cls.KIMI, special={names.get(i, f"<|reserved_token_{i}|>"): i for i in rows})
@@ -241,12 +260,25 @@ class Tokenizer:
                 assert all(special.get(name, i) == i for name, i in named.items()), "two files give a special token two ids"
                 special |= {name: i for name, i in named.items() if i not in own}
             else:
-                merges = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+                merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
                 merges = [line for line in merges if line and not line.startswith("#version")]
                 found = dict(ranks=cls._ranks(load(folder / "vocab.json"), merges, named), pattern=cls.CUT, special=named, nfc=True)
-            return cls(**{**found, "special": cls._complete(found["ranks"], found["special"], vocab)})
+            special, ends = cls._complete(found["ranks"], found["special"], vocab), cls._read_ends(folder, load)
+            assert all(type(i) is int and 0 <= i < vocab for i in ends), f"eos_token_id {ends!r:.60}: ids below {vocab}"
+            return cls(**{**found, "special": special, "ends": ends})
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, OSError, RecursionError, regex.error) as error:
             raise ValueError(f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}") from None
+
+    @staticmethod
+    def _read_ends(folder, load):
+        """The ids that a published folder says end a turn: eos_token_id of generation_config.json and config.json, one or several"""
+        ends = []
+        for name in ("generation_config.json", "config.json"):
+            raw = load(folder / name) if (folder / name).is_file() else {}
+            for settings in (raw, raw.get("text_config") or {}):
+                found = settings.get("eos_token_id")
+                ends += found if isinstance(found, list) else [] if found is None else [found]
+        return ends
 
     @classmethod
     def _from_json(cls, raw):
@@ -344,6 +376,9 @@ class Call:
     args: list
     output: str = ""
     error: str = ""                     # "", "unknown_tool", "bad_arguments" or "failed"
+    start: int = field(default=0, compare=False)        # where in the turn's body it begins, what stands before all calls included
+    id: str = field(default="", compare=False)          # as sampled, where a family numbers its calls: the answer repeats it
+    given: dict = field(default=None, compare=False)    # published forms: the arguments by the names that they came under
 
 
 @dataclass
@@ -357,6 +392,7 @@ class Turn:
     logprobs: np.ndarray = None         # assistant: one per sampled token
     versions: np.ndarray = None         # assistant: of the policy, per sampled token: new weights arrive in the middle of a turn
     head: int = 1
+    open: bool = False                  # behind it the policy goes on at once, without a token of the harness between
 
 
 @dataclass
@@ -399,10 +435,10 @@ def flatten(episode):
     return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
 
 
-def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1)):
-    """A turn that was not sampled; text beyond `most` tokens is cut, with a note. answers: of a tool's, which tool was called, and that
-    it was call i of n in one turn."""
-    tokens, (name, i, n) = tokenizer.encode(text), answers
+def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
+    """A turn that was not sampled; text beyond `most` tokens is cut, with a note. answers: of a tool's, which tool was called, that
+    it was call i of n in one turn, and the call's id where it has one."""
+    tokens, (name, i, n, call_id) = tokenizer.encode(text), answers
     if len(tokens) > most:
         note = tokenizer.encode(f"\n[{len(tokens) - most} tokens cut]")
         tokens = tokens[:max(0, most - len(note))] + note
@@ -411,7 +447,8 @@ def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1)):
     first, one, between, last = tokenizer.chat.tool
     form = first * (i == 0) + one + (between if i < n - 1 else last) if role == "tool" else tokenizer.chat.user
     words = tokenizer.decode(tokens)                             # spelled as one text, as the model has seen it
-    return Turn(role, tokenizer.spell(form, words=words, name=name, i=i), words)
+    tokens = tokenizer.spell(form, words=words, name=name, i=i, id=call_id or f"functions.{name}:{i}")
+    return Turn(role, tokens, words, open=role == "tool" and i == n - 1 and not tokenizer.lead("tool"))
 
 
 def frame(tokenizer, role, tokens, text):
@@ -437,15 +474,16 @@ def named(name, args):
     return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))
 
 
-def write_action(tokenizer, text, calls):
+def write_action(tokenizer, text, calls, number=0):
     """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument... per call, or as the model's family has
-    it. Only for text of our own: where an expert writes SUMMARIZE, the control token is meant."""
+    it. Only for text of our own: where an expert writes SUMMARIZE, the control token is meant. number: of the first call, where a
+    family numbers them through the conversation."""
     if calls and tokenizer.chat and tokenizer.chat.call:
         (first, one, between, last), body = tokenizer.chat.call, []
         for i, (name, args) in enumerate(calls):
             form = (between if i else "{text}" + (first or "\n" * bool(text))) + one
             arguments = json.dumps(named(name, args), ensure_ascii=False)
-            body += tokenizer.spell(form, text=text, name=name, quoted=json.dumps(name), i=i, arguments=arguments)
+            body += tokenizer.spell(form, text=text, name=name, quoted=json.dumps(name), i=number + i, arguments=arguments)
         return body + tokenizer.spell(last) + [tokenizer.id["<|end|>"]]
     thought, *carried = text.split(SUMMARIZE)
     body = tokenizer.encode(thought) + [t for part in carried for t in (tokenizer.id[SUMMARIZE], *tokenizer.encode(part))]
@@ -461,38 +499,220 @@ def read_action(tokenizer, body):
     if tokenizer.chat and tokenizer.chat.call:
         return read_chat(tokenizer, body)
     parts, call, arg = [[]], tokenizer.id["<|call|>"], tokenizer.id["<|arg|>"]
-    marks = []
-    for token in body[:-1] if body and body[-1] == tokenizer.id["<|end|>"] else body:
-        if token in (call, arg):
+    marks, starts, thought = [], [], own_thought(tokenizer, body)
+    for i, token in enumerate(body[:-1] if body and body[-1] in tokenizer.ends else body):
+        if token in (call, arg) and i >= thought:
             marks.append(token)
+            starts.append(i)
             parts.append([])
         else:
             parts[-1].append(token)
     text, calls = tokenizer.decode(parts[0]), []
-    for mark, part in zip(marks, parts[1:]):
+    for mark, start, part in zip(marks, starts, parts[1:]):
         if mark == call:
-            calls.append(Call(tokenizer.decode(part).strip(), []))
+            calls.append(Call(tokenizer.decode(part).strip(), [], start=start))
         elif calls:
             calls[-1].args.append(tokenizer.decode(part))
     return text, calls
 
 
+def own_thought(tokenizer, body):
+    """How many tokens of a body in our own form are a thought: through </think>, where <think> comes before the first call"""
+    opens, closes = ((tokenizer.special or {}).get(name, -1) for name in ("<think>", "</think>"))
+    call = tokenizer.id["<|call|>"]
+    if opens not in body or call in body[:body.index(opens)]:
+        return 0
+    start = body.index(opens)
+    return body.index(closes, start) + 1 if closes in body[start:] else len(body)
+
+
+UNREADABLE = "This call cannot be read."
+ONLY_THOUGHT = "Calls inside a thought that is not closed are not run."
+NOT_STRINGS = "The arguments must be a JSON object of strings."
+
+
+@dataclass
+class Block:
+    """One call in a body in a published form: tokens [start, stop), and between them its text, with where the parts of it stand"""
+    start: int
+    inside: int                         # the first token of the text
+    text: str = ""
+    name: str = ""
+    id: str = ""
+    given: object = None                # the arguments as JSON has them
+    name_end: int = 0                   # characters of the text through the name
+    arguments_at: int = -1              # where in the text the arguments' own object begins, -1: nowhere
+    error: str = ""
+
+
+def read_json_object(text, start=0):
+    """A JSON object that fills the text from `start` on -> {key: (value, where it begins, where it ends)}. Of equal keys the last one
+    counts, as in every reader of JSON. ValueError where it is none."""
+    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+    skip = lambda at: space.match(text, at).end()
+    members, at = {}, skip(start)
+    if text[at:at + 1] != "{":
+        raise ValueError("no object")
+    at = skip(at + 1)
+    while text[at:at + 1] != "}" or members and text[:at].rstrip().endswith(","):
+        key, at = decoder.raw_decode(text, at)
+        at = skip(at)
+        if not isinstance(key, str) or text[at:at + 1] != ":":
+            raise ValueError("no key")
+        begins = skip(at + 1)
+        value, ends = decoder.raw_decode(text, begins)
+        members[key] = value, begins, ends
+        at = skip(ends)
+        if text[at:at + 1] == ",":
+            at = skip(at + 1)
+        elif text[at:at + 1] != "}":
+            raise ValueError("no end")
+    if skip(at + 1) != len(text):
+        raise ValueError("more behind it")
+    return members
+
+
+def read_block(chat, block):
+    """Fill in name, arguments and id of a call from its text. What its family's parsers would not read is an error."""
+    try:
+        if not chat.reads:
+            try:
+                members = read_json_object(block.text)
+            except ValueError:                                   # of a call that is no JSON the name may still be plain
+                name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
+                members = {"name": (name, 0, block.text.index(name) + len(name) + 1), "arguments": (None, -1, -1)}
+            name, _, block.name_end = members["name"]
+            given, block.arguments_at, _ = members["arguments"]
+            if isinstance(given, str):                           # an object, written as JSON once more
+                given, block.arguments_at = json.loads(given), -1
+        else:
+            found = re.fullmatch(chat.reads, block.text)
+            space = len(found["arguments"]) - len(found["arguments"].lstrip())
+            name, block.name_end, block.arguments_at = found["name"], found.end("name"), found.start("arguments") + space
+            groups = found.groupdict()
+            block.id = groups["id"] if groups.get("i") else ""
+            given = None
+            try:
+                given = json.loads(found["arguments"])
+            except (ValueError, RecursionError):                 # the name is known all the same
+                pass
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError("no name")
+        block.name, block.given = name.strip(), given
+    except (ValueError, KeyError, TypeError, RecursionError):
+        block.name, block.error = "", UNREADABLE
+
+
+def spoken_text(text):
+    """What a turn says, without the thought before it"""
+    before, close, after = text.partition("</think>")
+    return after if close else before.partition("<think>")[0]
+
+
+def find_thought(tokenizer, body):
+    """Where the models write <think> as plain text: how many tokens of the body are the thought that it begins with"""
+    if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
+        return 0
+    close = tokenizer.marked(body).find("</think>") + len("</think>")
+    if close < len("</think>"):
+        return len(body)
+    return bisect(range(len(body)), close - 1, key=lambda i: len(tokenizer.marked(body[:i + 1]))) + 1
+
+
+def find_calls(tokenizer, body):
+    """The calls in a body in a published form -> [Block]. A thought (<think> ... </think>; without its first token, where the template
+    has given that) holds none, whatever it drafts. A call may stand without its section's token. What belongs to a call and is no
+    whole call is a Block with an error: never nothing, or the turn would be taken for a final word."""
+    chat, names = tokenizer.chat, {i: name for name, i in tokenizer.special.items()}
+    marks = chat.marks()
+    blocks, first, block, drafts = [], None, None, False
+    skipped = find_thought(tokenizer, body)
+    thinking, may_close = skipped == len(body) > 0, skipped == 0
+
+    def close(stop, whole):
+        block.text = tokenizer.marked(body[block.inside:stop], marks)
+        if whole or not chat.reads:                              # Qwen's parsers read a call to the end of the turn, too
+            read_block(chat, block)
+        else:
+            block.error = UNREADABLE
+        blocks.append(block)
+
+    for i, token in enumerate(body):
+        name = names.get(token)
+        mark = marks.get(name)
+        if i < skipped or thinking:
+            drafts = drafts or mark is not None
+            if name == "</think>" and thinking:
+                thinking, may_close, drafts = False, False, False
+            continue
+        if block is None and name == "<think>":
+            thinking = True
+        elif block is None and name == "</think>" and may_close:
+            blocks, first, may_close = [], None, False           # all before it was thought
+        if mark is None:
+            continue
+        first = i if first is None else first
+        if block is not None and mark != "inside":
+            close(i, mark == "end")
+            block = None
+        elif mark in ("inside", "end"):
+            if block is None:                                    # its beginning is missing
+                blocks.append(Block(i, i + 1, error=UNREADABLE))
+            continue
+        if mark == "begin":
+            block = Block(i, i + 1)
+    if block is not None:
+        close(len(body), False)
+    if thinking and drafts and not blocks:
+        blocks.append(Block(0, 0, error=ONLY_THOUGHT))
+    elif first is not None and not blocks:
+        blocks.append(Block(first, first + 1, error=UNREADABLE))
+    if blocks and first is not None:
+        blocks[0].start = first                                  # with what stands before all calls
+    return blocks
+
+
 def read_chat(tokenizer, body):
-    """The same where calls have the form of the model's family: their arguments are JSON, and may be anything"""
-    begin, calls = tokenizer.id["<|call|>"], []
-    if begin not in body:
-        return tokenizer.decode(body[:-1] if body and body[-1] == tokenizer.id["<|end|>"] else body), []
-    for found in re.finditer(tokenizer.chat.reads, tokenizer.marked(body)):
-        call = Call(found["name"].strip(), [])
-        try:
-            given = json.loads(found["arguments"])
-            call.args = [given.pop(name) for name in ARGUMENTS.get(call.name, ()) if name in given] + list(given.values())
-            assert all(isinstance(arg, str) for arg in call.args)
-        except (ValueError, AttributeError, AssertionError, RecursionError):
-            call.args, call.output, call.error = [], "The arguments must be a JSON object of strings.", "bad_arguments"
+    """The same as read_action where calls have the form of the model's family: their arguments are JSON, and may be anything"""
+    body = body[:-1] if body and body[-1] in tokenizer.ends else body
+    blocks = find_calls(tokenizer, body)
+    if not blocks:
+        return tokenizer.decode(body), []
+    calls = []
+    for block in blocks:
+        call = Call(block.name, [], block.error, "bad_arguments" if block.error else "", block.start, block.id)
+        if not block.error:
+            take_arguments(call, block.given)
         calls.append(call)
-    garbled = Call("", [], "This call cannot be read.", "bad_arguments")
-    return tokenizer.decode(body[:body.index(begin)]).rstrip("\n"), calls or [garbled]
+    return tokenizer.decode(body[:blocks[0].start]).rstrip("\n"), calls
+
+
+def take_arguments(call, given):
+    """Put arguments that came by their names in the order of the tool's own. Another name, or one too few, is an error that says so."""
+    whole = lambda text: re.sub("[\ud800-\udfff]", "\ufffd", text)          # JSON can spell halves of characters, files cannot hold them
+    call.name, call.given = whole(call.name), given if isinstance(given, dict) else {}
+    wanted = ARGUMENTS.get(call.name)
+    if wanted is None:                                           # whatever it takes, there is no such tool
+        call.args = [whole(value) if isinstance(value, str) else json.dumps(value) for value in call.given.values()]
+        return
+    missing = [f"`{name}` is missing" for name in wanted if name not in call.given]
+    unknown = [f"there is no `{whole(name)[:40]}`" for name in call.given if name not in wanted]
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        call.output, call.error = NOT_STRINGS, "bad_arguments"
+    elif missing or unknown:
+        call.output, call.error = f"{call.name}({', '.join(wanted)}): {', '.join(missing + unknown)}.", "bad_arguments"
+    else:
+        call.args = [whole(given[name]) for name in wanted]
+
+
+def number_calls(tokenizer, calls, number):
+    """Where a family numbers its calls through the conversation, give a number to those that were sampled without; -> the next one.
+    number: of the first call that none was given to."""
+    if tokenizer.chat and tokenizer.chat.numbered:
+        for call in calls:
+            call.id = call.id or f"functions.{call.name}:{number}"
+            number = max(number, int(call.id.rpartition(":")[2]) + 1)
+    return number
 
 
 # ---------------------------------------------------------------- tools
@@ -523,6 +743,7 @@ class Request:
     restart: bool
     room: int                           # sampled tokens at most
     summary: bool = False               # the turn asked for is a summary
+    number: int = 0                     # of the turn's first call, where a family numbers them: so many stand in the context
 
 
 @dataclass
@@ -533,6 +754,11 @@ class Work:
     slow: bool
 
 
+def leaves_room(tokenizer, task, limits):
+    """Is there room for a first turn, two tokens at least, behind the task's opening?"""
+    return limits.window - len(opening(tokenizer, task).tokens) - len(tokenizer.lead("user")) >= 2
+
+
 def agent(task, tokenizer, workspace, limits, compact=None):
     """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is sent nothing, and so on;
     it returns its Chain; versions may be one number for all of a body. `compact(tokenizer, chain)` is summarize.py's hook: after each
@@ -541,37 +767,41 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     chain = Chain(task, [Episode([opening(tokenizer, task)])])
     lead = lambda: tokenizer.lead(chain.episodes[-1].turns[-1].role)
     begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + lead()      # what a new episode starts from
-    fresh, restart, wants_summary, ran = begun(), True, False, 0
+    fresh, restart, wants_summary, ran, number = begun(), True, False, 0, 0
     for _ in range(limits.turns):
         episode, head = chain.episodes[-1], lead()
         left = limits.window - len(episode) - len(head)
         if left < 2:
             break
-        body, logprobs, versions = yield Request(fresh, restart, min(limits.turn, left), wants_summary)
+        body, logprobs, versions = yield Request(fresh, restart, min(limits.turn, left), wants_summary, number)
         body, logprobs, restart = body[:left], logprobs[:left], False      # a demonstration may write too much: the window holds
         versions = np.resize(versions, len(body))
         text, calls = read_action(tokenizer, body)
-        thinking = body.index(tokenizer.id["<|call|>"]) if calls else 0
+        thinking = calls[0].start if calls else 0
         turn = Turn("assistant", [*head, *body], text, calls, thinking, logprobs, versions, len(head))
         episode.turns.append(turn)
-        if body[-1] != tokenizer.id["<|end|>"]:                 # ran out of room inside a turn: none of its calls is run
-            turn.calls = [Call(call.name, call.args, error="failed") for call in calls if not wants_summary]
+        if body[-1] not in tokenizer.ends:                      # ran out of room inside a turn: none of its calls is run
+            turn.calls = [replace(call, output="", error="failed") for call in calls if not wants_summary]
             break
         if wants_summary:
-            turn.calls, restart, wants_summary = [], True, False
+            turn.calls, restart, wants_summary, number = [], True, False, 0
             chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
             fresh = begun()
             continue
         if not calls:
             chain.finished = True
             break
+        number = number_calls(tokenizer, calls, number)
+        for call in calls:
+            if call.name and call.name not in task.tools:       # how it was called no longer matters: there is no such tool
+                call.output, call.error = "", ""
         commands = [call for call in calls if call.name == "run_command" in task.tools]
         for call in commands[max(0, limits.commands - ran):] if limits.commands else ():
             call.output, call.error = "No more commands.", "failed"
         ran += len(commands)
         yield Work(calls, lambda: [run_tool(workspace, call) for call in calls if not call.error], bool(commands))
         room = min(limits.window // 3, compact.room(tokenizer, chain)) if compact else limits.window // 3
-        outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls), (call.name, i, len(calls)))
+        outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls), (call.name, i, len(calls), call.id))
                    for i, call in enumerate(calls)]
         episode.turns += outputs
         fresh = [t for turn in outputs for t in turn.tokens] + lead()
@@ -594,13 +824,17 @@ def agent(task, tokenizer, workspace, limits, compact=None):
 # ---------------------------------------------------------------- sampling
 
 def choose(logits, uniform, temperature=1.0, top_p=1.0):
-    """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from."""
+    """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that was sampled from, in fp32.
+    temperature from 0 (the largest logit) on, finite; top_p from 0 (the likeliest token alone) to 1: else a ValueError."""
+    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = (logits if temperature == 1 else logits / temperature).softmax(-1)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
     if top_p < 1:
         ordered, where = p.sort(-1, descending=True)
         cut = ordered.cumsum(-1) - ordered >= top_p              # keep the token that crosses the line
+        cut[:, 0] = False                                        # and the first one always
         p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
         p = p / p.sum(-1, keepdim=True)
     mass = p.cumsum(-1)
@@ -759,7 +993,7 @@ class Sampler:
         while len(draft) < min(self.draft, row.room - len(row.body) - 1):
             last = text[-max(ENDINGS):] + draft
             token = next((self.book[key] for n in ENDINGS if (key := tuple(last[-n:])) in self.book), None)
-            if token in (None, self.tokenizer.id["<|end|>"]):
+            if token is None or token in self.tokenizer.ends:
                 break
             draft.append(token)
         return draft
@@ -809,7 +1043,7 @@ class Sampler:
         for row, draft in zip(rows, drafts):
             n = 1 + next((j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft))
             row.write(token[:n], logp[:n], self.version)
-            row.sampling = token[n - 1] != self.tokenizer.id["<|end|>"] and len(row.body) < row.room
+            row.sampling = token[n - 1] not in self.tokenizer.ends and len(row.body) < row.room
             del token[:1 + len(draft)], logp[:1 + len(draft)]
             stand.append(n)
         self.keep(rows[:live], record, stand, width)
@@ -1052,9 +1286,9 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
     play = agent(task, tokenizer, Rehearsal(task), limits, compact)
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     texts = list(dict.fromkeys(tell(task, Action(words)) for tell in remind.values() for words in ("", "too many")))
-    action, turn, hinted, chain = next(moves), 0, {}, None
+    action, turn, hinted, chain, asked = next(moves), 0, {}, None, None
     try:
-        next(play)
+        asked = next(play)
     except StopIteration as end:
         chain = end.value                                        # the task alone does not fit the window
     while chain is None:
@@ -1063,13 +1297,14 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
             action = moves.send([HINTED])
         if turn not in hinted and remind and neutral and action.flaw not in remind and rng.random() < neutral:
             hinted[turn] = texts[0] if len(texts) == 1 else rng.choice(texts)
-        body, turn = write_action(tokenizer, action.text, action.calls), turn + 1
+        body, turn = write_action(tokenizer, action.text, action.calls, asked.number), turn + 1
         try:
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
             if isinstance(asked, Work):
                 asked.run()
                 outputs = [call.output for call in asked.calls]
-                action = moves.send([SUMMARIZE] * play.send(None).summary + outputs)
+                asked = play.send(None)
+                action = moves.send([SUMMARIZE] * asked.summary + outputs)
             else:                                                # the summary is written
                 action = moves.send(outputs)
         except StopIteration as end:
@@ -1134,17 +1369,28 @@ def kl_estimates(logp, reference):
     return -log_r, log_r ** 2 / 2, log_r.exp() - 1 - log_r
 
 
+def targets_of(episode):
+    """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak there, and another does"""
+    known, at = np.ones(len(episode)), 0
+    for turn, after in zip(episode.turns, episode.turns[1:]):
+        at += len(turn.tokens)
+        if turn.open and after.role not in ("assistant", "recent"):
+            known[at] = 0
+    return known
+
+
 def pack(episodes, advantage, multiple=1):
     """Episodes and one number each -> tensors (B, T), aligned so that position t predicts targets[t] = tokens[t + 1]:
     tokens (-1 = padding), targets, mask (1 = the target was sampled), logprobs, advantage, inside (1 = there is a target);
-    experts (B, T, L, K) or None. T is a multiple of `multiple`."""
+    experts (B, T, L, K) or None. T is a multiple of `multiple`. Where the policy would go on by itself and a user's word stands
+    (a query, a hint), there is no target: it would be learnt as the policy's own."""
     T = -(-max(len(e) for e in episodes) // multiple) * multiple
     flat = [flatten(e) for e in episodes]
     fill = lambda rows, dtype: torch.from_numpy(np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype))
     tokens, mask, logprobs = (fill([f[i] for f in flat], kind) for i, kind in enumerate((np.int64, np.float32, np.float32)))
     real = fill([np.ones(len(f[0])) for f in flat], np.int64) > 0
     batch = {"tokens": tokens.masked_fill(~real, -1)}            # no token: the routers do not count it as load
-    inside = fill([np.ones(len(f[0])) for f in flat], np.float32)
+    inside = fill([targets_of(e) for e in episodes], np.float32)
     for name, t in (("targets", tokens), ("mask", mask), ("logprobs", logprobs), ("inside", inside)):
         batch[name] = F.pad(t[:, 1:], (0, 1))
     batch["advantage"] = batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
@@ -1180,13 +1426,14 @@ def message(turn, tokenizer, flags, ids):
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
-        ids[:] = [f"call_{i}" for i in range(len(turn.calls))]
+        ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
         entry["tool_calls"] = [{"id": i, "type": "function", "function": {
-            "name": call.name, "arguments": json.dumps(named(call.name, call.args))}} for i, call in zip(ids, turn.calls)]
+            "name": call.name, "arguments": json.dumps(named(call.name, call.args) if call.given is None else call.given)}}
+            for i, call in zip(ids, turn.calls)]
     if sampled:
         entry["versions"] = sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
         flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] != tokenizer.id["<|end|>"] else []
+        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
     return {**entry, "flags": flags} if flags else entry
 
 
@@ -1204,15 +1451,15 @@ def transcript(chain, tokenizer, flags=None, **about):
 def read_transcripts(path):
     """-> the conversations in a file. ValueError says in one line what is wrong with it."""
     try:
-        rows = Path(path).read_text(encoding="utf-8").strip().split("\n")
+        rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     lines = []
     for number, row in enumerate(rows, 1):
         try:
             lines.append(json.loads(row))
-            spoken(lines[-1])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            printed(lines[-1])                                   # what can be printed is a conversation
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{path}: line {number} is no conversation (messages of role, content, tool_calls)") from None
     return lines
 
@@ -1230,10 +1477,25 @@ def write_transcripts(path, step, lines):
     part.replace(path)
 
 
+def check_kinds(message):
+    """A TypeError where a message of a transcript holds another kind of value than it should"""
+    kinds = {"role": str, "content": (str, type(None)), "name": str, "tool_call_id": str, "tokens": int, "sampled": int,
+             "flags": list, "versions": list, "tool_calls": list}
+    for name, kind in kinds.items():
+        if name in message and not isinstance(message[name], kind):
+            raise TypeError(f"{name} is no {kind}")
+    called = [call["function"][part] for call in message.get("tool_calls", []) for part in ("name", "arguments")]
+    if not all(isinstance(word, str) for word in [*message.get("flags", []), *called]):
+        raise TypeError("flags, names and arguments are words")
+    if not all(isinstance(version, int) for version in message.get("versions", [])):
+        raise TypeError("versions are numbers")
+
+
 def spoken(line):
     """-> [(who, what, sampled tokens, notes)] of a conversation's messages; strict, so it is the check of a file as well"""
     said = []
     for m in line["messages"]:
+        check_kinds(m)
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
@@ -1251,12 +1513,18 @@ def inert(text):
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text)
 
 
-def show(line):
-    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags."""
-    print(inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")))
+def printed(line):
+    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens, by which policy, and flags.
+    -> the text of it. What is no conversation raises a ValueError, LookupError, TypeError, AttributeError or RecursionError."""
+    said = [inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))]
     for who, text, sampled, notes in spoken(line):
         who, text, notes = inert(who), inert(text).replace("\n", "\n" + " " * 11), inert(", ".join(notes))
-        print(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{notes}]\033[0m" if notes else ""))
+        said.append(f"{who}  \033[{1 if sampled else 2}m{text}\033[0m" + (f"  \033[33m[{notes}]\033[0m" if notes else ""))
+    return "\n".join(said)
+
+
+def show(line):
+    print(printed(line))
 
 
 # ---------------------------------------------------------------- demo and bench
@@ -1446,6 +1714,8 @@ def main(argv):
         lines = read_transcripts(given.replay)
     except ValueError as error:
         refuse(error)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")        # a terminal that is not for all letters shows their numbers
     if not 1 <= (number := given.line if given.line is not None else len(lines)) <= len(lines):
         refuse(f"--line={number}: {given.replay} has lines 1 to {len(lines)}")
     show(lines[number - 1])

@@ -32,12 +32,23 @@ QUERY = "Summarize."
 
 
 def condensed(tokenizer, body, most):
-    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it where that is missing."""
-    mark, end = tokenizer.id[SUMMARIZE], tokenizer.id["<|end|>"]
-    tokens = [t for t in body if t != end]
+    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it where that is missing, without its
+    thought. Of one longer than `most` tokens the beginning, with a note of how much was cut, all within `most`."""
+    mark = tokenizer.id[SUMMARIZE]
+    tokens = list(body[:-1] if body and body[-1] in tokenizer.ends else body)
     if mark in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(mark):]
-    return tokens[:most]
+    thought = (tokenizer.special or {}).get("</think>")          # a published model's scratch space ends there
+    if thought in tokens:
+        tokens = tokens[len(tokens) - tokens[::-1].index(thought):]
+    if len(tokens) <= most:
+        return tokens
+    # The note says how many tokens are gone, and takes room itself: the number is found with the note in its place.
+    lost = len(tokens) - most
+    for _ in range(3):
+        note = tokenizer.encode(f"\n[{lost} tokens cut]")
+        lost = len(tokens) - max(0, most - len(note))
+    return (tokens[:max(0, most - len(note))] + note)[:most]
 
 
 @dataclass(frozen=True)
@@ -90,15 +101,15 @@ def written(episodes, like):
 
 def probe(chain):
     """What is lost? -> summaries, their sampled tokens, and of the deleted functions that were not written yet when one was written
-    how many there were (left) and how many its condensed part names (named). Generated tasks only."""
+    how many there were (left) and how many are named in what of it went on (named). Generated tasks only."""
     gone, counts = {target["name"] for target in chain.task.meta.get("targets", ())}, dict(summaries=0, tokens=0, left=0, named=0)
-    for episode in chain.episodes[:-1]:
+    for episode, after in zip(chain.episodes, chain.episodes[1:]):
         asked, summary = episode.turns[-2:]
         edits = [call.args for turn in episode.turns for call in turn.calls if call.name == "edit_file" and not call.error]
         gone -= {name for name in gone if any(f"def {name}(" in args[2] for args in edits)}
         if asked.role != "query":
             continue
-        said = summary.text.split(SUMMARIZE)[-1]
+        said = "".join(turn.text for turn in after.turns if turn.role == "summary")
         counts = {"summaries": counts["summaries"] + 1, "tokens": counts["tokens"] + len(summary.tokens) - summary.head,
                   "left": counts["left"] + len(gone), "named": counts["named"] + sum(name in said for name in gone)}
     return counts

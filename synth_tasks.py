@@ -2125,7 +2125,8 @@ def read_tasks(path):
     id, so the two would be counted as one."""
     tasks, seen = [], {}
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")  # others than \n may stand inside a string
+        lines = lines if lines != [""] else []
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read ({type(error).__name__})") from None
     for number, line in enumerate(lines, 1):
@@ -2332,7 +2333,7 @@ def undocument(task):
     """A micro task whose documentation went with the feature: where the docs alone said what it does, the examples in the tests are
     all that is left, and to take the answer from a leftover is by far the easiest way."""
     gone = tuple(f"{target['module']}.{target['name']}:" for target in task.meta["targets"])
-    docs = [line for line in task.files["docs.md"].splitlines(keepends=True) if not line.startswith(gone)]
+    docs = [line for line in re.findall(r"[^\n]*\n|[^\n]+", task.files["docs.md"]) if not line.startswith(gone)]
     return replace(task, files={**task.files, "docs.md": "".join(docs)})
 
 

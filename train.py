@@ -241,6 +241,8 @@ def convert(name, kind, value):
         stop(f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag away")
     if kind != "str" and not (0 <= number < float("inf")):
         stop(f"--{name} must be a finite number >= 0, not {value}")
+    if kind == "float" and number and not 1e-30 <= number <= 1e30:       # its inverse and its products must be numbers in fp32, too
+        stop(f"--{name} must be 0 or from 1e-30 to 1e30, not {value}")
     return number
 
 
@@ -314,6 +316,10 @@ def check_values(config):
     for name in ("dim", "expert_ffn"):                                   # whatever the dtype: a run may be read in another one
         if getattr(config, name) % 8 and not config.init_from:
             stop(f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes")
+    if config.temperature < 1e-3:                                        # an update is divided by it
+        stop(f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN --temperature={config.temperature:g} samples colder)")
+    if config.rope_theta < 1.1:
+        stop(f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower one by one")
     if config.qk_rope % 2:
         stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
     if config.seed >= 1 << 32:
@@ -605,9 +611,13 @@ class Demonstrations:
     def __init__(self, run):
         self.run, config = run, run.config
         mine = make_demonstrations(config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar)
-        self.episodes = [e for _, episodes in sorted(run.gather(mine), key=lambda pair: pair[0]) for e in episodes]
+        made = sorted(run.gather(mine), key=lambda pair: pair[0])
+        self.episodes = [e for _, episodes in made for e in episodes]
         if not self.episodes:
             stop(f"--window={config.window}: none of {config.demos} demonstrations fits")
+        left_out = sum(not episodes for _, episodes in made)
+        if left_out:
+            run.say(f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit and are left out")
         lengths, self.batches = np.array([len(e) for e in self.episodes]), []
         parts = [shortened(step, config) for step in range(config.steps)]
         for part in sorted(set(parts), reverse=True):
@@ -721,6 +731,7 @@ class Reinforcement:
             tokenizer=run.tokenizer, group=config.group, limits=agent_limits(config), compact=run.compact,
             temperature=config.temperature, draft=config.draft, rows=min(128, -(-config.tasks_per_step // run.data) * config.group)))
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        tasks = self.with_room(tasks)
         self.file = digest(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {level: [task for task in tasks if task.level == level] for level in {task.level for task in tasks}}
@@ -732,6 +743,20 @@ class Reinforcement:
         self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
         self.weights = length_penalty.Weights()
         self.budget = length_penalty.effort_budget(config.window, config.turns, self.weights)
+
+    def with_room(self, tasks):
+        """The given tasks without those whose statement leaves no room for a turn: rollouts of them would count as failed. One line
+        says which they are."""
+        run, window = self.run, self.run.config.window
+        fits = [rollout.leaves_room(run.tokenizer, task, agent_limits(run.config)) for task in tasks]
+        names = [task.instance_id for task, room in zip(tasks, fits) if not room]
+        if names and len(names) == len(tasks):
+            stop(f"--window={window}: none of the tasks leaves room for a turn")
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            run.say(f"--window={window} leaves no room for a turn in {len(names)} of {len(tasks)} tasks, which are left out: "
+                    f"{', '.join(name[:60] for name in names[:3])}{more}")
+        return [task for task, room in zip(tasks, fits) if room]
 
     def draw(self, step):
         """This step's tasks (equal on all ranks), easy ones first. What was drawn ahead is remembered, by a checkpoint too."""
@@ -885,6 +910,7 @@ class Reinforcement:
         for key in ("reward", "solved", "effort", "sampled", "decode_steps", "turns", "finished", "summaries", "level", "blind"):
             log[key] = mean(lambda row: row[key])
         log.update({habit: mean(lambda row: habit in row["flaws"]) for habit in ("communication", "code_style")})
+        log["no_turn"] = sum(row["turns"] == 0 for row in rows)  # rollouts whose task filled the window
         log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
         probe = {key: sum(row["probe"][key] for row in rows) for key in ("summaries", "tokens", "left", "named")}
         log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe["tokens"] / max(1, probe["summaries"])
@@ -1152,6 +1178,8 @@ def export(config, given):
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
         source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
+        others = sorted(tokenizer.ends - {end})
+        ends = [end, *others] if others else end                 # the one that turns are written with comes first
         ids, files, more = {}, [], {}
         if source:
             if not source.is_dir():
@@ -1163,11 +1191,11 @@ def export(config, given):
             if (source / "generation_config.json").is_file():
                 more = parse_json((source / "generation_config.json").read_bytes(), source / "generation_config.json")
         dtype = getattr(torch, given.get("weights", saved["weights"]))
-        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": end})
+        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
         for path in files:
             shutil.copyfile(path, target / path.name)
         if more:                                                         # its own end of a turn may be another than the one trained
-            (target / "generation_config.json").write_text(json.dumps({**more, "eos_token_id": end}, indent=1))
+            (target / "generation_config.json").write_text(json.dumps({**more, "eos_token_id": ends}, indent=1))
         if not source:
             tokenizer.write(target)
     except (ValueError, OSError) as error:

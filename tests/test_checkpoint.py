@@ -548,6 +548,68 @@ def test_a_config_that_does_not_fit_is_one_line_that_says_where(case, tmp_path):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+SILENT = {
+    "a factor that readers differ in": ("qwen3, yarn", {"attn_factor": .878}, "attn_factor = 0.878"),
+    "a factor that only one reader has": ("kimi_k2", {"extrapolation_factor": .5}, "extrapolation_factor"),
+    "a ramp that is not rounded": ("qwen2, yarn", {"truncate": False}, "truncate"),
+    "one mscale": ("qwen3, yarn", {"mscale": .7}, "mscale"),
+    "the other mscale": ("qwen3, yarn", {"mscale_all_dim": .7}, "mscale_all_dim"),
+    "an mscale of nothing": ("kimi_k2", {"mscale": 0, "mscale_all_dim": 0}, "mscale"),
+    "half of a head turns": ("qwen3, yarn", {"partial_rotary_factor": .5}, "partial_rotary_factor"),
+    "sections of three positions": ("qwen2, yarn", {"mrope_section": [2, 1, 1]}, "mrope_section"),
+    "bands of another scaling": ("qwen3, yarn", {"low_freq_factor": 1.0}, "low_freq_factor"),
+    "a word": ("qwen3, yarn", {"kind": "dynamic"}, "kind"),
+    "a factor that nothing uses": ("qwen3", {"rope_type": "default", "factor": 4.0}, "rope_scaling: factor = 4.0"),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_setting_of_rope_that_nothing_here_reads_is_refused_by_name(case, tmp_path):
+    family, more, words = SILENT[case]
+    raw = FAMILIES[family]
+    raw = dict(raw, rope_scaling={**raw.get("rope_scaling", {}), **more})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=words) as error:
+        moe.read_config(tmp_path / "config.json")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("more", [{"logit_scale": .5}, {"attn_logit_softcapping": 50.0}, {"attention_dropout": .1}, {"is_causal": False},
+                                  {"partial_rotary_factor": .5}, {"residual_multiplier": 2}, {"position_embedding_type": "alibi"},
+                                  {"dual_chunk_attention_config": {"chunk_size": 8}}, {"mlp_bias": True}, {"factor": 4.0},
+                                  {"attention_factor": 2.0}, {"original_max_position_embeddings": 16}])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3, yarn", "qwen3_moe", "kimi_k2"])
+def test_a_setting_beside_them_that_nothing_here_reads_is_refused_by_name(family, more, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**FAMILIES[family], **more}))
+    with pytest.raises(ValueError, match=next(iter(more))):
+        moe.read_config(tmp_path / "config.json")
+
+
+def test_settings_that_are_off_or_say_nothing_about_a_forward_are_no_reason_to_refuse(tmp_path):
+    idle = dict(_name_or_path="x/y", attention_dropout=0.0, shared_expert_intermediate_size=0, attn_factor=None, torch_dtype="bfloat16",
+                use_qk_norm=True, router_aux_loss_coef=.001, sliding_window=4096, max_window_layers=28, pruned_heads={},
+                eos_token_id=[1, 2], transformers_version="4.51.0", unsloth_fixed=True, top_k=50)
+    for family, raw in FAMILIES.items():
+        # the temperature's own settings may be absent, null or at what every reader takes for them
+        rope = raw.get("rope_scaling") and dict(raw["rope_scaling"], attn_factor=1, truncate=True, extrapolation_factor=1.0)
+        more = {key: value for key, value in idle.items() if key != "use_qk_norm" or family.startswith("qwen3")}
+        found = []
+        for settings in (raw, {**raw, **more, "rope_scaling": rope}):
+            (tmp_path / "config.json").write_text(json.dumps(settings))
+            found.append(moe.read_config(tmp_path / "config.json")[0])
+        assert found[0] == found[1]
+
+
+def test_what_stands_around_the_text_model_of_kimi_k25_may_not_contradict_it(tmp_path):
+    inner = without(FAMILIES["kimi_k2"], "model_type")
+    outer = {"model_type": "kimi_k25", "text_config": inner, "vision_config": {"hidden_size": 5}, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert moe.read_config(tmp_path / "config.json")[2] == "language_model."
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="quantization_config stands beside text_config"):
+        moe.read_config(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize("key", ["routed_scaling_factor", "n_group", "topk_group"])
 def test_what_readers_have_different_defaults_for_must_be_there(key, tmp_path):
     for raw in (without(MLA, key), MLA | {key: None}):

@@ -94,10 +94,17 @@ def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format
 @pytest.mark.parametrize("new,broken", [
     ("    x = 1  # think first\n", "comments"), ("    x = 1; y = 2\n", "statements"), ("   x = 1\n", "indent"),
     ("\tx = 1\n", "indent"), ("      x = 1\n", "indent"), ("        x = 1\n", None), ("x = 1\n  \n", None),
-    ("    x = '#'\n", None), ('    x = "; # "\n', None)])
+    ("    x = '#'\n", None), ('    x = "; # "\n', None),
+    # what Python does not end a line at is part of it
+    *((f"    x = 'a{mark}  b; c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"), ("    x = 'a\u2028'; y = 2\n", "statements")])
 def test_code_style_finds_each_broken_rule_and_nothing_else(new, broken):
     hints = fd.detect(chain([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
     assert [h.text for h in hints] == ([f"Reminder: code style: {fd.STYLE[broken][0]}"] if broken else [])
+
+
+def test_a_call_that_cannot_be_read_gets_a_hint_of_its_own():
+    hint, = fd.detect(chain([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE]))
+    assert (hint.kind, hint.text) == ("malformed_arguments", fd.UNREADABLE)
 
 
 def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_repository():

@@ -800,6 +800,20 @@ def test_impossible_sizes_are_refused_in_words():
             dataclasses.replace(SMALL, **changes)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_the_targets_are_finite_however_cold(temperature, dtype):
+    h, W = torch.randn(70, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.randn(50, 16, generator=torch.Generator().manual_seed(1))
+    best = (h.float() @ W.to(dtype).float().T).argmax(-1)
+    h.requires_grad_(), W.requires_grad_()
+    found = TargetLogprobs.apply(h, W, best, temperature)
+    assert found.abs().max() < 1e-3 or dtype == torch.bfloat16 and found.isfinite().all()          # bf16 has ties
+    assert TargetLogprobs.apply(h, W, (best + 1) % 50, temperature).isfinite().all()
+    if dtype == torch.float32:
+        found.sum().backward()
+        assert not h.grad.any() and not W.grad.any()             # nothing is left to learn
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_the_targets_and_their_gradients_are_those_of_log_softmax(temperature):
     torch.manual_seed(0)

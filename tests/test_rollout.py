@@ -8,6 +8,8 @@ import pickle
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -295,6 +297,42 @@ def test_the_ends_of_the_uniform_draw_never_pick_a_token_outside_the_nucleus():
     tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]), top_p=.9)   # a draw below 1 that fp32 rounds to 1
     assert set(tokens.tolist()) <= {1, 2} and torch.isfinite(logp).all()
     assert choose(logits, torch.tensor([0.0, .5, .9]), temperature=0)[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature, top_p", [*((t, 1.0) for t in (5e-324, 1.4e-45, 1e-38, 1e-30, 1e-8, 1e-5)),
+                                                *((1.0, p) for p in (0.0, 5e-324, 1e-8, 1e-5)), (5e-324, 0.0), (1e-6, .5)])
+def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(temperature, top_p, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 3000, generator=generator)
+    logits[::2] *= 1e4
+    logits[:, 17] -= torch.inf                                   # a token that may not be drawn
+    logits[torch.arange(64), torch.randint(18, 3000, (64,), generator=generator)] = logits.amax(-1) * 1.1 + 1      # no ties in bf16
+    uniform = torch.rand(64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2 ** -24])
+    tokens, logp = choose(logits.to(dtype), uniform, temperature, top_p)
+    assert tokens.equal(logits.argmax(-1)) and logp.dtype == torch.float32 and logp.abs().max() < 1e-3
+
+
+def test_at_the_hot_end_all_tokens_are_alike_and_what_is_no_temperature_is_refused():
+    logits, uniform = 10 * torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, .3, .6, .99])
+    for temperature in (1e30, 1e300, 1.7e308):
+        tokens, logp = choose(logits, uniform, temperature)
+        assert tokens.tolist() == [0, 2, 4, 7] and logp.tolist() == pytest.approx([-math.log(8)] * 4)
+    for temperature, top_p in ((-1, 1), (math.nan, 1), (math.inf, 1), (1, -.1), (1, 1.1), (1, math.nan)):
+        with pytest.raises(ValueError, match="temperature.*top_p"):
+            choose(logits, uniform, temperature, top_p)
+
+
+def test_temperatures_of_every_day_give_the_bits_that_they_gave():
+    """The plain quotient is the oracle"""
+    logits, uniform = torch.randn(300, 700, generator=torch.Generator().manual_seed(0)), torch.rand(300, generator=torch.Generator().manual_seed(1))
+    for temperature in (1.0, .95, .5, 1e-3, 2.0):
+        p = (logits / temperature).softmax(-1)
+        mass = p.cumsum(-1)
+        tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True).clamp(max=699)[:, 0]
+        found, logp = choose(logits, uniform, temperature)
+        assert found.equal(tokens) and logp.equal(p[torch.arange(300), tokens].log())
 
 
 # ---------------------------------------------------------------- the sampler
@@ -1090,6 +1128,60 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
     write(1, "anew")
     assert read() == [(1, "anew")] and path.with_suffix(".old").read_text() == '{"torn'
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.jsonl", "t.old"]
+
+
+def mutate_json(value, rng):
+    """A value of another kind in a random place, or a key that is gone"""
+    odd = [5, -1.5, None, True, [], {}, "", "x", [5], [None], {"a": 1}, "\ud800", "\u2028", 1e999, 10 ** 400, eval("[" * 90 + "]" * 90)]
+    where = [value]
+    while True:
+        inside = where[-1]
+        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []
+        if not keys or rng.random() < .15:
+            break
+        key = rng.choice(keys)
+        if rng.random() < .3 or not isinstance(inside[key], (dict, list)):
+            if isinstance(inside, dict) and rng.random() < .25:
+                del inside[key]
+            else:
+                inside[key] = copy.deepcopy(rng.choice(odd))
+            return value
+        where.append(inside[key])
+    return rng.choice(odd) if len(where) == 1 and rng.random() < .2 else value
+
+
+def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(tmp_path, capsys):
+    lines, path, refused, shown = rollout.transcript(spoken_chain()[0], TRAINED), tmp_path / "t.jsonl", 0, 0
+    deep = [{**lines[0], "reward": "DEEP"}] * 8
+    numbers = copy.deepcopy(lines[0])
+    numbers["messages"][1]["flags"] = [5]
+    call = copy.deepcopy(lines[0])
+    call["messages"][1]["tool_calls"][0]["function"]["arguments"] = "[1]"
+    for seed in range(500):
+        rng = random.Random(seed)
+        line = [numbers, call, *deep][seed] if seed < 10 else copy.deepcopy(rng.choice(lines))
+        for _ in range(rng.randrange(1, 4) if seed > 9 else 0):
+            line = mutate_json(line, rng)
+        text, depth = json.dumps(line, ensure_ascii=rng.random() < .5), 120 * seed
+        path.write_text(text.replace('"DEEP"', "[" * depth + "]" * depth), encoding="utf-8", errors="surrogatepass")
+        try:
+            rollout.main([f"--replay={path}"])
+            shown += 1
+            assert capsys.readouterr().out
+        except SystemExit as end:
+            error = capsys.readouterr().err
+            assert end.code == 2 and error.count("\n") == 1 and ("line 1 is no conversation" in error or "it is no text" in error)
+            refused += 1
+        assert seed > 1 or refused == seed + 1
+    assert refused > 100 and shown > 100
+
+
+def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_path):
+    line = {"task": "\u00e9", "messages": [{"role": "user", "content": "a\u2028b \u00e9"}]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, rollout.__file__, f"--replay={tmp_path}/t.jsonl"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "a\\u2028b \\xe9" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("words", [["--replay="], ["--bench", "--replay=t.jsonl"], ["--line=1"], ["--replay=t.jsonl", "--line=x"]])

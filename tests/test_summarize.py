@@ -1,5 +1,6 @@
 """Self-summaries against contexts worked out by hand and many scripted demonstrations."""
 import random
+import re
 
 import numpy as np
 
@@ -86,9 +87,9 @@ def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
 
 def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
     mark, end = ID[SUMMARIZE], ID["<|end|>"]
-    for body, most, expected in (([1, 2, mark, 3, 4, end], 9, [3, 4]), ([1, 2, mark, 3, 4, end], 1, [3]), ([mark, end], 9, []),
+    for body, most, expected in (([1, 2, mark, 3, 4, end], 9, [3, 4]), ([1, 2, mark, 3, 4, end], 2, [3, 4]), ([mark, end], 9, []),
                                  ([1, mark, 2, mark, 3, end], 9, [3]), ([1, 2, 3, end], 9, [1, 2, 3]),
-                                 ([1, 2, 3, end], 2, [1, 2]),
+                                 ([1, 2, 3, end], 3, [1, 2, 3]),
                                  ([1, mark, 5, ID["<|call|>"], 6], 9, [5, ID["<|call|>"], 6]), ([], 9, []), ([end], 9, [])):
         assert condensed(TRAINED, body, most) == expected
 
@@ -188,6 +189,21 @@ def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
     chain, _ = run(Compact(200, 1), [READ, rambling, DONE], Limits(200))
     assert len(chain.episodes[1].turns[1].tokens) == 1 + len(ENC("1\n")) + 50 + 1
     assert len(chain.episodes[0].turns[-1].tokens) == 73
+
+
+def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on():
+    words = [ID[SUMMARIZE], *ENC("first, then second: " + "a step and " * 20 + "third"), ID["<|end|>"]]
+    most, size = 60, len(words) - 2
+    carried = condensed(TRAINED, words, most)
+    note = re.search(r"\n\[(\d+) tokens cut\]$", TRAINED.decode(carried))
+    assert len(carried) <= most and note and int(note[1]) == size - (len(carried) - len(ENC(note[0])))
+    assert all(0 < len(condensed(TRAINED, words, room)) <= room for room in range(1, 30))
+    names = ("first", "second", "third")
+    task = Task("t", "Put back", {"a.py": "x = 1\n"}, {}, meta={"targets": [{"name": name} for name in names]})
+    for window, named in ((240, 2), (4000, 3)):                  # a quarter of the window is room for a summary
+        chain, _ = run(Compact(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task)
+        text = chain.episodes[1].turns[1].text
+        assert ("tokens cut]" in text) == (named < 3) and probe(chain)["named"] == named == sum(name in text for name in names)
 
 
 def test_below_the_trigger_nobody_asks():

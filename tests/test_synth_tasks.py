@@ -42,6 +42,22 @@ def solved_files(task):
 
 
 # ---------------------------------------------------------------------------------------------------- micro-codebases
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0c"])
+def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tmp_path):
+    task = make_task(1, 3)
+    task.files["docs.md"] += f"one{mark}two\n"
+    line = json.dumps(json.loads(task.to_json()), ensure_ascii=False)
+    for text in (line + "\n" + line, line + "\n" + line + "\n", "\ufeff" + line + "\r\n" + line + "\r\n"):
+        (tmp_path / "t.jsonl").write_bytes(text.encode())
+        assert [found.files for found in st.read_tasks(tmp_path / "t.jsonl")] == [task.files] * 2
+    (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + line).encode())
+    with pytest.raises(st.Refusal, match="line 2 is no task"):
+        st.read_tasks(tmp_path / "t.jsonl")
+    assert st.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
+
+
 def test_a_task_is_a_function_of_level_seed_and_split_and_survives_json():
     for level in range(len(st.LEVELS)):
         one, two = make_task(level, 7), make_task(level, 7)

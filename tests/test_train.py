@@ -3,6 +3,7 @@ import base64
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -57,7 +58,9 @@ def refused(arguments, capsys):
     ("--trigger=0.9", "below .875"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
     ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
     ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
-    ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"), ("--seed=99999999999999999999", "below 2^32"),
+    ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"),
+    ("--temperature=1e-5", "at least 0.001"), ("--temperature=5e-324", "from 1e-30 to 1e30"), ("--length=1e-40", "from 1e-30 to 1e30"),
+    ("--lr=1e300", "from 1e-30 to 1e30"), ("--clip=inf", "finite"), ("--rope_theta=1", "at least 1.1"), ("--seed=99999999999999999999", "below 2^32"),
     ("--eval_tasks=0", "at least 1"), ("--heads=0", "at least 1"), ("--turns=0", "at least 1"), ("--yarn=0", "at least 1"),
     ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "is empty"),
     ("--init_from=", "is empty"), ("--start_from=", "is empty"), ("--tasks=", "is empty"), ("--data=", "is empty"), ("--export=", "is empty")])
@@ -150,6 +153,28 @@ def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(flags, w
     with pytest.raises(SystemExit) as end:
         train.main([*SMALL, "--stage=rl", "--steps=1", f"--start_from={run}", f"--out={tmp_path}/o", *flags])
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "o" / "rl").exists()
+
+
+def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(run, capsys, tmp_path):
+    make = train.synth_tasks.make_task
+    short, long = make(0, 5), make(0, 6)
+    long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
+    words = [*SMALL, "--stage=rl", "--tasks_per_step=2", "--group=2", "--steps=1", "--feedback=0", f"--start_from={run}", f"--tasks={tmp_path}/t.jsonl"]
+    logs = {}
+    for name, tasks in {"both": (long, short), "short": (short,)}.items():
+        (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in tasks))
+        train.main([*words, f"--out={tmp_path}/{name}"])
+        said = capsys.readouterr()
+        assert ("--window=1024 leaves no room for a turn in 1 of 2 tasks, which are left out: longish" in said.out + said.err) == (name == "both")
+        logs[name] = json.loads((tmp_path / name / "rl.jsonl").read_text().split("\n")[0])
+    assert all(logs["both"][key] == logs["short"][key] for key in ("reward", "solved", "turns", "sampled", "loss", "level") if key in logs["both"])
+    assert logs["both"]["no_turn"] == 0 and logs["both"]["turns"] > 0
+    (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in (long, short)))
+    model, tokenizer, config = train.eval.load(tmp_path / "both")
+    records = train.eval.attempt(model, tokenizer, config, [long, short], 2)
+    assert [record["turns"] == 0 for record in records] == [True, True, False, False] and train.eval.summary(records)["no_turn"] == 2
+    assert re.search(r"without room for a turn +2$", train.eval.table({"one": records}), re.M)
+    assert "without room" not in train.eval.table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
@@ -633,8 +658,10 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json", *list(texts)[:6]}
     read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
     end = train.eval.load(tmp_path / "out")[1].id["<|end|>"]
-    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, end, None]
-    assert read("generation_config.json") == {"eos_token_id": end, "top_p": .8}          # it ends turns with what it was trained to
+    # the end that turns are written with, and those that the model was published with
+    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [end, 8, 9], None]
+    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": .8}
+    assert train.eval.load(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
     shutil.rmtree(published)
