@@ -1,11 +1,14 @@
-"""benchmarks/gpu_watch.py: runs train.py while two threads watch it, for the part `job` of benchmarks/gpu.py.
+"""benchmarks/gpu_watch.py: runs train.py while two threads watch it, for the part `job` of
+benchmarks/gpu.py.
 
     python -m benchmarks.gpu_watch FILE FLAGS...        FLAGS are those of train.py
 
-One thread looks every 10 ms at where the main thread is: a profile by wall time that slows nothing. The other reads from
-nvidia-smi for what share of the time the card runs a kernel. Both count only while the training loop runs, so imports, the
-tokenizer and the demonstrations are left out. FILE gets the result as JSON, every two seconds and at the end.
+One thread looks every 10 ms at where the main thread is: a profile by wall time that slows
+nothing. The other reads from nvidia-smi for what share of the time the card runs a kernel. Both
+count only while the training loop runs, so imports, the tokenizer and the demonstrations are left
+out. FILE gets the result as JSON, every two seconds and at the end.
 """
+
 import inspect
 import json
 import os
@@ -25,17 +28,27 @@ import muon
 import rollout
 import train
 
-PERIOD = 0.01        # seconds between two looks at the main thread
+PERIOD = 0.01  # seconds between two looks at the main thread
 
-# A look counts for the first phase of which one function is on the main thread's stack. The functions themselves stand
-# here, not their names: when one is renamed, this file fails at once instead of measuring nothing.
+# A look counts for the first phase of which one function is on the main thread's stack. The
+# functions themselves stand here, not their names: when one is renamed, this file fails at once
+# instead of measuring nothing.
 PHASES = {
     "saving": [hsdp.save],
     "publishing": [rollout.Publisher.publish, rollout.Generator.refresh, train.Run.full_state],
     "prefill": [rollout.Sampler.prefill],
-    "tools": [rollout.Sampler.turn, Future.result],      # agents, workspaces, and waiting for tools and judges
+    "tools": [
+        rollout.Sampler.turn,
+        Future.result,
+    ],  # agents, workspaces, and waiting for tools and judges
     "sampling": [rollout.Sampler.step],
-    "update": [train.Reinforcement.learn, torch.Tensor.backward, hsdp.clip_grad_norm, muon.Muon.step, train.balance],
+    "update": [
+        train.Reinforcement.learn,
+        torch.Tensor.backward,
+        hsdp.clip_grad_norm,
+        muon.Muon.step,
+        train.balance,
+    ],
 }
 LOOP = train.loop
 
@@ -43,14 +56,18 @@ LOOP = train.loop
 class Watch:
     def __init__(self, path):
         self.path = Path(path)
-        self.phases = Counter()          # looks per phase, while the loop runs
-        self.busy = []                   # nvidia-smi's percentages, while the loop runs
+        self.phases = Counter()  # looks per phase, while the loop runs
+        self.busy = []  # nvidia-smi's percentages, while the loop runs
         self.in_loop = False
         self.ended = threading.Event()
         self.main_thread = threading.main_thread().ident
 
     def watch_stack(self):
-        phase_of = {inspect.unwrap(function).__code__: phase for phase, functions in PHASES.items() for function in functions}
+        phase_of = {
+            inspect.unwrap(function).__code__: phase
+            for phase, functions in PHASES.items()
+            for function in functions
+        }
         loop_code = inspect.unwrap(LOOP).__code__
         written = time.monotonic()
         while not self.ended.wait(PERIOD):
@@ -70,9 +87,18 @@ class Watch:
     def watch_card(self):
         # nvidia-smi numbers all cards of the machine, CUDA only those that are visible to it.
         card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-        command = ["nvidia-smi", f"--id={card}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+        command = [
+            "nvidia-smi",
+            f"--id={card}",
+            "--query-gpu=utilization.gpu",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "200",
+        ]
         # It ends by itself when this process does: nobody reads its output then.
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
             for line in process.stdout:
                 if self.in_loop and line.strip().isdigit():
                     self.busy.append(int(line))
