@@ -90,10 +90,8 @@ def usage_error(message):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = usage_error
     parser.add_argument(
@@ -162,8 +160,11 @@ def end_process_group(process):
 
 
 def part_environment(device):
-    """On a CPU the sizes are so small that threads would mostly wait for each other."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
+    """On a CPU the sizes are so small that threads would mostly wait for each other, and a card
+    that happens to be there is not to be touched."""
+    if device == "cuda":
+        return None
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_part(name, limit, report, arguments, scratch):
@@ -172,34 +173,20 @@ def run_part(name, limit, report, arguments, scratch):
     rows = arguments.out / "parts" / f"{name}.jsonl"
     log = arguments.out / "parts" / f"{name}.log"
     part = report["parts"][name] = {
-        "state": "running",
-        "limit_s": round(limit, 1),
-        "seconds": 0.0,
-        "rows": [],
+        "state": "running", "limit_s": round(limit, 1), "seconds": 0.0, "rows": [],
     }
     command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_bench",
-        PARTS[name].function,
-        f"--device={arguments.device}",
-        f"--rows={rows}",
-        f"--report={arguments.out / 'gpu.json'}",
-        f"--scratch={scratch}",
-        f"--seconds={limit:.1f}",
+        sys.executable, "-m", "benchmarks.gpu_bench", PARTS[name].function,
+        f"--device={arguments.device}", f"--rows={rows}", f"--report={arguments.out / 'gpu.json'}",
+        f"--scratch={scratch}", f"--seconds={limit:.1f}"
     ]
     write_report(report, arguments.out)
 
     start = time.monotonic()
     with open(log, "w") as output:
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=part_environment(arguments.device),
-            start_new_session=True,
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=part_environment(arguments.device), start_new_session=True
         )
     try:
         # Every new row is in the report at once: nothing is lost when this command itself is ended.
@@ -280,14 +267,11 @@ def render_table(rows):
         ]
     lines = [
         "| " + " | ".join(name.replace("_", " ") for name in columns) + " |",
-        "|---" * len(columns) + "|",
+        "|---" * len(columns) + "|"
     ]
     for row in rows:
-        lines.append(
-            "| "
-            + " | ".join(format_value(row[name]) if name in row else "" for name in columns)
-            + " |"
-        )
+        cells = [format_value(row.get(name)) for name in columns]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
@@ -304,10 +288,8 @@ def render_markdown(report):
     ]
     for name, part in report["parts"].items():
         lines += [
-            "",
-            f"## {PARTS[name].heading}",
-            "",
-            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)",
+            "", f"## {PARTS[name].heading}", "",
+            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)"
         ]
         if PARTS[name].note:
             lines += [PARTS[name].note]
@@ -318,14 +300,8 @@ def render_markdown(report):
             lines += ["", f"**{title}**", "", *render_table(rows)]
         for row in part["rows"]:
             if "traceback" in row:
-                lines += [
-                    "",
-                    f"{row['table']}, {row['what']}:",
-                    "",
-                    "```",
-                    row["traceback"].rstrip(),
-                    "```",
-                ]
+                lines += ["", f"{row['table']}, {row['what']}:"]
+                lines += ["", "```", row["traceback"].rstrip(), "```"]
         if "output" in part:
             lines += ["", "The end of its output:", "", "```", part["output"], "```"]
     return "\n".join(lines)
@@ -344,13 +320,10 @@ def main(argv):
     # part.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     report = {
-        "command": "python -m benchmarks.gpu " + shlex.join(argv),
-        "device": arguments.device,
+        "command": "python -m benchmarks.gpu " + shlex.join(argv), "device": arguments.device,
         "minutes": arguments.minutes,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": current_commit(),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
+        "commit": current_commit(), "torch": torch.__version__, "python": sys.version.split()[0],
         "parts": {},
     }
 
@@ -371,7 +344,7 @@ def main(argv):
         part = report["parts"][name]
         print(
             f"{name:14s} {part['state']}, {part['seconds']:.0f} s of at most {limit:.0f} s",
-            flush=True,
+            flush=True
         )
 
     holding, checks = count_checks(report)

@@ -55,11 +55,8 @@ class Bench:
             self.emit(table, what=what, **measure())
         except Exception as error:
             self.emit(
-                table,
-                what=what,
-                found=type(error).__name__,
-                holds=False,
-                traceback=traceback.format_exc(),
+                table, what=what, found=type(error).__name__, holds=False,
+                traceback=traceback.format_exc()
             )
         # What one measurement held must not count in the memory of the next.
         if self.device == "cuda":
