@@ -21,29 +21,32 @@ import train
 from benchmarks.gpu import ROOT, last_lines, read_rows
 
 # Cut short: fewer steps, demonstrations, tasks of a step and tasks of an evaluation. The model, its
-# windows, its batches and what a stage consists of stay those of the scale.
+# windows, its batches and what a stage consists of stay those of the scale. A stage saves at its
+# end; a second run of sft saves more often, so that it can be killed between two checkpoints.
 JOB_FLAGS = {
     "cuda": {
-        "all": ["--scale=gpu", "--device=cuda", "--compile=0"], "pretrain": ["--steps=40"],
-        "long": ["--steps=6"], "sft": ["--steps=90", "--demos=3000", "--save_every=9"],
-        "rl": ["--steps=3", "--save_every=3", "--tasks_per_step=8"],
+        "all": ["--scale=gpu", "--device=cuda", "--compile=0", "--save_every=1000"],
+        "pretrain": ["--steps=40"],
+        "long": ["--steps=6"],
+        "sft": ["--steps=90", "--demos=3000"],
+        "rl": ["--steps=3", "--tasks_per_step=8"],
         "eval": ["--eval_levels=2", "--eval_tasks=4", "--eval_samples=2"],
     },
     "cpu": {
         "all": [
             "--scale=tiny", "--device=cpu", "--processes=1", f"--data={ROOT}", "--vocab=320",
-            "--micro_tokens=512", "--batch_tokens=1024"
+            "--micro_tokens=512", "--batch_tokens=1024", "--save_every=1000",
         ],
         "pretrain": ["--steps=2"],
         "long": ["--steps=2"],
-        "sft": ["--steps=12", "--demos=32", "--save_every=3"],
+        "sft": ["--steps=12", "--demos=32"],
         "rl": ["--steps=2"],
         "eval": ["--eval_levels=1"],
     },
 }
-# Of sft: killed as soon as the log has so many steps (the checkpoint before is then complete), and
-# compared up to a later one
-KILL_AND_COMPARE = {"cuda": (12, 30), "cpu": (4, 8)}
+# Steps of sft: between checkpoints, until the process is killed, and until the comparison ends
+SAVE_EVERY, KILL_AFTER = {"cuda": 9, "cpu": 3}, {"cuda": 12, "cpu": 4}
+COMPARE_UNTIL = {"cuda": 30, "cpu": 8}
 
 
 def stage_flags(bench, stage, out):
@@ -159,7 +162,8 @@ def run_until(bench, stage, out, start_from, steps):
     """Starts a stage and kills it with signal 9 as soon as its log has so many steps -> its log"""
     give_up = time.monotonic() + bench.seconds_left() / 3
     command = [
-        sys.executable, "train.py", *stage_flags(bench, stage, out), f"--start_from={start_from}"
+        sys.executable, "train.py", *stage_flags(bench, stage, out), f"--start_from={start_from}",
+        f"--save_every={SAVE_EVERY[bench.device]}",
     ]
     log, screen = out / f"{stage}.jsonl", bench.rows.with_name("job_resume.log")
     with open(screen, "a") as output:
@@ -169,7 +173,7 @@ def run_until(bench, stage, out, start_from, steps):
                 if process.poll() is not None:
                     raise RuntimeError(f"{stage} ended before step {steps}\n{last_lines(screen)}")
                 if time.monotonic() > give_up:
-                    raise RuntimeError(f"{stage} is too slow: no step {steps} yet")
+                    raise TimeoutError(f"{stage} is too slow: no step {steps} yet")
                 time.sleep(0.02)
         finally:
             process.send_signal(signal.SIGKILL)
@@ -180,10 +184,10 @@ def run_until(bench, stage, out, start_from, steps):
 def compare_resume(bench, straight):
     """sft again from the same checkpoint, killed and resumed, against the same steps of the run
     that was not interrupted"""
-    kill_after, until = KILL_AND_COMPARE[bench.device]
+    until = COMPARE_UNTIL[bench.device]
     out = bench.scratch / "killed"
     out.mkdir()
-    killed = run_until(bench, "sft", out, straight, kill_after)
+    killed = run_until(bench, "sft", out, straight, KILL_AFTER[bench.device])
     resumed = run_until(bench, "sft", out, straight, until)[:until]
     expected = read_rows(straight / "sft.jsonl")[:until]
 
