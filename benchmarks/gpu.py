@@ -60,12 +60,14 @@ Found is a relative error (norm of the difference / norm), or how many numbers d
         """
 Every stage is cut short but whole in kind: fewer steps, demonstrations and tasks. Seconds per
 step and tokens/s are medians over the second half of a stage's steps; in rl these are the tokens
-trained on, over the whole step. Busy: nvidia-smi, while the training loop runs. MFU = tokens/s x FLOPs of a token / the measured bf16 product above.
-FLOPs of a token = 6 x active parameters without the embedding
+trained on, over the whole step. Busy: nvidia-smi, while the training loop runs. RL saves once in
+three steps here, and once in ten by default.
+
+MFU = tokens/s x FLOPs of a token / the measured bf16 product above. FLOPs of a token
+= 6 x active parameters without the embedding
 + 6 x layers x heads x (qk_nope + qk_rope + v_dim) x T / 2 for causal attention over T tokens
 (left out in sft, where T varies: there the MFU is a lower bound). The planner predicts one
-training step, without the second model and the cache that rollouts need. RL saves once in three
-steps here, and once in ten by default.""",
+training step, without the second model and the cache that rollouts need.""",
     ),
     "speed": Part(
         "gpu_speed.measure_speed",

@@ -139,7 +139,7 @@ def measure_card(bench):
 
 
 def run_device_tests(bench):
-    """The tests that are marked for the device. pytest's exit code 5 says that there are none."""
+    """The tests that are marked for the device; on a CPU they compare it with itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider"]
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -147,7 +147,7 @@ def run_device_tests(bench):
     lines = done.stdout.rstrip().split("\n")
     print(done.stdout)
     row = dict(
-        what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode in (0, 5)
+        what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0
     )
     if not row["holds"]:
         row["traceback"] = "\n".join(lines[-60:])

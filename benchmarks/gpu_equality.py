@@ -162,9 +162,8 @@ def sampler_mismatch(device, dtype):
     sampler_model = rollout.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
     sampler = rollout.Sampler(sampler_model, tokenizer, rows=16, window=256)
-    tasks, limits = [synth_tasks.make_task(level, 5) for level in (0, 1)], rollout.Limits(
-        256, 4, 40
-    )
+    tasks = [synth_tasks.make_task(level, 5) for level in (0, 1)]
+    limits = rollout.Limits(window=256, turns=4, turn_tokens=40)
     groups = rollout.rollouts(sampler, tasks, 8, 0, limits, rollout.Sandbox())
 
     episodes = [episode for group in groups for chain in group for episode in chain.episodes]
