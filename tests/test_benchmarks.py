@@ -134,7 +134,7 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     start = time.monotonic()
     done = run_command(f"--out={tmp_path}", "--device=cpu", "--minutes=2")
     seconds = time.monotonic() - start
-    assert seconds < 125, f"--minutes=2 took {seconds:.0f} s"
+    assert seconds < 130, f"--minutes=2 took {seconds:.0f} s"
     report = json.loads((tmp_path / "gpu.json").read_text())
     text = (tmp_path / "gpu.md").read_text()
     states = {name: part["state"] for name, part in report["parts"].items()}
