@@ -1,0 +1,358 @@
+"""benchmarks/gpu.py: everything that only a GPU can show, in one command.
+
+    python -m benchmarks.gpu --out=DIR                           one CUDA device, 8 minutes
+    python -m benchmarks.gpu --out=DIR --device=cpu --minutes=2  the same parts with tiny sizes
+
+Time on a GPU is short and rare, so the parts are ordered by worth and each has a time limit of its
+own. Every part is a process of its own: when CUDA crashes or hangs, the part is ended at its limit
+and the next one begins. DIR/gpu.json and DIR/gpu.md are written anew whenever a row arrives, so a
+run that is cut short keeps what it measured. DIR/parts/ has the rows and the screen of each part.
+
+    card            the device, its driver, and two measured ceilings: a bf16 product, a copy
+    equality        the same computations on the CPU and on the device, each with a limit
+    device_tests    python -m pytest -m device
+    job             train.py --scale=gpu, every stage cut short; kill -9 and resume
+    speed           optimizer, mixture of experts and decoding, beside others and beside a floor
+    low_precision   MXFP8 and NVFP4: in hardware where there is any, else what the emulation costs
+
+Exit code: 0 when every part ended and every check holds, 1 when not, 2 when it cannot run here.
+The run on a CPU says nothing about speed. It shows that the command still works.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    function: str  # file and function that measure it
+    weight: int  # of its share of the time: seconds when --minutes=8
+    heading: str  # in gpu.md
+    note: str = ""  # what the columns mean
+
+
+PARTS = {
+    "card": Part("gpu_bench.measure_card", 25, "The card and its ceilings"),
+    "equality": Part(
+        "gpu_equality.check_equality",
+        50,
+        "Equality of CPU and device",
+        """
+Found is a relative error (norm of the difference / norm), or how many numbers differ.""",
+    ),
+    "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
+    "job": Part(
+        "gpu_job.run_job",
+        225,
+        "The main job: train.py at the scale of the device",
+        """
+Every stage is cut short but whole in kind: fewer steps, demonstrations and tasks. Seconds per
+step and tokens/s are medians over the second half of a stage's steps; in rl these are the tokens
+trained on, over the whole step. Busy: nvidia-smi, while the training loop runs. RL saves once in
+three steps here, and once in ten by default.
+
+MFU = tokens/s x FLOPs of a token / the measured bf16 product above. FLOPs of a token
+= 6 x active parameters without the embedding
++ 6 x layers x heads x (qk_nope + qk_rope + v_dim) x T / 2 for causal attention over T tokens
+(left out in sft, where T varies: there the MFU is a lower bound). The planner predicts one
+training step, without the second model and the cache that rollouts need.""",
+    ),
+    "speed": Part(
+        "gpu_speed.measure_speed",
+        80,
+        "Optimizer, mixture of experts, decoding",
+        """
+The floor is the least time that the device needs: products at the measured bf16 speed plus bytes
+at the measured copy speed, both from the first table.""",
+    ),
+    "low_precision": Part("gpu_speed.measure_low_precision", 30, "Low precision"),
+}
+
+
+# ---------------------------------------------------------------- command line
+
+
+def usage_error(message):
+    """Bad input: one line, exit code 2, nothing touched."""
+    print(f"benchmarks.gpu: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = usage_error
+    parser.add_argument(
+        "--out", required=True, help="folder for gpu.json, gpu.md and the parts' output"
+    )
+    parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole command")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same parts, tiny"
+    )
+    arguments = parser.parse_args(argv)
+
+    if not 0 < arguments.minutes < float("inf"):
+        usage_error(f"--minutes={arguments.minutes:g}: a finite number above 0")
+    # The parts run in the project's folder, so a relative path must be resolved before they start.
+    arguments.out = Path(arguments.out).resolve()
+    return arguments
+
+
+def prepare_folder(out):
+    """Makes the folder and removes the rows of an earlier run, so that they are not read as this
+    run's."""
+    try:
+        (out / "parts").mkdir(parents=True, exist_ok=True)
+        for name in PARTS:
+            for old in (out / "parts").glob(f"{name}*"):
+                old.unlink()
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        usage_error(f"--out={out} cannot be written: {error.strerror}")
+
+
+# ---------------------------------------------------------------- running the parts
+
+
+def current_commit():
+    """The commit that is measured, with a note where the working tree differs from it."""
+
+    def git(*words):
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except OSError:
+        return "unknown"
+    return (commit or "unknown") + (" with changes" if changed else "")
+
+
+def read_rows(path):
+    """The complete lines of a file of JSON lines. The last line may still be on its way."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def end_process_group(process):
+    """Ends a part together with every process that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def part_environment(device):
+    """On a CPU the sizes are so small that threads would mostly wait for each other, and a card
+    that happens to be there is not to be touched."""
+    if device == "cuda":
+        return None
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_part(name, limit, report, arguments, scratch):
+    """Runs one part in a process group of its own and fills report["parts"][name] as its rows
+    arrive."""
+    rows = arguments.out / "parts" / f"{name}.jsonl"
+    log = arguments.out / "parts" / f"{name}.log"
+    part = report["parts"][name] = {
+        "state": "running", "limit_s": round(limit, 1), "seconds": 0.0, "rows": [],
+    }
+    command = [
+        sys.executable, "-m", "benchmarks.gpu_bench", PARTS[name].function,
+        f"--device={arguments.device}", f"--rows={rows}", f"--report={arguments.out / 'gpu.json'}",
+        f"--scratch={scratch}", f"--seconds={limit:.1f}"
+    ]
+    write_report(report, arguments.out)
+
+    start = time.monotonic()
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=part_environment(arguments.device), start_new_session=True
+        )
+    try:
+        # Every new row is in the report at once: nothing is lost when this command itself is ended.
+        while process.poll() is None and time.monotonic() - start < limit:
+            time.sleep(0.2)
+            arrived = read_rows(rows)
+            if len(arrived) > len(part["rows"]):
+                part["rows"] = arrived
+                part["seconds"] = round(time.monotonic() - start, 1)
+                write_report(report, arguments.out)
+        finished = process.poll() is not None
+    finally:
+        end_process_group(process)
+
+    part["rows"] = read_rows(rows)
+    part["seconds"] = round(time.monotonic() - start, 1)
+    if not finished:
+        part["state"] = "ended at its time limit"
+    elif process.returncode == 0:
+        part["state"] = "complete"
+    else:
+        part["state"] = f"failed with exit code {process.returncode}"
+    if part["state"] != "complete":
+        part["output"] = last_lines(log)
+    write_report(report, arguments.out)
+
+
+def last_lines(path, number=40):
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
+    return "\n".join(lines[-number:])
+
+
+# ---------------------------------------------------------------- the report
+
+
+def write_report(report, out):
+    """Both files are replaced as a whole: a reader never finds half of one."""
+    texts = {"gpu.json": json.dumps(report, indent=1), "gpu.md": render_markdown(report)}
+    for name, text in texts.items():
+        part = out / f"{name}.part"
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(out / name)
+
+
+def count_checks(report):
+    """-> (number of checks that hold, number of checks)"""
+    checks = [
+        row["holds"] for part in report["parts"].values() for row in part["rows"] if "holds" in row
+    ]
+    return sum(checks), len(checks)
+
+
+def is_successful(report):
+    holding, checks = count_checks(report)
+    complete = all(part["state"] == "complete" for part in report["parts"].values())
+    return complete and holding == checks
+
+
+def format_value(value):
+    if isinstance(value, bool):
+        return "yes" if value else "**NO**"
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def render_table(rows):
+    """Rows may have different columns: the table has all of them, in the order in which they
+    first appear."""
+    columns = []
+    for row in rows:
+        columns += [
+            name for name in row if name not in ("table", "traceback") and name not in columns
+        ]
+    lines = [
+        "| " + " | ".join(name.replace("_", " ") for name in columns) + " |",
+        "|---" * len(columns) + "|"
+    ]
+    for row in rows:
+        cells = [format_value(row.get(name)) for name in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def render_markdown(report):
+    holding, checks = count_checks(report)
+    lines = [
+        "# What one device shows",
+        "",
+        f"`{report['command']}`",
+        f"on {report['device']}, {report['date']}, commit {report['commit']}, "
+        f"torch {report['torch']}, Python {report['python']}.",
+        "",
+        f"{holding} of {checks} checks hold. Every number below was measured in this run.",
+    ]
+    for name, part in report["parts"].items():
+        lines += [
+            "", f"## {PARTS[name].heading}", "",
+            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)"
+        ]
+        if PARTS[name].note:
+            lines += [PARTS[name].note]
+        tables = {}
+        for row in part["rows"]:
+            tables.setdefault(row["table"], []).append(row)
+        for title, rows in tables.items():
+            lines += ["", f"**{title}**", "", *render_table(rows)]
+        for row in part["rows"]:
+            if "traceback" in row:
+                lines += ["", f"{row['table']}, {row['what']}:"]
+                lines += ["", "```", row["traceback"].rstrip(), "```"]
+        if "output" in part:
+            lines += ["", "The end of its output:", "", "```", part["output"], "```"]
+    return "\n".join(lines)
+
+
+def main(argv):
+    started = time.monotonic()
+    arguments = parse_arguments(argv)
+    import torch
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        usage_error("no CUDA device here; --device=cpu runs the same parts with tiny sizes")
+    prepare_folder(arguments.out)
+
+    # SIGTERM then passes through the `finally` of run_part, which ends the processes of the running
+    # part.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    report = {
+        "command": "python -m benchmarks.gpu " + shlex.join(argv), "device": arguments.device,
+        "minutes": arguments.minutes,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": current_commit(), "torch": torch.__version__, "python": sys.version.split()[0],
+        "parts": {},
+    }
+
+    # A part may take twice its share while half of the others' shares is left for them: whatever
+    # happens in one part, the next ones begin, and what one part does not use goes to the others.
+    deadline = started + 60 * arguments.minutes - 1
+    weights = [part.weight for part in PARTS.values()]
+    second = 60 * arguments.minutes / sum(weights)
+    for position, name in enumerate(PARTS):
+        left, later = deadline - time.monotonic(), sum(weights[position + 1 :]) * second
+        limit = max(0.0, min(2 * weights[position] * second, left - later / 2))
+        # Checkpoints of more than a gigabyte are no result: they go to a folder that is removed
+        # with the part.
+        with tempfile.TemporaryDirectory(
+            prefix="gpu-bench-", ignore_cleanup_errors=True
+        ) as scratch:
+            run_part(name, limit, report, arguments, scratch)
+        part = report["parts"][name]
+        print(
+            f"{name:14s} {part['state']}, {part['seconds']:.0f} s of at most {limit:.0f} s",
+            flush=True
+        )
+
+    holding, checks = count_checks(report)
+    print(f"{holding} of {checks} checks hold; {arguments.out / 'gpu.md'}")
+    return 0 if is_successful(report) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""benchmarks/gpu_bench.py: the process of one part of benchmarks/gpu.py, and what all parts
+share.
+
+    python -m benchmarks.gpu_bench gpu_equality.check_equality --device=cuda ...
+
+A part appends its rows to a file as soon as it has them. A row belongs to a table and may have
+any columns; a row with `holds` is a check. A measurement that fails leaves its traceback as a
+row, and the next one goes on.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import ROOT
+
+PRODUCT = "bf16 product, TFLOP/s"
+COPY = "copy, bytes read and written, TB/s"
+
+
+class Bench:
+    """Where a part runs and where its rows go."""
+
+    def __init__(self, arguments):
+        self.device, self.tiny = arguments.device, arguments.device == "cpu"
+        self.rows, self.scratch = Path(arguments.rows), Path(arguments.scratch)
+        self.deadline = time.monotonic() + arguments.seconds
+        self.peak_flops, self.bandwidth = read_ceilings(arguments.report)
+
+    def emit(self, table, **columns):
+        # JSON has no word for what could not be computed (a share of a ceiling that is not there).
+        columns = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in columns.items()
+        }
+        with open(self.rows, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"table": table, **columns}) + "\n")
+
+    def attempt(self, table, what, measure):
+        """measure() -> the columns of one row. An exception becomes a row of its own: the part
+        goes on."""
+        try:
+            self.emit(table, what=what, **measure())
+        except Exception as error:
+            self.emit(
+                table, what=what, found=type(error).__name__, holds=False,
+                traceback=traceback.format_exc()
+            )
+        # What one measurement held must not count in the memory of the next.
+        if self.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def check(self, table, what, limit, measure):
+        """measure() -> a number that must be at most `limit`; what is not a number does not
+        hold."""
+
+        def compare():
+            found = float(measure())
+            return {"found": found, "limit": limit, "holds": found <= limit}
+
+        self.attempt(table, what, compare)
+
+    def seconds_left(self):
+        return self.deadline - time.monotonic()
+
+    def time(self, call, repeat=10, warmup=2):
+        """Median seconds of a call, up to the moment when the device has finished it."""
+        repeat, warmup = (2, 1) if self.tiny else (repeat, warmup)
+        times = []
+        for i in range(warmup + repeat):
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[warmup:])
+
+    def synchronize(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def read_ceilings(report):
+    """-> FLOP/s and bytes/s as the part `card` measured them; without it, shares of them are not
+    a number"""
+    try:
+        rows = json.loads(Path(report).read_text())["parts"]["card"]["rows"]
+    except (OSError, KeyError):
+        rows = []
+    values = {row["what"]: row.get("value") for row in rows}
+    return values.get(PRODUCT, math.nan) * 1e12, values.get(COPY, math.nan) * 1e12
+
+
+def relative_error(found, expected):
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+# ---------------------------------------------------------------- two small parts
+
+
+def measure_card(bench):
+    def emit(what, value):
+        bench.emit("card", what=what, value=value)
+
+    emit("device", torch.cuda.get_device_name() if bench.device == "cuda" else "CPU")
+    if bench.device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        emit("memory, GB", properties.total_memory / 1e9)
+        emit("compute capability", f"{properties.major}.{properties.minor}")
+        emit("CUDA of torch", str(torch.version.cuda))
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        if shutil.which("nvidia-smi"):
+            found = subprocess.run(query, capture_output=True, text=True).stdout
+            emit("driver", found.strip().split("\n")[0])
+        else:
+            emit("driver", "unknown: nvidia-smi is not here")
+    emit("CPU cores", len(os.sched_getaffinity(0)))
+
+    n = 256 if bench.tiny else 8192
+    a = torch.randn(n, n, device=bench.device, dtype=torch.bfloat16)
+    emit(PRODUCT, 2 * n**3 / bench.time(lambda: a @ a) / 1e12)
+    source = torch.zeros(1 << (20 if bench.tiny else 31), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    emit(COPY, 2 * source.numel() / bench.time(lambda: target.copy_(source)) / 1e12)
+
+
+def run_device_tests(bench):
+    """The tests that are marked for the device; on a CPU they compare it with itself."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    lines = done.stdout.rstrip().split("\n")
+    print(done.stdout)
+    row = dict(
+        what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0
+    )
+    if not row["holds"]:
+        row["traceback"] = "\n".join(lines[-60:])
+    bench.emit("device tests", **row)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_bench", description="One part of benchmarks.gpu."
+    )
+    parser.add_argument("part", help="file.function")
+    for name in ("device", "rows", "report", "scratch"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    arguments = parser.parse_args(argv)
+    file, function = arguments.part.split(".")
+    getattr(importlib.import_module(f"benchmarks.{file}"), function)(Bench(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""benchmarks/: the command for a GPU, on a CPU. Speed is not tested, but every part must work."""
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu, gpu_bench
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_command(*flags, **variables):
+    command = [sys.executable, "-m", "benchmarks.gpu", *flags]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def make_bench(folder):
+    paths = dict(rows=folder / "rows.jsonl", report=folder / "gpu.json", scratch=folder)
+    return gpu_bench.Bench(Namespace(device="cpu", seconds=60, **paths))
+
+
+def test_without_cuda_one_line_and_exit_code_2(tmp_path):
+    done = run_command(f"--out={tmp_path / 'out'}", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and len(done.stderr.strip().split("\n")) == 1, done.stderr
+    assert "--device=cpu" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], "--out"), (["--out=x", "--minutes=0"], "above 0"),
+    (["--out=x", "--minutes=nan"], "above 0"),
+    (["--out=x", "--minutes=inf"], "above 0"), (["--out=x", "--minutes=soon"], "--minutes"),
+    (["--out=x", "--device=tpu"], "--device"), (["--out=x", "--min=3"], "--min")])
+def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flags, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        gpu.parse_arguments(flags)
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and len(error.split("\n")) == 1 and words in error, error
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        gpu.main([f"--out={tmp_path / 'file'}", "--device=cpu"])
+    error = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and len(error.split("\n")) == 1 and "cannot be written" in error
+
+
+def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "speed.jsonl").write_text('{"table": "old", "what": "old"}\n')
+    (tmp_path / "parts" / "mine.txt").write_text("mine")
+    gpu.prepare_folder(tmp_path)
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["mine.txt"]
+
+
+# ---------------------------------------------------------------- a part that fails
+
+def run_one_part(folder, monkeypatch, source, limit=30.0):
+    """Runs `source` as the part equality: what it does decides how the part ends."""
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "__init__.py").write_text("")
+    (folder / "benchmarks" / "gpu_bench.py").write_text(source)
+    monkeypatch.setattr(gpu, "ROOT", folder)
+    arguments = Namespace(out=folder, device="cpu")
+    report = dict.fromkeys(("command", "device", "date", "commit", "torch", "python"), "")
+    report["parts"] = {}
+    gpu.prepare_folder(folder)
+    gpu.run_part("equality", limit, report, arguments, folder)
+    assert report == json.loads((folder / "gpu.json").read_text())
+    return report, (folder / "gpu.md").read_text()
+
+
+ONE_ROW = """
+import sys
+path = next(word for word in sys.argv if word.startswith("--rows=")).removeprefix("--rows=")
+complete = '{"table": "t", "what": "first", "found": 3, "holds": true}'
+open(path, "a").write(complete + '\\n{"table": "half a ro')
+"""
+
+
+def test_a_part_that_raises_leaves_its_traceback_and_its_rows(tmp_path, monkeypatch):
+    report, text = run_one_part(tmp_path, monkeypatch, ONE_ROW + "raise ValueError('the cause')")
+    part = report["parts"]["equality"]
+    assert part["state"] == "failed with exit code 1"
+    assert part["rows"] == [{"table": "t", "what": "first", "found": 3, "holds": True}]
+    assert "ValueError: the cause" in part["output"] and "ValueError: the cause" in text
+    assert "| first | 3 | yes |" in text
+    assert not gpu.is_successful(report)
+
+
+def test_a_part_that_hangs_is_ended_at_its_limit_with_all_it_started(tmp_path, monkeypatch):
+    source = ONE_ROW + """
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+open("child", "w").write(str(child.pid))
+time.sleep(600)
+"""
+    start = time.monotonic()
+    report, text = run_one_part(tmp_path, monkeypatch, source, limit=3.0)
+    assert time.monotonic() - start < 15
+    assert report["parts"]["equality"]["state"] == "ended at its time limit"
+    assert "| first | 3 | yes |" in text
+    # Gone, or a zombie that nobody has reaped yet
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_one_failing_measurement_is_a_row_with_its_traceback_and_the_next_goes_on(tmp_path):
+    bench = make_bench(tmp_path)
+    bench.check("t", "raises", 1, lambda: 1 / 0)
+    bench.check("t", "too large", 1, lambda: 2)
+    bench.check("t", "not a number", 1, lambda: float("nan"))
+    bench.check("t", "holds", 1, lambda: 1)
+    rows = gpu.read_rows(bench.rows)
+    assert [row["holds"] for row in rows] == [False, False, False, True]
+    assert "ZeroDivisionError" in rows[0]["traceback"] and rows[2]["found"] is None
+    # A NaN is no JSON.
+    json.loads(bench.rows.read_text().split("\n")[2], parse_constant=pytest.fail)
+
+
+# ---------------------------------------------------------------- the whole command
+
+def find_rows(report, part, table):
+    return {row["what"]: row for row in report["parts"][part]["rows"] if row["table"] == table}
+
+
+def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
+    start = time.monotonic()
+    done = run_command(f"--out={tmp_path}", "--device=cpu", "--minutes=2")
+    seconds = time.monotonic() - start
+    assert seconds < 130, f"--minutes=2 took {seconds:.0f} s"
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    text = (tmp_path / "gpu.md").read_text()
+    states = {name: part["state"] for name, part in report["parts"].items()}
+    late = [name for name, state in states.items() if state == "ended at its time limit"]
+    rows = [row for part in report["parts"].values() for row in part["rows"]]
+    late += [row["what"] for row in rows if row.get("found") == "TimeoutError"]
+    if late and os.getloadavg()[0] > 2 * os.cpu_count():
+        pytest.skip(f"other processes keep this machine busy: no time for {late}")
+    assert done.returncode == 0, done.stdout + done.stderr + text
+    assert list(report["parts"]) == list(gpu.PARTS)
+    holding, checks = gpu.count_checks(report)
+    assert holding == checks >= 34 and f"{holding} of {checks} checks hold" in text
+
+    # What each part is for is there.
+    stages = find_rows(report, "job", "stages")
+    assert list(stages) == ["pretrain", "long", "sft", "rl", "eval"]
+    for stage in ("pretrain", "long", "sft", "rl"):
+        row = stages[stage]
+        assert row["tokens_per_s"] > 0 and row["peak_GB"] > 0 and row["planner_GB"] > 0
+        assert stage == "rl" or row["MFU_%"] > 0
+    phases = find_rows(report, "job", "an RL step, by the wall")
+    shares = {phase: row["share_%"] for phase, row in phases.items()}
+    assert sum(shares.values()) == pytest.approx(100)
+    assert shares["sampling"] > 0 and shares["update"] > 0 and shares["other"] < 50
+    assert find_rows(report, "job", "kill -9 and resume")["sft"]["went_on_after_step"] >= 3
+    rows = report["parts"]["speed"]["rows"]
+    decoding = [row for row in rows if row["table"].startswith("decoding")]
+    assert [row["rows"] for row in decoding if row["what"] == "ours"] == [1, 32, 128, 256]
+    assert all(f"| {name} |" in text for name in ("MFU %", "planner GB", "floor ms"))
