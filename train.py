@@ -20,7 +20,6 @@ Left out: data mixing, deduplication, multi-token prediction, and every private 
 import contextlib
 import ctypes
 import difflib
-import fcntl
 import gc
 import hashlib
 import inspect
@@ -28,7 +27,6 @@ import json
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -55,6 +53,7 @@ import summarize
 import synth_tasks
 from moe import Model, ModelConfig, balance, fast_dtype, filled, load_model, parse_json, read_config, write_checkpoint
 from muon import Muon, check_parameters
+from world.machine import fcntl, owned_directory, resource
 
 
 @dataclass(frozen=True)
@@ -544,7 +543,7 @@ class Reinforcement:
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
         self.run, config, self.asked, self.drawn = run, run.config, {}, {}
-        self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
+        self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype, shared=config.workers > 0)
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
@@ -593,13 +592,14 @@ class Reinforcement:
                 self.asked[later] = job if config.imitate else self.workers.submit(*job)
         asked, _ = self.asked.pop(step), self.drawn.pop(step)
         groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
+        groups = self.leave_out_failed(groups, log)
         for group in groups:
             for chain in group:
                 self.shape(chain)
         if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
             stop(f"--window={config.window}: none of the tasks leaves room for a turn")
-        for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
-            self.curriculum.update(level, solved, config.group)
+        for level, solved, total in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g), len(g)) for g in groups])):
+            self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
         if config.time_tools:
             self.workers.collect(asked)
@@ -611,6 +611,21 @@ class Reinforcement:
         self.describe(groups, log)
         self.write(groups, step + 1)
         yield from self.learn(groups, log)
+
+    def leave_out_failed(self, groups, log):
+        """-> the groups without the rollouts that the machine failed: no reward, no gradient, no part in a mean. They are counted in
+        the log and told in one line. Where nothing is left on any rank, the run ends with the cause."""
+        kept, lost = rollout.judged(groups)
+        causes = self.run.gather([chain.failure for chain in lost])
+        total = self.run.config.tasks_per_step * self.run.config.group
+        log["machine_failures"] = len(causes)
+        self.judged = total - len(causes)
+        self.spare = groups[0][0].episodes[0] if groups else None          # for a rank that has nothing left to learn from
+        if causes:
+            self.run.say(f"rl: {rollout.failures_line(causes, total)}")
+        if not self.judged:
+            stop("no rollout of this step could be played on this machine; free what the line above names, and go on with --resume")
+        return kept
 
     def demonstrations(self, tasks, numbers, seed):
         """What the expert does in the place of the policy. Solved, without asking the judge: is every line that was deleted there again?"""
@@ -636,11 +651,11 @@ class Reinforcement:
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     hints[id(episode)] = [self.splice(chain, hint) for hint in flagged if hint.episode == e]
-        rollouts = config.tasks_per_step * config.group
+        rollouts = self.judged
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)]))
         mismatch = kl = read = gap = 0.0
-        for batch in run.micro_batches(items, spare=items[0]):
+        for batch in run.micro_batches(items, spare=items[0] if items else (self.spare, 0.0)):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
             expected = feedback_distill.mute(self.teacher(taught), taught.muted) if config.feedback else None
