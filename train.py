@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from world.machine import MachineFailure, fcntl, owned_directory, resource      # first: it says in one line what Windows lacks
 import eval
 import feedback_distill
 import hsdp
@@ -53,7 +54,6 @@ import summarize
 import synth_tasks
 from moe import Model, ModelConfig, balance, fast_dtype, filled, load_model, parse_json, read_config, write_checkpoint
 from muon import Muon, check_parameters
-from world.machine import fcntl, owned_directory, resource
 
 
 @dataclass(frozen=True)
@@ -1192,9 +1192,11 @@ def spread(argv, config):
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         threads = str(torch.get_num_threads() // n)
+        if sys.platform == "darwin":                             # where a machine's own name may lead nowhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")
         os.environ.update(PLAIN_REPLICAS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
         for rank in range(1, n):
-            STARTED.append(subprocess.Popen([sys.executable, __file__, *argv], preexec_fn=hsdp.die_with_parent,
+            STARTED.append(subprocess.Popen([sys.executable, __file__, *argv], preexec_fn=hsdp.tied_to_parent(),
                                             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         os.environ.update(RANK="0", LOCAL_RANK="0")
         torch.set_num_threads(int(threads))
@@ -1232,7 +1234,10 @@ def main(argv):
     except OSError as error:
         stop(f"--out={config.out} cannot be written: {error.strerror}")
     with alone(config.out):
-        work(argv, stages, configs, given)
+        try:
+            work(argv, stages, configs, given)
+        except MachineFailure as failure:
+            stop(f"this machine failed: {failure}; free it, and go on with --resume")
 
 
 @contextlib.contextmanager
