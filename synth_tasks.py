@@ -522,7 +522,11 @@ class Sandbox:
         names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
         text = marshal.dumps(dict(words=words, root=root, uid=uid, names=names, disk=self.disk, limits=self.limits,
                                   environment=environment))
-        given = os.memfd_create("input") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+        if hasattr(os, "memfd_create"):
+            given = os.memfd_create("input")
+        else:                                       # macOS
+            with tempfile.TemporaryFile() as file:
+                given = os.dup(file.fileno())
         try:
             ear, wanted = os.pipe()
         except OSError:

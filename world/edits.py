@@ -145,7 +145,9 @@ def edited(text, path, old, new):
     if "\r\n" in old and text.count(old) == 1 and text.find(old, text.find(old) + 1) < 0:
         start = text.find(old)
         return text[:start] + with_line_ends(new, line_end(text, start)) + text[start + len(old):]
-    shown, old, new = Shown(text), old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    shown, old = Shown(text), old.replace("\r\n", "\n")
+    if line_end(text, 0) is not None:
+        new = new.replace("\r\n", "\n")
     start = only_place(shown.text, old)
     return text[:shown.place(start)] + put_in_place(shown, start, old, new) + text[shown.place(start + len(old)):]
 
