@@ -395,8 +395,9 @@ def has_bwrap():
                "unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc", "true"]
     if command[0] and try_again(lambda: tried_cage(command)):
         return True
+    how = "apt-get install bubblewrap" if sys.platform == "linux" else "it is Linux's own; in a Linux container there is one"
     warnings.warn("bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
-                  "your files in reach (apt-get install bubblewrap)", stacklevel=3)
+                  f"your files in reach ({how})", stacklevel=3)
     return False
 
 

@@ -57,8 +57,9 @@ def test_on_windows_the_first_import_is_one_line_that_names_wsl(name):
 
 # macOS: no /proc, no /dev/shm, no bubblewrap, no memfd, no prctl, no fork beside threads
 HIDE_LINUX = """
-import builtins, ctypes, multiprocessing, os, shutil, subprocess, sys
+import builtins, ctypes, multiprocessing, os, platform, shutil, subprocess, sys, sysconfig
 import numpy, torch
+sysconfig.get_config_vars(), platform.uname()       # would look for a file that only a Mac has
 hidden = ("/proc", "/dev/shm", "/sys")
 def guard(module, name):
     real = getattr(module, name)
@@ -400,6 +401,52 @@ def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(whe
     else:
         assert kept == [] and len(lost) == 2 and all(c.failure == "no room" and not c.solved and c.stats["turns"] < 3 for c in lost)
         assert "2 of 2 rollouts" in rollout.failures_line([c.failure for c in lost], 2)
+
+
+def rl_step(group, failed, out, monkeypatch):
+    """One step of rl on the same rollouts, some of which the machine failed -> (gradients, log, what was said)"""
+    import train
+    words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2",
+             f"--group={group}", "--stage=rl", "--steps=3", "--vocab=300", "--processes=1", f"--out={out}"]
+    run, said, log = train.Run(train.configure(train.parse(words), "rl")), [], {}
+    run.build(BYTES)
+    source = train.Reinforcement(run)
+    monkeypatch.setattr(run, "say", said.append)
+    real = source.workers.collect
+
+    def collect(dealt):
+        groups = real(dealt)
+        for one in groups:
+            for j, chain in enumerate(one):
+                chain.finished, chain.solved = True, j == 0
+                lost = failed == "all" or one is groups[0] and j >= 4 - len(failed)
+                chain.failure = "no room is left" if lost else ""
+        return groups if failed == "all" else [groups[0]]
+    monkeypatch.setattr(source.workers, "collect", collect)
+    sum(source.losses(0, log)).backward()
+    return {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}, log, said
+
+
+def test_a_rollout_that_the_machine_failed_has_no_gradient_and_no_part_in_its_groups_mean(tmp_path, monkeypatch):
+    """The oracle: a group that never had it. Its length constant is divided by the rollouts there are."""
+    import torch
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    with_failed, log, said = rl_step(4, "x", tmp_path / "a", monkeypatch)
+    without, plain, silent = rl_step(3, "", tmp_path / "b", monkeypatch)
+    assert log["machine_failures"] == 1 and len(said) == 1 and "1 of 8 rollouts" in said[0] and "no room is left" in said[0]
+    assert plain["machine_failures"] == 0 and not silent
+    assert log["solved"] == plain["solved"] == 1 / 3 and log["reward"] == plain["reward"] and log["sampled"] == plain["sampled"]
+    scale = (8 - 1) / 6                                            # what is left of two groups of four, and of two of three
+    for name, gradient in without.items():
+        torch.testing.assert_close(with_failed[name] * scale, gradient, rtol=1e-3, atol=1e-7)
+    assert any(gradient.abs().max() > 0 for gradient in without.values())
+
+
+def test_where_every_rollout_is_lost_the_run_ends_with_the_cause(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "WAITS", (0.0, 0.0))
+    with pytest.raises(SystemExit) as end:
+        rl_step(3, "all", tmp_path, monkeypatch)
+    assert end.value.code == 2 and "--resume" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- directories that have an owner
