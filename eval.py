@@ -32,13 +32,13 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+import world.machine             # noqa: F401  first: it says in one line what Windows lacks
 import feedback_distill
 import hsdp
 import rollout
@@ -196,6 +196,13 @@ def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, p
     temperature = config["temperature"] if temperature is None else temperature
     sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature, draft=config["draft"])
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
+    # What the machine failed at is neither solved nor unsolved.
+    groups, lost = rollout.judged(groups)
+    if lost:
+        tqdm.write(rollout.failures_line([chain.failure for chain in lost], len(tasks) * passes), file=sys.stderr)
+    if lost and not groups:
+        print("eval.py: no rollout could be played on this machine; free what the line above names", file=sys.stderr)
+        sys.exit(2)
     moved = lambda chain: {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
     told = lambda chain: {"hints": heeded(model, tokenizer, chain)} if hints else {}
     return [{**record(chain, price), **moved(chain), **told(chain)} for group in groups for chain in group]
@@ -525,7 +532,7 @@ def train_py(*words):
     """Run train.py; what it has finished already it skips, what it had begun it goes on with. Without this process it ends."""
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=partial(hsdp.die_with_parent, signal.SIGTERM))
+                          preexec_fn=hsdp.tied_to_parent(signal.SIGTERM))
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise ChildProcessError(done.returncode, last or f"train.py ended with code {done.returncode}")

@@ -305,10 +305,15 @@ def check_cards():
                          f"--nproc_per_node={cards}, or add --device=cpu")
 
 
-def die_with_parent(number=signal.SIGKILL):
-    """For a process that is being started. Linux: who waits for one that was killed would wait for half an hour."""
+def die_with_parent(number):
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)
+
+
+def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):
+    """The preexec_fn of a process that shall end when this one does: who waits for one that was killed would wait for half an
+    hour. That is Linux's own. Elsewhere None, since running Python between fork and exec beside threads may hang."""
+    return partial(die_with_parent, number) if sys.platform == "linux" else None
 
 
 @contextmanager
@@ -775,6 +780,10 @@ def draw(layouts, path):
 def demo(path="out/hsdp.png"):
     import torch._dynamo             # noqa: F401  FSDP imports it: once here, not in every child
     import torch.multiprocessing as mp
+    if sys.platform != "linux":      # macOS may hang where a process that has threads is forked
+        print("hsdp.py: the demonstration forks eight ranks, which is safe on Linux only; the functions work under torchrun",
+              file=sys.stderr)
+        sys.exit(2)
     # Eight forked ranks on the CPU. Once a process has seen a GPU, a backward starts autograd's device threads,
     # and a child that is forked afterwards cannot run one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

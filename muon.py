@@ -714,8 +714,11 @@ def bench_one(device):
 
 def fork_ranks(world, call, *args):
     """Fork `world` gloo ranks on this machine, run call(rank, world, *args) in each, return what they return, by rank."""
+    if sys.platform != "linux":  # macOS may hang where a process that has threads is forked
+        print("muon.py: this part forks ranks, which is safe on Linux only; the optimizer itself works under torchrun", file=sys.stderr)
+        sys.exit(2)
     import torch._dynamo  # noqa: F401  optimizers import it on first use: once here instead of in every child
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if sys.platform == "linux" else None
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         def rank_main(rank):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""        # a forked rank stays on the CPU, whatever cards there are

@@ -37,6 +37,7 @@ Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or th
 import argparse
 import atexit
 import base64
+import contextlib
 import hashlib
 import json
 import math
@@ -47,6 +48,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import unicodedata
@@ -68,6 +70,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
 from synth_tasks import (ARGUMENTS, HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert,
                          judge, make_task)
+from world.machine import MachineFailure, is_machine_failure, owned_directory, try_again
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -412,6 +415,7 @@ class Chain:
     episodes: list
     reward: float = 0.0
     solved: bool = False
+    failure: str = ""                   # what the machine failed at: then nothing above says anything about the policy
     finished: bool = False              # ended by its own final message, not by a limit
     steps: int = 0                      # decoding steps it took: right drafts save some
     stats: dict = field(default_factory=dict)
@@ -436,12 +440,9 @@ def flatten(episode):
 
 
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
-    """A turn that was not sampled; text beyond `most` tokens is cut, with a note. answers: of a tool's, which tool was called, that
-    it was call i of n in one turn, and the call's id where it has one."""
-    tokens, (name, i, n, call_id) = tokenizer.encode(text), answers
-    if len(tokens) > most:
-        note = tokenizer.encode(f"\n[{len(tokens) - most} tokens cut]")
-        tokens = tokens[:max(0, most - len(note))] + note
+    """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note. answers: of a tool's, which
+    tool was called, that it was call i of n in one turn, and the call's id where it has one."""
+    tokens, (name, i, n, call_id) = without_middle(tokenizer, tokenizer.encode(text), most), answers
     if not tokenizer.chat:
         return Turn(role, [tokenizer.id[f"<|{role}|>"], *tokens, tokenizer.id["<|end|>"]], text)
     first, one, between, last = tokenizer.chat.tool
@@ -449,6 +450,24 @@ def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     words = tokenizer.decode(tokens)                             # spelled as one text, as the model has seen it
     tokens = tokenizer.spell(form, words=words, name=name, i=i, id=call_id or f"functions.{name}:{i}")
     return Turn(role, tokens, words, open=role == "tool" and i == n - 1 and not tokenizer.lead("tool"))
+
+
+def without_middle(tokenizer, tokens, most):
+    """The tokens, or of more than `most` the beginning and the end, since the end of a test run says what failed, and between them
+    a line that says how many are missing. The line counts against the limit; where it has no room, a shorter one stands there."""
+    if len(tokens) <= most:
+        return tokens
+    # The number in the line depends on how long the line is: the longest it can be is assumed.
+    room = most - len(tokenizer.encode(f"\n[{len(tokens)} tokens cut]\n"))
+    if room < 2:
+        note = tokenizer.encode("\n[cut]\n")
+        room = max(0, most - len(note))
+        note = note[:most]
+    else:
+        note = tokenizer.encode(f"\n[{len(tokens) - room} tokens cut]\n")
+        room = min(room, most - len(note))
+    half = room // 2
+    return tokens[:half] + note + tokens[len(tokens) - (room - half):]
 
 
 def frame(tokenizer, role, tokens, text):
@@ -722,6 +741,16 @@ def run_tool(workspace, call):
     call.output, call.error = call_tool(workspace, call.name, call.args)
 
 
+def run_tools(workspace, calls, chain):
+    """Answers the calls of a turn, in order. Where the machine fails (no room, no process), the chain says so and is over."""
+    try:
+        for call in calls:
+            if not call.error:
+                run_tool(workspace, call)
+    except MachineFailure as failure:
+        chain.failure = str(failure)
+
+
 # ---------------------------------------------------------------- one agent, as a coroutine
 
 @dataclass(frozen=True)
@@ -799,7 +828,9 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         for call in commands[max(0, limits.commands - ran):] if limits.commands else ():
             call.output, call.error = "No more commands.", "failed"
         ran += len(commands)
-        yield Work(calls, lambda: [run_tool(workspace, call) for call in calls if not call.error], bool(commands))
+        yield Work(calls, lambda: run_tools(workspace, calls, chain), bool(commands))
+        if chain.failure:                                        # what the tools say now is not what this agent's work does
+            break
         room = min(limits.window // 3, compact.room(tokenizer, chain)) if compact else limits.window // 3
         outputs = [make_turn(tokenizer, "tool", call.output, room // len(calls), (call.name, i, len(calls), call.id))
                    for i, call in enumerate(calls)]
@@ -817,7 +848,10 @@ def agent(task, tokenizer, workspace, limits, compact=None):
             episode.turns.pop()
     if len(chain.episodes) > 1 and not any(turn.role == "assistant" for turn in chain.episodes[-1].turns):
         chain.episodes.pop()                                     # the last turn allowed was a summary: nothing came of it
-    chain.files = workspace.files()
+    try:
+        chain.files = workspace.files()
+    except MachineFailure as failure:
+        chain.failure = str(failure)
     return chain
 
 
@@ -1053,25 +1087,56 @@ class Sampler:
 
 def at_work(task, tokenizer, sandbox, limits, compact):
     """An agent in a workspace of its own, made when it begins and gone when it ends"""
-    with Workspace(task, sandbox) as workspace:
+    try:
+        workspace = try_again(lambda: Workspace(task, sandbox))
+    except MachineFailure as failure:
+        return Chain(task, [Episode([opening(tokenizer, task)])], failure=str(failure))
+    with workspace:
         return (yield from agent(task, tokenizer, workspace, limits, compact))
 
 
 def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
     """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and chain.reward. The chance
-    of chain j of a task is drawn from (seed, the task's number, j)."""
+    of chain j of a task is drawn from (seed, the task's number, j). A chain that the machine failed is played once more; where it
+    fails again, chain.failure says why, and it is neither right nor wrong: leave it out (see judged)."""
     def grade(chain):
-        chain.solved = judge(chain.task, chain.files, sandbox).solved
-        chain.reward, chain.stats = float(chain.solved), effort_counts(chain)
+        chain.stats = effort_counts(chain)
+        if chain.failure:
+            return
+        try:
+            chain.solved = judge(chain.task, chain.files, sandbox).solved
+            chain.reward = float(chain.solved)
+        except (MachineFailure, OSError, MemoryError) as failure:
+            if not is_machine_failure(failure):
+                raise
+            chain.failure = str(failure)
+
+    def play(places):
+        agents = [at_work(task, sampler.tokenizer, sandbox, limits, compact) for _, task, _ in places]
+        try:
+            return sampler.run(agents, [(seed, number, j) for number, _, j in places], grade,
+                               patient=not any("repo" in task.meta for task in tasks))
+        finally:
+            for one in agents:
+                one.close()                                      # those that an error has left under way
     places = [(number, task, j) for number, task in zip(numbers or range(len(tasks)), tasks) for j in range(group)]
-    agents = [at_work(task, sampler.tokenizer, sandbox, limits, compact) for _, task, _ in places]
-    try:
-        chains = sampler.run(agents, [(seed, number, j) for number, _, j in places], grade,
-                             patient=not any("repo" in task.meta for task in tasks))
-    finally:
-        for one in agents:
-            one.close()                                          # those that an error has left under way
+    chains = play(places)
+    failed = [i for i, chain in enumerate(chains) if chain.failure]
+    for i, chain in zip(failed, play([places[i] for i in failed]) if failed else ()):
+        chains[i] = chain
     return [chains[i:i + group] for i in range(0, len(chains), group)]
+
+
+def judged(groups):
+    """-> (the groups without the chains that the machine failed, those chains). A group of which nothing is left is left out."""
+    kept = [[chain for chain in group if not chain.failure] for group in groups]
+    return [group for group in kept if group], [chain for group in groups for chain in group if chain.failure]
+
+
+def failures_line(lost, total):
+    """What a log says of chains that the machine failed: how many, of how many, and at what most of them."""
+    cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
+    return f"{len(lost)} of {total} rollouts were lost to this machine, twice each, and count for nothing: {cause}"
 
 
 def generation_model(config, dtype, device="cpu"):
@@ -1177,8 +1242,18 @@ class Generator:
         return rollouts(self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers)
 
 
-def work(pipe, settings):
-    """The life of a generation process: jobs in, groups out, until the trainer is gone."""
+def end_with(trainer):
+    """Ends this process as soon as the other end of a pipe is closed, be it in the middle of a job: nobody waits for its groups. What
+    it leaves behind is removed when the next run begins."""
+    with contextlib.suppress(EOFError, OSError):
+        trainer.recv()
+    os._exit(1)
+
+
+def work(pipe, trainer, settings):
+    """The life of a generation process: jobs in, groups out, until the trainer is gone. trainer: the end of a pipe on which nothing
+    is ever sent."""
+    threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())         # and then the workspaces are removed
     torch.set_num_threads(1)
@@ -1196,10 +1271,17 @@ class Workers:
     here. They are forked from a server that has no threads of its own: forking a trainer can copy a held lock."""
     def __init__(self, n, settings):
         self.n, self.settings, self.jobs, self.restarts, self.processes = n, settings, queue.SimpleQueue(), 0, {}
+        self.lives = {}                                          # of each process, the pipe that ends with this one
         self.generator, self.closed = None if n else Generator(**settings), False
         self.context = multiprocessing.get_context("forkserver") if n else None
         if n:
             self.context.set_forkserver_preload(["rollout"])
+            # The folder of the server's socket, too, has to go when this process is killed. There is no public way to say where.
+            settings_of_process = getattr(multiprocessing.current_process(), "_config", {})
+            if "tempdir" not in settings_of_process:
+                self.sockets = owned_directory("sockets", tempfile.gettempdir())
+                if len(self.sockets.name) < 70:                  # the path of a socket has 104 bytes
+                    settings_of_process["tempdir"] = self.sockets.name
         for i in range(n):
             threading.Thread(target=self.tend, args=(i,), daemon=True).start()
         atexit.register(self.close)
@@ -1219,10 +1301,11 @@ class Workers:
 
     def start(self, i):
         pipe, theirs = self.context.Pipe()
-        process = self.context.Process(target=work, args=(theirs, self.settings), daemon=True)
+        watched, self.lives[i] = self.context.Pipe(duplex=False)         # our end goes when this process does
+        process = self.context.Process(target=work, args=(theirs, watched, self.settings), daemon=True)
         process.start()
         self.processes[i] = process
-        theirs.close()                                           # or its death would not be the end of the pipe
+        theirs.close(), watched.close()                          # or its death would not be the end of the pipe
         return pipe
 
     def tend(self, i):

@@ -40,10 +40,13 @@ subclass inherits as hidden tests, repositories over 5,000 files.
 """
 import argparse
 import ast
+import builtins
+import codecs
 import configparser
 import contextlib
 import copy
 import difflib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -53,7 +56,6 @@ import marshal
 import os
 import random
 import re
-import resource
 import select
 import shlex
 import shutil
@@ -75,6 +77,10 @@ from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from world.edits import ToolError, edited, without_middle
+from world.machine import (EXHAUSTED, Directory, MachineFailure, as_machine_failure, fresh_directory, is_machine_failure, resource, room_left,
+                           try_again)
 
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)
@@ -111,7 +117,8 @@ class Result:
     exit_code: int
     output: str
     timed_out: bool = False
-    started: bool = True
+    started: bool = True                            # False: the machine failed, and the output says at what
+    stopped: str = ""                               # why the sandbox ended it; "" if it ended by itself
 
 
 @dataclass
@@ -128,10 +135,6 @@ class Action:
     text: str = ""
     calls: list = field(default_factory=list)       # [(tool, (argument, ...)), ...]
     flaw: str = ""                                  # a planted habit: the rule of feedback_distill.py that it breaks
-
-
-class ToolError(ValueError):
-    """What a tool says when it cannot do what it was asked; its text is the tool's output."""
 
 
 # -------------------------------------------------------------------------------- the sandbox
@@ -390,11 +393,54 @@ def has_bwrap():
     """True if bubblewrap is installed and this kernel lets us use it, in one cage another; otherwise says so once."""
     command = [*bwrap(), "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc",
                "unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc", "true"]
-    if command[0] and subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
+    if command[0] and try_again(lambda: tried_cage(command)):
         return True
+    how = "apt-get install bubblewrap" if sys.platform == "linux" else "it is Linux's own; in a Linux container there is one"
     warnings.warn("bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
-                  "your files in reach (apt-get install bubblewrap)", stacklevel=3)
+                  f"your files in reach ({how})", stacklevel=3)
     return False
+
+
+def tried_cage(command):
+    """Whether this cage can be made. MachineFailure where only now there is no process, memory or file number left for it: a
+    run that decided then would go on without any cage."""
+    with as_machine_failure("no cage can be tried"):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    said = done.stderr.decode("utf-8", "replace")
+    exhausted = any(os.strerror(number) in said for number in EXHAUSTED)
+    if done.returncode and exhausted:
+        raise MachineFailure(f"no cage can be tried: {said.strip()[:200]}")
+    return done.returncode == 0
+
+
+class CutOutput:
+    """What a command prints, in at most `most` bytes: of more, the beginning and the end, since the end of a test run says what
+    failed, and a line between them that says how much is missing."""
+
+    def __init__(self, most):
+        self.most, self.size = most, 0
+        self.half = max(0, most - 40) // 2          # of the beginning, and of the end: the line needs room too
+        self.head, self.tail = bytearray(), bytearray()
+
+    def add(self, chunk):
+        self.size += len(chunk)
+        room = self.half - len(self.head)
+        self.head += chunk[:room]
+        self.tail += chunk[room:]
+        # The tail may still turn out to be the rest of an output that fits as a whole.
+        if len(self.tail) > 2 * self.most:
+            del self.tail[:-self.most]
+
+    def text(self):
+        if self.size <= self.most:
+            return (self.head + self.tail).decode("utf-8", "replace")
+        # Half a character on either side of the cut is left out.
+        head = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.head))
+        tail = self.tail[len(self.tail) - self.half:]
+        while tail and len(tail) > self.half - 4 and tail[0] & 0xC0 == 0x80:
+            del tail[0]
+        missing = self.size - len(self.head) - len(tail)
+        return f"{head}\n[{missing} bytes cut]\n{tail.decode('utf-8', 'replace')}"
 
 
 class Sandbox:
@@ -402,11 +448,17 @@ class Sandbox:
 
     `cpu` (s) and `memory` (bytes) hold per process, `processes` per sandbox; `disk` (bytes) is looked at ten times a second.
     root is exempt from the process limit, so as root every directory gets its own powerless user id; `hide` lists paths of
-    this machine (installed copies of the package under study) that must not be there; `network` is for pip alone."""
+    this machine (installed copies of the package under study) that must not be there; `network` is for pip alone. `files` are as
+    many as a tree may have, folders and links among them. `output` (bytes) is cut and does not end a command, unless it prints
+    without end."""
+    FLOOD = 64 << 20                                # bytes that whoever goes on printing is stopped at
+    LIGHT = 16 << 20                                # bytes of a tree that is not what filled the disk
 
     def __init__(self, time_limit=10.0, cpu=5, memory=1 << 30, file_size=64 << 20, disk=256 << 20, output=16_000, open_files=256,
-                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-E", "-B"), memo=True, hide=(), network=False):
+                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-E", "-B"), memo=True, hide=(), network=False,
+                 files=10_000):
         self.time_limit, self.output, self.disk, self.python, self.hide = time_limit, output, disk, tuple(python), tuple(hide)
+        self.files = files
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
@@ -458,7 +510,9 @@ class Sandbox:
             uid = 100_000 + os.stat(root).st_ino % 1_000_000
             try:
                 give(root, uid)
-            except OSError:                         # root of a container without such a user: as for any user
+            except OSError as error:                # root of a container without such a user: as for any user
+                if is_machine_failure(error):
+                    raise
                 if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
                     raise                           # the machine's own root, even without any right, owns /proc/sys
                 uid = 0
@@ -469,8 +523,16 @@ class Sandbox:
         names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
         text = marshal.dumps(dict(words=words, root=root, uid=uid, names=names, disk=self.disk, limits=self.limits,
                                   environment=environment))
-        ear, wanted = os.pipe()
-        given = os.memfd_create("input") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+        if hasattr(os, "memfd_create"):
+            given = os.memfd_create("input")
+        else:                                       # macOS
+            with tempfile.TemporaryFile() as file:
+                given = os.dup(file.fileno())
+        try:
+            ear, wanted = os.pipe()
+        except OSError:
+            os.close(given)
+            raise
         try:
             with open(given, "wb", closefd=False) as file:
                 file.write(stdin.encode("utf-8", "surrogateescape"))
@@ -492,54 +554,82 @@ class Sandbox:
             os.close(given), os.close(wanted)
 
     def run(self, command, root, stdin="", time_limit=None):
-        """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does."""
+        """Result of `command` (a line, or a list of words) in directory `root`; never raises for what the command does, nor for
+        what the machine fails at: then the result has not started."""
         words = self.argv(command) if isinstance(command, str) else list(command)
         if os.path.islink(root) or not os.path.isdir(root):
             return Result(127, "no such directory")
         if any("\0" in word for word in words):
             return Result(127, "a command cannot hold a zero byte")
+
+        def start():
+            try:
+                return self.order(words, os.path.realpath(root), stdin)
+            except OSError as error:
+                raise MachineFailure(f"cannot start: {error}") from error
         try:
-            server, ear = self.order(words, os.path.realpath(root), stdin)
-        except OSError as error:
-            return Result(127, f"cannot start: {error}", started=False)
+            server, ear = try_again(start)          # nothing of the command has run yet
+        except MachineFailure as failure:
+            return Result(127, str(failure), started=False)
         try:
-            text, timed_out = self.collect(server.line, ear, time.perf_counter() + (time_limit or self.time_limit), root)
+            text, note = self.collect(server.line, ear, time.perf_counter() + (time_limit or self.time_limit), root)
         finally:
             os.close(ear)
             code = server.stop()
         if not code.lstrip("-").isdigit():
             return Result(127, f"cannot start: {code}", started=False)
         self.idle.append(server)
-        return Result(int(code), text, timed_out)
+        # Where there is no room, and the command did not take it, its failure is the machine's.
+        if int(code) and not note and room_left(root) < 1 << 16 and weight(root) < self.LIGHT:
+            return Result(127, f"no room is left in {Path(root).parent}", started=False)
+        return Result(int(code), text, note == "timed out", stopped=note)
 
     def collect(self, control, pipe, deadline, root):
-        """Output, until the command ends, or has to: at the deadline, at a flood of words, when the disk is full."""
-        chunks, size, note, weighed = [], 0, "", time.perf_counter()
+        """(output, why it was stopped), until the command ends, or has to: at the deadline, at a flood of words, when the disk is
+        full. What is too long is cut; the command goes on."""
+        output, note, weighed = CutOutput(self.output), "", time.perf_counter()
         while not note:
             wait, ended = min(0.1, deadline - time.perf_counter()), ready(control, 0)
             chunk = os.read(pipe, 65536) if (wait > 0 or ended) and ready(pipe, wait) else None
-            chunks.append(chunk or b"")
-            size += len(chunk or b"")
+            output.add(chunk or b"")
             if chunk == b"" or (chunk is None and ended):   # ended before we looked: its last words would have been there
                 break
             due = time.perf_counter() > weighed + 0.1
-            note = ("timed out" if wait <= 0 and not ended else "output cut" if size > self.output else
-                    "disk full" if due and weight(root) > self.disk else "")
+            note = ("timed out" if wait <= 0 and not ended else
+                    "stopped: it printed without end" if output.size > max(self.FLOOD, 4 * self.output) else
+                    self.overfull(root) if due else "")
             weighed = time.perf_counter() if due else weighed
         if not note and not ready(control, max(0, deadline - time.perf_counter())):    # closed its output and goes on
             note = "timed out"
-        text = b"".join(chunks)[:self.output].decode("utf-8", "replace")
-        return text + (f"\n[{note}]" if note else ""), note == "timed out"
+        note = note or self.overfull(root)          # thousands of files are made between two looks
+        return output.text() + (f"\n[{note}]" if note else ""), note
+
+    def overfull(self, root):
+        """"disk full" or "too many files" if the tree is more than a command may leave, else nothing."""
+        size, number = census(root)
+        return "disk full" if size > self.disk else "too many files" if number > self.files else ""
 
     def run_files(self, files, command, stdin=""):
-        """The same in a fresh copy of `files`. Remembered: runs of the micro-world are functions of (files, command)."""
-        def run():
+        """The same in a fresh copy of `files`. Remembered where the outcome can be a function of (files, command, stdin) only."""
+        def attempt():
             with fresh_directory() as root:
                 try:
-                    write_tree(files, root)
+                    with as_machine_failure(f"cannot write in {root}"):
+                        write_tree(files, root)
                 except OSError as error:            # a file where another needs a folder
                     return Result(127, f"cannot write: {error}")
-                return self.run(command, root, stdin)
+                result = self.run(command, root, stdin)
+                if not result.started:
+                    raise MachineFailure(result.output)
+                return result
+
+        def run():
+            try:
+                return try_again(attempt)
+            except MachineFailure as failure:
+                return Result(127, str(failure), started=False)
+        if not is_function_of_files(files, command):
+            return run()
         return self.once(tree_key(files, repr((command, stdin))), run)
 
     def once(self, key, run, repeatable=lambda: True):
@@ -550,7 +640,9 @@ class Sandbox:
         with entry[0]:
             if len(entry) == 1:
                 result = run()
-                if not result.started or not repeatable():
+                # How fast the machine is decides what a limit stops or a signal ends.
+                by_itself = not result.stopped and 0 <= result.exit_code <= 128
+                if not (by_itself or result.timed_out) or not result.started or not repeatable():
                     return result
                 entry.append(result)
                 if result.timed_out:                # those who wait hear of it; whoever asks later tries again
@@ -612,7 +704,9 @@ def walk(root):
         folder = left.pop()
         try:
             entries = list(os.scandir(folder))
-        except OSError:
+        except OSError as error:
+            if is_machine_failure(error):           # no file number is left: this folder is not empty
+                raise
             continue
         folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         yield folder, folders, [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
@@ -623,39 +717,60 @@ def give(root, uid):
     """Hands the tree to a user; links themselves, never what they point to."""
     for folder, folders, names in walk(root):
         for path in [folder, *(os.path.join(folder, name) for name in folders + names)]:
-            os.chown(path, uid, uid, follow_symlinks=False)
+            try:
+                os.chown(path, uid, uid, follow_symlinks=False)
+            except OSError as error:                # a path that is too long was made by a command, and is its user's already
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+
+
+def census(root):
+    """(bytes on disk, number of files, links and folders) under a directory; what cannot be looked at counts nothing."""
+    total = number = 0
+    with contextlib.suppress(OSError):
+        for folder, folders, names in walk(root):
+            number += len(folders) + len(names)
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total, number
 
 
 def weight(root):
     """Bytes on disk under a directory."""
-    total = 0
-    for folder, _, names in walk(root):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                pass
-    return total
+    return census(root)[0]
+
+
+def read_regular(place, most):
+    """The bytes of a regular file of at most `most` bytes. ToolError for anything else: a pipe, a device or a link is not opened
+    for waiting, however quickly it took the file's place."""
+    try:
+        file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if is_machine_failure(error):
+            raise MachineFailure(f"cannot read in {place.parent}: {error.strerror}") from error
+        raise ToolError(f"cannot read: {place.name[:80]}") from error
+    with open(file, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ToolError(f"not a file: {place.name[:80]}")
+        if status.st_size > most:
+            raise ToolError(f"too large: {place.name[:80]}")
+        return file.read(most + 1)
+
+
+def write_regular(place, data):
+    """Writes a regular file, in place, so that its mode stays; never a pipe or what a link leads to."""
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with open(file, "wb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ToolError(f"not a file: {place.name[:80]}")
+        file.truncate()
+        file.write(data)
 
 
 def tree_key(files, command):
     return hashlib.sha256(json.dumps([command, sorted(files.items())]).encode()).digest()
-
-
-def fresh_directory():
-    """Private, deleted when left; in memory where the system has such a place."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return Directory(prefix="task-", dir=memory, ignore_cleanup_errors=True)
-
-
-class Directory(tempfile.TemporaryDirectory):
-    """Goes whatever is in it: the standard library's needs a level of recursion and an open file for each folder in a folder."""
-    def cleanup(self):
-        with contextlib.suppress(RecursionError):
-            super().cleanup()
-        if os.path.lexists(self.name):
-            for words in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-                subprocess.run([*words, self.name], stderr=subprocess.DEVNULL)
 
 
 def write_tree(files, root):
@@ -668,17 +783,6 @@ def write_tree(files, root):
 
 
 # -------------------------------------------------------------------------------- the workspace
-def edited(text, path, old, new):
-    """`text` (None: no such file yet) with `old`, which must occur exactly once, replaced; an empty `old` appends."""
-    if not old:
-        return (text or "") + ("\n" if text and not text.endswith("\n") else "") + new
-    if text is None:
-        raise ToolError(f"no such file: {path[:80]}")
-    if text.count(old) != 1:
-        raise ToolError("old text not found" if old not in text else f"old text occurs {text.count(old)} times")
-    return text.replace(old, new)
-
-
 def matches(files, query, hits=20):
     """Lines holding the fixed string, as `path:line:text`, like grep -n."""
     if not query.strip():
@@ -702,7 +806,12 @@ class Workspace:
         self.largest = max([1 << 20, *(2 * len(text.encode("utf-8", "surrogateescape")) for text in task.files.values())])
         self.directory = fresh_directory()
         self.root = Path(self.directory.name).resolve()
-        write_tree(task.files, self.root)
+        try:
+            with as_machine_failure(f"cannot write in {self.root}"):
+                write_tree(task.files, self.root)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self):
         return self
@@ -730,27 +839,23 @@ class Workspace:
 
     def text(self, place):
         """An agent that writes a huge file must not fill the trainer's memory; the task's own files fit."""
-        try:
-            if place.stat().st_size > self.largest:
-                raise ToolError(f"too large: {place.name[:80]}")
-            return place.read_bytes().decode("utf-8", "surrogateescape")
-        except OSError as error:
-            raise ToolError(f"cannot read: {place.name[:80]}") from error
+        return read_regular(place, self.largest).decode("utf-8", "surrogateescape")
 
     def read(self, path):
         place = self.place(path)
         if not place.exists():
             raise ToolError(f"no such file: {path[:80]}")
-        text = readable(self.text(place))
-        return text if len(text) <= self.longest else text[:self.longest] + "\n[cut]"
+        return without_middle(readable(self.text(place)), self.longest)
 
     def edit(self, path, old, new):
         """Replaces `old`, which must occur exactly once; an empty `old` appends, or creates the file."""
+        # Not a ToolError, if the machine has no room: the agent could do nothing about it.
         place = self.place(path)
         text = edited(self.text(place) if place.exists() else None, path, old, new)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(text.encode("utf-8", "surrogateescape"))
+            with as_machine_failure(f"cannot write in {self.root}"):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_regular(place, text.encode("utf-8", "surrogateescape"))
         except (OSError, UnicodeError):
             raise ToolError(f"cannot write: {path[:80]!r}") from None
         return "ok"
@@ -759,14 +864,21 @@ class Workspace:
         return readable(matches(self.files(), query))
 
     def run(self, command):
-        """Result. Remembered per (files, command) unless the command changed the files."""
-        run = lambda: self.sandbox.run(command, self.root)
-        if "repo" in self.task.meta:
-            return run()
-        files, shape = self.files(), self.shape()
-        if any(stat.S_ISREG(mode) and (size > self.largest or "/__pycache__/" in path) for path, mode, size, _ in shape):
-            return run()                            # what files() does not hold may have changed
-        return self.sandbox.once(tree_key(files, repr((command, shape))), run, lambda: (self.files(), self.shape()) == (files, shape))
+        """Result. Remembered per (files, command) where it can depend on nothing else and the command did not change the files.
+        MachineFailure if it was not the command that failed."""
+        def run():
+            result = self.sandbox.run(command, self.root)
+            if not result.started:
+                raise MachineFailure(result.output)
+            return result
+        with as_machine_failure(f"cannot look into {self.root}"):
+            files, shape = ({}, []) if "repo" in self.task.meta else (self.files(), self.shape())
+            # A file that files() does not hold (too large, bytecode, one too many) may have changed all the same.
+            whole = len(files) == sum(stat.S_ISREG(mode) for _, mode, _, _ in shape)
+            if "repo" in self.task.meta or not whole or not is_function_of_files(files, command):
+                return run()
+            same = lambda: (self.files(), self.shape()) == (files, shape)
+            return self.sandbox.once(tree_key(files, repr((command, shape))), run, same)
 
     def shape(self):
         """What files() does not tell: folders, links, modes and sizes."""
@@ -780,17 +892,28 @@ class Workspace:
         return sorted(found)
 
     def files(self):
-        """Every regular file of readable size, by path: what a submission consists of."""
+        """Every regular file of readable size, by path: what a submission consists of. Of a tree that is larger than the sandbox
+        allows, the task's own files first. Nothing in it is waited for."""
+        places, most = {}, self.sandbox.files
+        with as_machine_failure(f"cannot look into {self.root}"):
+            for folder, _, names in walk(self.root):
+                inside = Path(folder).relative_to(self.root)
+                if len(inside.parts) < 100 and "__pycache__" not in inside.parts:
+                    for name in names:
+                        path = str(inside / name).encode("utf-8", "replace").decode()
+                        places[path] = Path(folder, name)
+                if len(places) > 20 * most:         # whoever made so many was stopped, and more would only take time
+                    break
         found, left = {}, max(self.sandbox.disk, 4 * self.largest)      # many files that are all holes weigh nothing on the disk
-        for folder, _, names in walk(self.root):
-            for name in sorted(names) if folder.count("/") < 100 else ():
-                place = Path(folder, name)
-                with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
-                    if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
-                        path = str(place.relative_to(self.root)).encode("utf-8", "replace").decode()
-                        left -= place.stat().st_size
-                        if left >= 0:
-                            found[path] = self.text(place)
+        for path in sorted(places, key=lambda path: (path not in self.task.files, path)):
+            if len(found) == most:
+                break
+            with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
+                status = os.lstat(places[path])
+                if stat.S_ISREG(status.st_mode):
+                    left -= status.st_size
+                    if left >= 0:
+                        found[path] = self.text(places[path])
         return dict(sorted(found.items()))
 
 
@@ -936,7 +1059,59 @@ def trivial(function, inputs):
     return values == inputs or all(value == values[0] for value in values) and len(values) > 1 or values[0] in ([], 0)
 
 
+# What a program may use and still be a function of its files: no clock, no chance, no addresses, no order of hashes, no files.
+PURE = set("""abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float int isinstance issubclass
+    iter len list map max min next ord pow print property range repr reversed round slice sorted staticmethod str sum super tuple
+    zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split())
+PURE |= {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")         # attributes that lead to the interpreter's own
 ONE_AT_A_TIME = threading.Lock()
+
+
+def is_function_of_files(files, command):
+    """Whether what the command says can depend on these files alone, so that it may be remembered. Only for the commands of the
+    generated world: one of its scripts, or the judge's own driver. When in doubt it is run again."""
+    if isinstance(command, str):
+        words = re.fullmatch(r"python3? (\w+\.py)", command)
+        if not words or words[1] not in files:
+            return False
+    elif command[-1] != DRIVER:
+        return False
+    # Anything else might be imported in a module's place: bytecode, an extension, a folder.
+    if not all(re.fullmatch(r"\w+\.(py|md)", path) for path in files):
+        return False
+    modules, checked = {path[:-3] for path in files if path.endswith(".py")}, files.get("check.py") == CHECK
+    return all(is_pure(files[f"{name}.py"], frozenset(modules), checked) for name in modules if name != "check" or not checked)
+
+
+@functools.lru_cache(4096)
+def is_pure(text, modules, checked):
+    """Whether a module uses nothing but the listed modules, math, itertools, and what PURE names. checked: check.py is ours and
+    may be handed globals()."""
+    try:
+        tree = syntax(text)
+    except BABBLE:
+        return True                                 # it says the same each time
+    trusted = set()
+    for node in ast.walk(tree):
+        if checked and isinstance(node, ast.Call) and ast.unparse(node) == "check.run(globals())":
+            trusted.add(node.args[0].func)
+        elif isinstance(node, (ast.Set, ast.SetComp)):
+            return False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "__" in node.value:
+            return False
+        elif isinstance(node, ast.Attribute) and node.attr.startswith(FRAMES):
+            return False
+        elif isinstance(node, ast.Name) and node not in trusted:
+            known = hasattr(builtins, node.id) or node.id.startswith("__")
+            if known and node.id not in PURE:
+                return False
+        elif isinstance(node, ast.Import) and any(alias.name not in modules | {"math", "itertools"} for alias in node.names):
+            return False
+        elif isinstance(node, ast.ImportFrom) and (node.level or node.module not in modules | {"math", "itertools"}):
+            return False
+    return True
+
 
 
 def syntax(text, mode="exec"):
@@ -1097,7 +1272,7 @@ BABBLE = ValueError, TypeError, LookupError, SyntaxError, RecursionError, Memory
 
 
 def judge(task, files, sandbox):
-    """Verdict on a submission (path -> text). The child is given calls and returns values; the comparison is made here, so
+    """Verdict on a submission (path -> text); MachineFailure where there can be none. The child is given calls and returns values; the comparison is made here, so
     printing, exiting early, patching or rewriting tests can only lose: nothing in the child knows what is expected."""
     if "repo" in task.meta:
         return judge_repository(task, files, sandbox_for(task, sandbox))
@@ -1105,6 +1280,8 @@ def judge(task, files, sandbox):
     cases = task.hidden + task.meta["visible"]
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
     result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+    if not result.started:
+        raise MachineFailure(result.output)
     try:
         values = ast.literal_eval(syntax(result.output, "eval"))
         right = [value[0] == 1 and json.dumps(value[1]) == json.dumps(case[3]) for value, case in zip(values, cases)]
@@ -1597,6 +1774,8 @@ def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False
     order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths,
                             limit=sandbox.time_limit / 4 * limit))
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", SUITE], order)
+    if not result.started:
+        raise MachineFailure(result.output)
     try:
         answer = json.loads(result.output)
         if answer["key"] == key:
@@ -2581,5 +2760,7 @@ if __name__ == "__main__":
         sys.exit(print(f"synth_tasks.py: {refusal}", file=sys.stderr) or 2)
     except OSError as error:                        # a name that is too long, a file that is closed to us, a disk that is full
         sys.exit(print(f"synth_tasks.py: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr) or 2)
+    except MachineFailure as failure:
+        sys.exit(print(f"synth_tasks.py: the machine failed, and no task is to blame: {failure}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -20,7 +20,6 @@ Left out: data mixing, deduplication, multi-token prediction, and every private 
 import contextlib
 import ctypes
 import difflib
-import fcntl
 import gc
 import hashlib
 import inspect
@@ -29,7 +28,6 @@ import math
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -48,6 +46,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from world.machine import MachineFailure, fcntl, owned_directory, resource      # first: it says in one line what Windows lacks
 import eval
 import feedback_distill
 import hsdp
@@ -724,7 +723,7 @@ class Reinforcement:
     is up to `staleness` updates older, and that is kept small, not corrected (stated): no ratio, no clip either way."""
     def __init__(self, run):
         self.run, config, self.asked, self.drawn = run, run.config, {}, {}
-        self.folder, self.ahead = tempfile.TemporaryDirectory(prefix="weights"), config.staleness if config.workers else 0
+        self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), config.staleness if config.workers else 0
         self.publisher = rollout.Publisher(self.folder.name, run.model.config, run.dtype, shared=config.workers > 0)
         self.workers = rollout.Workers(config.workers, dict(
             folder=self.folder.name, config=run.model.config, dtype=run.dtype, device=str(next(run.model.parameters()).device),
@@ -787,13 +786,14 @@ class Reinforcement:
                 self.asked[later] = job if config.imitate else self.workers.submit(*job)
         asked, _ = self.asked.pop(step), self.drawn.pop(step)
         groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
+        groups = self.leave_out_failed(groups, log)
         for group in groups:
             for chain in group:
                 self.shape(chain)
         if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
             stop(f"--window={config.window}: none of the tasks leaves room for a turn")
-        for level, solved in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g)) for g in groups])):
-            self.curriculum.update(level, solved, config.group)
+        for level, solved, total in sorted(run.gather([(g[0].task.level, sum(c.solved for c in g), len(g)) for g in groups])):
+            self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
         if config.time_tools:
             self.workers.collect(asked)
@@ -805,6 +805,21 @@ class Reinforcement:
         self.describe(groups, log)
         self.write(groups, step + 1)
         yield from self.learn(groups, log)
+
+    def leave_out_failed(self, groups, log):
+        """-> the groups without the rollouts that the machine failed: no reward, no gradient, no part in a mean. They are counted in
+        the log and told in one line. Where nothing is left on any rank, the run ends with the cause."""
+        kept, lost = rollout.judged(groups)
+        causes = self.run.gather([chain.failure for chain in lost])
+        total = self.run.config.tasks_per_step * self.run.config.group
+        log["machine_failures"] = len(causes)
+        self.judged = total - len(causes)
+        self.spare = groups[0][0].episodes[0] if groups else None          # for a rank that has nothing left to learn from
+        if causes:
+            self.run.say(f"rl: {rollout.failures_line(causes, total)}")
+        if not self.judged:
+            stop("no rollout of this step could be played on this machine; free what the line above names, and go on with --resume")
+        return kept
 
     def demonstrations(self, tasks, numbers, seed):
         """What the expert does in the place of the policy. Solved, without asking the judge: is every line that was deleted there again?"""
@@ -830,11 +845,11 @@ class Reinforcement:
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     hints[id(episode)] = [self.splice(chain, hint) for hint in flagged if hint.episode == e]
-        rollouts = config.tasks_per_step * config.group
+        rollouts = self.judged
         normaliser = rollouts * config.length
         targets = run.sum(sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)]))
         mismatch = kl = read = gap = 0.0
-        for batch in run.micro_batches(items, spare=items[0]):
+        for batch in run.micro_batches(items, spare=items[0] if items else (self.spare, 0.0)):
             hinted = [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]] if batch["real"] else []
             taught = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device) if config.feedback else None
             expected = feedback_distill.mute(self.teacher(taught), taught.muted) if config.feedback else None
@@ -1450,9 +1465,11 @@ def spread(argv, config):
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         threads = str(torch.get_num_threads() // n)
+        if sys.platform == "darwin":                             # where a machine's own name may lead nowhere
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")
         os.environ.update(PLAIN_REPLICAS=str(n), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=threads)
         for rank in range(1, n):
-            STARTED.append(subprocess.Popen([sys.executable, __file__, *argv], preexec_fn=hsdp.die_with_parent,
+            STARTED.append(subprocess.Popen([sys.executable, __file__, *argv], preexec_fn=hsdp.tied_to_parent(),
                                             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
         os.environ.update(RANK="0", LOCAL_RANK="0")
         torch.set_num_threads(int(threads))
@@ -1496,6 +1513,8 @@ def main(argv):
     with alone(config.out):
         try:
             work(argv, stages, configs, given)
+        except MachineFailure as failure:
+            stop(f"this machine failed: {failure}; free it, and go on with --resume")
         except torch.OutOfMemoryError as error:
             print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
             raise SystemExit(2) from None

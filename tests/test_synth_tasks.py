@@ -441,13 +441,17 @@ def test_a_script_in_the_servers_interpreter_cannot_tell_it_from_a_new_one(name)
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox(workspace):
-    def servers():
-        found = set()
-        for place in Path("/proc").glob("[0-9]*/cmdline"):
+    def servers():                                  # of this process: another's, which may run beside it, are not ours to kill
+        found, parents = set(), {}
+        for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if st.SERVER.encode() in place.read_bytes():
-                    found.add(int(place.parent.name))
-        return found
+                parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+                if st.SERVER.encode() in (place / "cmdline").read_bytes():
+                    found.add(int(place.name))
+        ours = {os.getpid()}
+        for _ in range(4):
+            ours |= {pid for pid, parent in parents.items() if parent in ours}
+        return found & ours
     before, sandbox = servers(), Sandbox(memo=False)
     assert sandbox.run("echo 1", workspace.root).output == "1\n"
     sandbox.idle.append(st.Server(sandbox.cage() if st.has_bwrap() else []))        # of several all were killed
@@ -703,9 +707,9 @@ def test_who_waits_for_a_command_that_times_out_does_not_wait_again(monkeypatch)
     sandbox.memo = Watched()
     monkeypatch.setattr(sandbox, "run", run)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: sandbox.run_files({}, "sleep 9"), range(4)))
+        results = list(pool.map(lambda _: sandbox.run_files({"a.py": ""}, "python a.py"), range(4)))
     assert all(result.timed_out for result in results) and len(calls) == 1
-    assert sandbox.run_files({}, "sleep 9").timed_out and len(calls) == 2
+    assert sandbox.run_files({"a.py": ""}, "python a.py").timed_out and len(calls) == 2
 
 
 def test_many_threads_share_one_sandbox():
