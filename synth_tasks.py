@@ -76,6 +76,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from world import suite as suites
 from world import twins as changed_tests
 
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
@@ -407,7 +408,7 @@ class Sandbox:
     this machine (installed copies of the package under study) that must not be there; `network` is for pip alone."""
 
     def __init__(self, time_limit=10.0, cpu=5, memory=1 << 30, file_size=64 << 20, disk=256 << 20, output=16_000, open_files=256,
-                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-E", "-B"), memo=True, hide=(), network=False):
+                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-B"), memo=True, hide=(), network=False):
         self.time_limit, self.output, self.disk, self.python, self.hide = time_limit, output, disk, tuple(python), tuple(hide)
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         limits |= {"NPROC": processes} if has_bwrap() else {}    # it counts this sandbox only: alone it would count all of a user's
@@ -464,8 +465,12 @@ class Sandbox:
                 if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
                     raise                           # the machine's own root, even without any right, owns /proc/sys
                 uid = 0
+        # One seed of hashes and one time zone for all commands: the order of a set must not decide a verdict.
         environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
-                       "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
+                       "PYTHONHASHSEED": "0", "TZ": "UTC",
+                       "PYTHONDONTWRITEBYTECODE": "1"}
+        if "-S" not in self.python:                 # a generated codebase has no packages, and its Python may be a fork
+            environment["PYTHONPATH"] = f"{inside}:{inside}/src"
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
         environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
         names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
@@ -566,10 +571,11 @@ class Server:
 
     def __init__(self, cage, network=False):
         self.line, far = socket.socketpair()
-        words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
+        # no -E: with it Python would not read the seed of its hashes
+        words = [os.path.realpath(sys.executable), "-S", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
                  str(far.fileno()), str(int(bool(cage))), str(int(network)), SERVER]     # what was parsed is freed now, not in every fork
         with far:
-            process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
+            process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, leave, self.line, process, os.getpid())
         if not self.line.recv(1):
@@ -1588,81 +1594,90 @@ def telltales(files, names):
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
-SUITE = """import json, os, signal, sys, time
-order = json.load(sys.stdin)
-mouth, root = os.dup(1), os.getcwd()
-os.dup2(os.open(os.devnull, os.O_RDWR), 0), os.dup2(0, 1), os.dup2(0, 2)
-import pytest
-sys.path[:] = [path for path in sys.path if path] + [root, root + "/src"]
-outcomes, seconds, touched, now = {}, {}, {}, set()
-overrun, running, clock = set(), ["", 0.0], time.monotonic
-
-def trace(frame, event, argument):
-    code = frame.f_code
-    if code.co_filename.startswith(root):
-        now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
-
-class Late(BaseException):
-    pass
-
-def late(*_):
-    # Whatever catches this, the test has failed: it is written down first, and no test waits for this exception.
-    overrun.add(running[0])
-    raise Late
-
-class Plugin:
-    def pytest_collection_modifyitems(self, items):
-        only = order["only"] and set(order["only"])
-        items[:] = [item for item in items if only is None or item.nodeid in only][::-1 if order["reverse"] else 1]
-    def pytest_collection_finish(self, session):
-        touched["import"] = sorted(now)
-    def pytest_runtest_logstart(self, nodeid):
-        now.clear()
-        sys.settrace(trace if order["trace"] else None)
-        running[:] = nodeid, clock()
-        if order["limit"]:                          # the test before may have taken the signal for itself
-            signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
-    def pytest_runtest_logfinish(self, nodeid):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        # the alarm may have been switched off: the clock tells as well
-        if order["limit"] and clock() - running[1] > order["limit"]:
-            overrun.add(nodeid)
-        sys.settrace(None)
-        touched[nodeid] = sorted(now)
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            outcomes[report.nodeid] = "xfail" if hasattr(report, "wasxfail") else report.outcome
-            seconds[report.nodeid] = report.duration
-
-signal.signal(signal.SIGALRM, late)
-arguments = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--continue-on-collection-errors"]
-sys.settrace(trace if order["trace"] else None)
-pytest.main([*arguments, *["-x"] * order["brief"], "--rootdir", root, *order["paths"]], plugins=[Plugin()])
-outcomes.update(dict.fromkeys(overrun & set(outcomes), "failed"))
-answer = dict(key=order["key"], outcomes=outcomes, seconds=seconds, touched=touched if order["trace"] else {})
-with os.fdopen(mouth, "wb") as pipe:
-    pipe.write(json.dumps(answer).encode())
-os._exit(0)
-"""
+# The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to the Python there.
+SUITE = Path(__file__).resolve().with_name("world").joinpath("suite_runner.py").read_text(encoding="utf-8")
+# What pytest itself imports. A repository that is one of these is hidden in its installed form, and pytest still needs it.
+RUNNER_PACKAGES = ("pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "colorama")
+# (seed of Python's hashes, time zone): the first holds for every command and every verdict, the others verify a task as well.
+WORLDS = (("0", "UTC"), ("1", "EST5EDT"), ("2", "Asia/Kolkata" if os.path.exists("/usr/share/zoneinfo/Asia/Kolkata") else "IST-5:30"))
 
 
-def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False, limit=True):
+def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False, limit=True, plan=None, world=WORLDS[0], trail=False):
     """What pytest says about these files: outcomes, seconds and touched code by node id; {} if it was stopped or said nonsense.
 
     The answer must carry a key drawn here and read by the child before any code of the repository is imported. Nobody reads
-    the messages, so asserts are not rewritten, which would be half of the work; `brief` stops at the first failure, `limit` fails a
-    test that takes a quarter of the time of all (a deletion often leaves an endless loop)."""
+    the messages, so asserts are not rewritten, which would be half of the work, unless `plan` says so; `brief` stops at the first
+    failure, `limit` fails a test that takes a quarter of the time of all (a deletion often leaves an endless loop). `world` is the
+    seed of hashes and the time zone; `trail` tells of a suite that was stopped how far it got.
+
+    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's configuration says, and what pytest
+    refuses of that is left out; answer["plan"] is what it was run by."""
+    given, plan = plan, plan or suites.configured_plan(files)
+    for _ in range(6):
+        answer = run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail)
+        other = None if given else suites.adapted(plan, files, answer.get("said", ""), answer.get("errors", {}))
+        if other is None:
+            break
+        plan = other
+    return {**answer, "plan": plan}
+
+
+def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
+    """One run of a suite by a plan; see run_suite."""
     key = os.urandom(16).hex()
-    paths = sorted({node.split("::")[0] for node in only}) if only is not None else []
-    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths,
-                            limit=sandbox.time_limit / 4 * limit))
-    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", SUITE], order)
-    answer = read_outcomes(result.output, key)
+    paths = plan.paths
+    if only is not None:
+        paths = sorted({node.split("::")[0] for node in only})
+    up = "/".join(".." for _ in Path(plan.folder).parts)
+    if plan.folder and (only is not None or paths):
+        paths = [f"{up}/{path}" if only is not None else path for path in paths]
+    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths, options=plan.options,
+                            config=plan.config, folder=plan.folder, rewrite=plan.rewrite, trail=trail, own=importable(files),
+                            borrowed=borrowed_modules(tuple(importable(files))), limit=sandbox.time_limit / 4 * limit))
+    # PYTHONPATH would put the repository's files in front of the standard library, under the runner itself.
+    words = ["env", "-u", "PYTHONPATH", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}", *sandbox.python, "-c", SUITE]
+    start = time.perf_counter()
+    result = sandbox.run_files(files, words, order)
+    elapsed = time.perf_counter() - start
+    trails, _, last = result.output.rpartition("\n")
+    answer = read_outcomes(last, key)
     if answer:
         return answer
-    why = "timed out" if result.timed_out else "the run ended without an answer"
-    return {"outcomes": {}, "stopped": why, "timed_out": result.timed_out}
+    # A suite that works without a pause meets the limit on processor time first.
+    killed = result.exit_code in (128 + 9, 128 + 24) and elapsed > .9 * sandbox.time_limit
+    timed_out = result.timed_out or killed
+    why = "timed out" if timed_out else "the run ended without an answer"
+    return {"outcomes": {}, "stopped": why, "timed_out": timed_out, "started": result.started, "elapsed": elapsed,
+            "exit_code": result.exit_code, "trail": result.output.split("\n"), "said": "" if timed_out else printable(result.output, 4000)}
+
+
+def importable(files):
+    """Top-level names that this repository's files take: folders with modules and single modules, at its root or in src/."""
+    names = set()
+    for path in files:
+        parts = path.removeprefix("src/").split("/")
+        if path.endswith(".py") and (len(parts) == 1 or f"{'src/' * path.startswith('src/')}{parts[0]}/__init__.py" in files):
+            names.add(parts[0].removesuffix(".py"))
+    return sorted(names - {"setup", "conftest"})
+
+
+@functools.lru_cache(8)
+def borrowed_modules(own):
+    """{module: [is a package, source]} of what pytest imports and a repository with these top-level names hides from it."""
+    modules = {}
+    for name in set(own) & set(RUNNER_PACKAGES):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            continue
+        place = Path(spec.origin)
+        if place.name != "__init__.py":
+            modules[name] = [False, place.read_text(encoding="utf-8")]
+            continue
+        for file in sorted(place.parent.rglob("*.py")):
+            parts = [name, *file.relative_to(place.parent).with_suffix("").parts]
+            is_package = parts[-1] == "__init__"
+            modules[".".join(parts[:-1] if is_package else parts)] = [is_package, file.read_text(encoding="utf-8")]
+    return modules
 
 
 def read_outcomes(text, key):
@@ -1679,13 +1694,18 @@ def read_outcomes(text, key):
     outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
     if not all(type(part) is dict for part in (outcomes, seconds, touched)):
         return None
-    known = ("passed", "failed", "skipped", "xfail")
+    known = ("passed", "failed", "skipped", "xfail", "error")
     outcomes = {printable(node, 1000): outcome if outcome in known else "failed" for node, outcome in outcomes.items()}
     times = {node: seconds.get(node) for node in outcomes}
     times = {node: float(time) if type(time) in (int, float) and 0 <= time < 1e6 else 0.0 for node, time in times.items()}
     touched = {node: [place for place in places if type(place) is str] for node, places in touched.items()
                if type(places) is list}
-    return {**answer, "outcomes": outcomes, "seconds": times, "touched": touched}
+    errors, again, status, said = (answer.get(name) for name in ("errors", "again", "status", "said"))
+    errors = errors if type(errors) is dict else {}
+    errors = {printable(where, 1000): printable(text, 400) for where, text in errors.items() if type(text) is str}
+    again = {node for node in again if type(node) is str} if type(again) is list else set()
+    return {"outcomes": outcomes, "seconds": times, "touched": touched, "errors": errors, "again": again,
+            "status": status if type(status) is int else 0, "said": printable(said, 8000) if type(said) is str else ""}
 
 
 @dataclass
@@ -1696,6 +1716,9 @@ class Repository:
     stable: list
     definitions: list
     patience: float     # seconds for one run of the stable tests
+    plan: object        # how its suite is run (world/suite.py)
+    ignored: list       # test files that cannot be collected here
+    left_out: list      # tests that fail, or pass now and then, in the original: a green command has to leave them out
 
 
 @dataclass
@@ -1733,33 +1756,57 @@ def definitions(files):
     return found
 
 
+FEWEST_RUNS, MOST_RUNS = 4, 8           # of a suite before a task is made of it
+SECONDS_OF_RUNS = 10.0                  # more than FEWEST_RUNS while all of them together have taken less
+
+
 def study(repo, sandbox=None, time_limit=60.0, say=print):
-    """Repository: copies it, runs its suite forwards and backwards, and traces which test runs which definition."""
+    """Repository: copies it, finds out how its suite is run, runs it in both directions with several seeds of hashes and time
+    zones, and traces which test runs which definition."""
     files = copy_repository(repo)
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
+    if {"pytest", "_pytest"} & set(importable(files)):
+        raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
     sandbox = sandbox or repository_sandbox(files, time_limit)
-    runs = [run_suite(files, sandbox, reverse=reverse, limit=False) for reverse in (False, True)]
-    for run in runs:
+    first = find_plan(repo, files, sandbox)
+    plan, name = first["plan"], Path(repo).resolve().name
+
+    # A test that passes now and then is not asked for: every run has another direction and another seed, and a quick
+    # suite is run more often, as is one of which a test has changed its mind.
+    runs, start = [first], time.perf_counter()
+    while len(runs) < FEWEST_RUNS or len(runs) < MOST_RUNS and time.perf_counter() - start < SECONDS_OF_RUNS:
+        number = len(runs)
+        # the second half is traced, which changes the timing as well
+        run = run_suite(files, sandbox, reverse=number % 2 == 1, limit=False, plan=plan, world=WORLDS[number // 2 % len(WORLDS)])
+        runs.append(run)
         if run.get("timed_out"):
-            raise Refusal(f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s")
-        if not run["outcomes"]:
-            raise Refusal(f"{repo}: pytest finds no tests" + (f" ({run['stopped']})" if run.get("stopped") else ""))
-    first, second = runs
-    passing = [node for node, outcome in first["outcomes"].items()
-               if outcome == second["outcomes"].get(node) == "passed"]
-    seconds = {node: min(run["seconds"][node] for run in runs) for node in passing}
+            raise Refusal(too_slow(repo, run, time_limit))
+    passing = [node for node in first["outcomes"] if all(run["outcomes"].get(node) == "passed" for run in runs)
+               and not any(node in run["again"] for run in runs if "again" in run)]
+    failing = [node for node, outcome in first["outcomes"].items() if outcome in ("failed", "error")]
+    unstable = [node for node, outcome in first["outcomes"].items() if outcome == "passed" and node not in set(passing)]
+    seconds = {node: min(run["seconds"].get(node, 0.0) for run in runs) for node in passing}
     bearable = max(.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
     slow = [node for node in passing if seconds[node] > bearable]       # each task runs the rest several times
     stable = sorted(set(passing) - set(slow))
-    flaky = sum(outcome != second["outcomes"].get(node) for node, outcome in first["outcomes"].items())
-    failing = sum(outcome == "failed" for outcome in first["outcomes"].values())
-    if not stable or failing > len(passing):
-        raise Refusal(f"{repo}: its own suite does not pass ({failing} of {len(first['outcomes'])} tests fail)")
-    touched = run_suite(files, sandbox, stable, trace=True).get("touched", {})
+    if not stable or len(failing) > len(passing):
+        raise Refusal(suite_fails(repo, files, first, len(failing)))
+
+    traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
+    touched = traced.get("touched", {})
     start = time.perf_counter()
-    run_suite(files, sandbox, stable)
+    again = run_suite(files, sandbox, stable, plan=plan)
     patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))       # longer than this hangs
+    stable = [node for node in stable if again["outcomes"].get(node) == "passed" and traced["outcomes"].get(node) == "passed"]
+    if not stable:
+        raise Refusal(f"{repo}: its tests pass together only, not without those that are slow or unstable")
+    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
+    left_out = sorted({*failing, *unstable})
+    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    if not command:
+        raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
+
     found, wanted = definitions(files), imported_names(files)
     for one in found:
         parts = [one] if one.kind != "class" else methods(one, found)
@@ -1767,11 +1814,151 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
         one.early = bool(keys & set(touched.get("import", ())))
         one.wanted = one.name in wanted
-    counts = dict(tests=len(first["outcomes"]), stable=len(stable), failing=failing, flaky=flaky, slow=len(slow))
-    name, run = Path(repo).resolve().name, sum(bool(one.tests) for one in found)
+    errors = sum(outcome == "error" for outcome in first["outcomes"].values()) + len(ignored)
+    counts = dict(tests=len(first["outcomes"]), stable=len(stable), failing=len(failing) - errors + len(ignored), errors=errors,
+                  flaky=len(unstable), slow=len(slow))
+    run = sum(bool(one.tests) for one in found)
     say(f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
         f"{run} of {len(found)} definitions are run by a test")
-    return Repository(name, files, stable, found, patience)
+    for line in plan.said:
+        say(f"{name}: {line}")
+    for path in ignored[:3]:
+        say(f"{name}: not collected: {suites.explain_error(path, first['errors'][path], files, packages(files), repo)}")
+    return Repository(name, files, stable, found, patience, plan, ignored, left_out)
+
+
+def find_plan(repo, files, sandbox):
+    """The answer of the first run, by the plan that makes most tests pass: pytest's own configuration, with rewritten
+    assertions where they are needed, or what the authors' build files say. A Refusal tells why there is none."""
+    answer = run_suite(files, sandbox, limit=False, trail=True)
+    if answer.get("timed_out"):
+        raise Refusal(too_slow(repo, answer, sandbox.time_limit))
+    if answer.get("started") is False:
+        raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
+
+    def passed(one):
+        return sum(outcome == "passed" for outcome in one["outcomes"].values())
+
+    def healthy(one):
+        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + sum("::" not in where for where in one.get("errors", {}))
+    # A test may read what pytest makes of an assertion, or a conftest.py may.
+    if passed(answer) and passed(answer) < len(answer["outcomes"]):
+        rewritten = run_suite(files, sandbox, limit=False, plan=replace(answer["plan"], rewrite=True))
+        if passed(rewritten) > passed(answer):
+            answer = rewritten
+    if any("import file mismatch" in text for text in answer.get("errors", {}).values()):
+        plan = answer["plan"]
+        line = "test files of one name are imported apart (--import-mode=importlib)"
+        other = replace(plan, options=[*plan.options, "--import-mode=importlib"], said=[*plan.said, line])
+        apart = run_suite(files, sandbox, limit=False, plan=other)
+        if passed(apart) > passed(answer):
+            answer = apart
+    if healthy(answer):
+        return answer
+    best = answer
+    for plan, where in suites.stated_plans(files)[:6]:
+        if plan == answer["plan"]:
+            continue
+        other = run_suite(files, sandbox, limit=False, plan=plan, trail=True)
+        if passed(other) > passed(best):
+            best = other
+            best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+        if healthy(best):
+            break
+    if not best["outcomes"]:
+        raise Refusal(no_tests(repo, files, answer))
+    return best
+
+
+def too_slow(repo, answer, time_limit):
+    """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
+    trail = [line for line in answer.get("trail", ()) if line]
+    number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
+    began = [line[2:] for line in trail if line.startswith("> ")]
+    text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
+    if began:
+        whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
+        text += f": {len(began) - 1} of {number} tests were done, and {printable(began[-1], 100)} was running"
+        return f"{text}; try --time_limit={-(-whole // 10) * 10:.0f}"
+    return f"{text}: it was still collecting its tests; try --time_limit={3 * time_limit:g}"
+
+
+def no_tests(repo, files, answer):
+    """The refusal of a repository in which nothing could be collected: the first reason that is known."""
+    own = sorted({*packages(files), *importable(files)})
+    errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        return f"{repo}: pytest finds no tests: {suites.explain_error(*errors[0], files, own, repo)}{more}"
+    if answer.get("said", "").strip() or answer.get("stopped"):
+        began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
+        if began:
+            code = answer.get("exit_code", 0)
+            how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+            return f"{repo}: its suite ends the whole Python ({how}) in {printable(began[-1], 200)}: deselect that test in addopts"
+        where, text = suites.explain_usage(answer.get("said", ""))
+        reason = suites.explain_error(where, text, files, own, repo) if text else answer.get("stopped", "")
+        return f"{repo}: pytest finds no tests: it does not start: {reason}"
+    tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
+    hint = f", though there is {tests[0]}: how are its tests run?" if tests else " (files test_*.py or *_test.py with functions test_*)"
+    return f"{repo}: pytest finds no tests{hint}"
+
+
+def suite_fails(repo, files, answer, number):
+    """The refusal of a suite that does not pass: how many, and the reason of the first."""
+    outcomes, errors = answer["outcomes"], answer.get("errors", {})
+    kinds = Counter(outcome for outcome in outcomes.values() if outcome in ("failed", "error"))
+    parts = [f"{kinds['failed']} of {len(outcomes)} tests fail"] if kinds["failed"] or not kinds["error"] else []
+    parts += [f"{kinds['error']} of {len(outcomes)} tests cannot be set up"] if kinds["error"] else []
+    uncollected = [where for where in errors if where and "::" not in where]
+    parts += [f"{len(uncollected)} files cannot be collected"] if uncollected else []
+    own = sorted({*packages(files), *importable(files)})
+    # The reason that most of them share says most.
+    common = Counter(text for text in errors.values()).most_common(1)
+    first = next(((where, text) for where, text in errors.items() if common and text == common[0][0]), None)
+    why = f": {suites.explain_error(*first, files, own, repo)}" if first else ""
+    return f"{repo}: its own suite does not pass ({', '.join(parts)}){why}"
+
+
+LONGEST_COMMAND = 2000          # characters of a command with all that it leaves out
+
+
+def green_command(files, plan, ignored, left_out, sandbox):
+    """(the command line of a plan that is green for these files, the files it ignores, the tests it leaves out), run twice in the
+    agent's world; (None, [], the reason) where there is none.
+
+    What fails in the original is left out of it by name, and so is what fails in the agent's world only."""
+    left_out, ignored, reason = set(left_out), set(ignored), ""
+    for _ in range(4):
+        command = suites.test_command(plan, sorted(left_out), sorted(ignored))
+        if len(command) > LONGEST_COMMAND:
+            return None, [], f"{len(left_out)} tests and {len(ignored)} files would have to be left out"
+        result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            return command, sorted(ignored), sorted(left_out)
+        lines = [line for line in result.output.strip().split("\n") if line.strip()] or ["no output"]
+        reason = printable(lines[-1], 200)
+        red = re.findall(r"^(?:FAILED|ERROR|SUBFAILED\S*) (?:\[.*?\] |\(.*?\) )?(\S+?\.py)(::.*?)?(?: - .*)?$", result.output, re.M)
+        new = {path + node for path, node in red if node} - left_out | {path for path, node in red if not node} - ignored
+        if not new:
+            break
+        left_out |= {path + node for path, node in red if node}
+        ignored |= {path for path, node in red if not node}
+    return None, [], reason
+
+
+def run_command_in(files, command, sandbox):
+    """A command's Result in a fresh copy of these files, as an agent would run it."""
+    with fresh_directory() as root:
+        write_tree(files, root)
+        return sandbox.run(command, root)
+
+
+def is_green(result):
+    """Whether a command's output is that of a suite in which tests ran and all went well."""
+    return result.exit_code == 0 and not result.timed_out and bool(re.search(r"\b[1-9]\d* passed\b", result.output[-2000:]))
 
 
 def methods(one, found):
@@ -2024,18 +2211,28 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     base, helpers = delete_feature(files, chosen, dials, repository.definitions)
     if base == files:
         return "nothing to delete"
-    outcomes = run_suite(base, sandbox, repository.stable)["outcomes"]
-    broken = {node for node in repository.stable if outcomes.get(node) != "passed"}
+    stable = repository.stable
+    answer = run_suite(base, sandbox, stable, plan=repository.plan)
+    outcomes = answer["outcomes"]
+    if any("::" not in where for where in answer.get("errors", {}) if where not in repository.ignored):
+        return "a test file cannot be collected without it"
+    broken = {node for node in stable if outcomes.get(node) != "passed"}
     if not broken:
         return "no test fails"
     if broken - touching:
         return "other tests fail"
+    # A test whose setup or teardown broke has not failed: it must pass with the feature in place, and is no test of it.
+    unready = {node for node in broken if outcomes.get(node) != "failed"}
+    broken -= unready
+    if not broken:
+        return "its tests cannot be set up without it"
     groups = sorted({node.split("[")[0] for node in broken})
     groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
+    groups = [group for group in groups if not any(node.split("[")[0] == group for node in unready)]
     if not groups:
         return "its tests cannot be hidden"
     names = [one.name for one in chosen]
-    changes = failing_changes(files, groups, broken, names, rng, sandbox)
+    changes = failing_changes(files, groups, broken, names, rng, sandbox, repository.plan)
     groups = [group for group in groups if changes[group]]
     if not groups:
         return "its tests cannot be told from changed ones"
@@ -2049,16 +2246,37 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     pristine = {path: text for path, text in files.items() if visible.get(path) != text and path not in solution}
     task = Task(feature_id(repository, chosen, level), repository_prompt(chosen, prompt, set(groups) - set(hidden)), visible,
                 solution, TOOLS, level, judged, "python -m pytest -q", sorted(broken - inherited),
-                sorted(set(repository.stable) - broken - inherited),
+                sorted(set(stable) - broken - unready - inherited),
                 {"repo": repository.name, "kind": dials["kind"], "hidden_groups": hidden, "pristine": pristine,
-                 "twins": {group: changes[group] for group in groups}, "names": names, "statistics": statistics_of(repository, chosen, helpers)})
+                 "twins": {group: changes[group] for group in groups}, "names": names,
+                 "ERROR_TO_PASS": sorted(unready - inherited), "suite": repository.plan.to_meta(),
+                 "statistics": statistics_of(repository, chosen, helpers)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
     if universal_passes(files, chosen, task, sandbox):
         return "an object that equals everything passes"
-    # the original is the tree whose suite was run twice already: only its feature's tests, renamed beside their twins, are new
-    again = judge_repository(replace(task, PASS_TO_PASS=[]), {**visible, **task.solution}, sandbox)
-    return task if again.solved else "the original does not pass again"
+    return verified(task, repository, sandbox)
+
+
+def verified(task, repository, sandbox):
+    """The task as its own original solves it: by the whole judgement, once in each of WORLDS, and by the command that it states,
+    twice; or the reason why there is none. What the original cannot keep green is not asked for."""
+    original = {**task.files, **task.solution}
+    for world in WORLDS:
+        lost, loose, _ = run_judgement(task, original, sandbox, world)
+        if loose or set(lost) - set(task.PASS_TO_PASS):
+            return "the original does not pass again"
+        if lost:
+            # unstable, or at odds with the names of the hidden tests: no other task asks for it either
+            repository.stable = [node for node in repository.stable if node not in set(lost)]
+            task = replace(task, PASS_TO_PASS=[node for node in task.PASS_TO_PASS if node not in set(lost)])
+            lost, loose, _ = run_judgement(task, original, sandbox, world)
+            if lost or loose:
+                return "the original does not pass again"
+    command, _, left_out = green_command(original, repository.plan, repository.ignored, repository.left_out, sandbox)
+    if not command or set(left_out) & set(task.FAIL_TO_PASS):
+        return "its test command is not green with the original in place"
+    return replace(task, test_command=command)
 
 
 def delete_feature(files, chosen, dials, found):
@@ -2083,7 +2301,8 @@ def moved(files, chosen):
 def trivial_passes(files, chosen, task, sandbox):
     """True if `return None` or `return <first argument>` satisfies the hidden tests."""
     for body in ("return None", "return {first}"):
-        outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True)["outcomes"]
+        outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True,
+                             plan=suites.plan_of_task(task.meta.get("suite")))["outcomes"]
         if all(outcomes.get(node) == "passed" for node in task.hidden):
             return True
     return False
@@ -2092,7 +2311,7 @@ def trivial_passes(files, chosen, task, sandbox):
 MOST_CHANGES, MOST_TWINS = 3, 300       # twins of one test; copies of all tests that one run may have
 
 
-def failing_changes(files, groups, nodes, names, rng, sandbox):
+def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
     """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of `nodes`}."""
     lost = lost_names(names)
     nodes = sorted(node for node in nodes if node.split("[")[0] in groups)
@@ -2107,7 +2326,7 @@ def failing_changes(files, groups, nodes, names, rng, sandbox):
     tree, copies = place_twins(files, sites, rng, lost)
     twins = {(node, number): copies[node.split("[")[0]][place + 1] + node[len(node.split("[")[0]):]
              for node in nodes for place, number in enumerate(candidates[node.split("[")[0]])}
-    outcomes = run_suite(tree, sandbox, sorted(twins.values()))["outcomes"] if twins else {}
+    outcomes = run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"] if twins else {}
     failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
     found = {}
     for group, numbers in candidates.items():
@@ -2219,23 +2438,43 @@ def overlay(task, files, draw):
         """The copies of a node id, the one that must pass first."""
         group = node.split("[")[0]
         return [name + node[len(group):] for name in copies.get(group, [group])]
-    must = [renamed(node)[0] for node in task.FAIL_TO_PASS + task.PASS_TO_PASS]
+    must = [renamed(node)[0] for node in task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])]
     return tree, must, [twin for node in task.FAIL_TO_PASS for twin in renamed(node)[1:]]
 
 
+MORE_RUNS = 3       # of a suite in which nothing is red but tests that were green before: one of them may be so now and then
+
+
 def judge_repository(task, files, sandbox):
-    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
+    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail.
+
+    A test that was to stay green and is red is run again, with all others, before it costs a submission: such a test may fail now
+    and then, whatever was written."""
+    lost, loose, answer = run_judgement(task, files, sandbox)
+    number = len(task.FAIL_TO_PASS) + len(task.PASS_TO_PASS) + len(task.meta.get("ERROR_TO_PASS", []))
+    first, why = lost, answer.get("stopped") or next((f"{node}: {outcome}" for node, outcome in lost.items()), "")
+    for _ in range(MORE_RUNS):
+        if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
+            break
+        again, loose, _ = run_judgement(task, files, sandbox)
+        lost = {node: outcome for node, outcome in lost.items() if node in again} if set(again) <= set(task.PASS_TO_PASS) else again
+    if lost:
+        return Verdict(False, number - len(first), len(first), why)
+    if loose:
+        return Verdict(False, 0, number, "a test that must fail did not: the results are forged")
+    return Verdict(True, number, 0)
+
+
+def run_judgement(task, files, sandbox, world=WORLDS[0]):
+    """One run of the judgement: ({test that must pass: its other outcome}, the twins that did not fail, the suite's answer)."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
     # sorted: the order must not tell which is which
-    answer = run_suite(tree, sandbox, sorted(must + twins))
+    answer = run_suite(tree, sandbox, sorted(must + twins), plan=suites.plan_of_task(task.meta.get("suite")), world=world)
     outcomes = answer["outcomes"]
-    lost = [node for node in must if outcomes.get(node) != "passed"]
-    if lost:
-        why = answer.get("stopped") or f"{lost[0]}: {outcomes.get(lost[0], 'not collected')}"
-        return Verdict(False, len(must) - len(lost), len(lost), why)
-    if any(outcomes.get(node) != "failed" for node in twins):
-        return Verdict(False, 0, len(must), "a test that must fail did not: the results are forged")
-    return Verdict(True, len(must), 0)
+    named = dict(zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])))
+    lost = {named[node]: outcomes.get(node, "not collected") for node in must if outcomes.get(node) != "passed"}
+    loose = [node for node in twins if outcomes.get(node) != "failed"]
+    return lost, loose, answer
 
 
 # -------------------------------------------------------------------------------- real repositories: the commands
@@ -2330,7 +2569,9 @@ def read_tasks(path):
                     assert find_test(tests[group.split("::")[0]], group)
                     assert isinstance(sites, list) and all(type(site) is int for site in sites)
                 assert all(isinstance(name, str) for name in meta.get("names", []))
-                assert all(isinstance(node, str) for node in tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS)
+                required = tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
+                assert all(isinstance(node, str) for node in required)
+                suites.plan_of_task(meta.get("suite"))
             else:
                 assert {"tests.py", "check.py"} <= files.keys()
                 assert all(isinstance(module + name, str) and isinstance(words, list) and words
@@ -2343,6 +2584,8 @@ def read_tasks(path):
 def check(path, jobs=2, time_limit=60.0):
     """Number of tasks of a file that hold from the file alone: unsolved as given, solved by the original."""
     tasks, start = read_tasks(path), time.perf_counter()
+    if not tasks:
+        raise Refusal(f"{path}: holds no tasks: --check takes what --repo=PATH --out={path} wrote")
 
     def holds(task):
         sandbox = sandbox_for(task)
