@@ -525,7 +525,7 @@ def demo():
 def flags(argv):
     parser = argparse.ArgumentParser(description="Score runs on held-out tasks.", allow_abbrev=False)
     parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
-    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; none: a demonstration")
+    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; the word demo: a demonstration")
     parser.add_argument("--number", type=int, default=24, help="tasks per level")
     parser.add_argument("--levels", type=int, default=len(LEVELS), help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}")
     parser.add_argument("--passes", type=int, default=2)
@@ -565,8 +565,8 @@ def flags(argv):
     for name in ("temperature", "price_in", "price_out"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
-    if not args.experiment and not args.runs and argv:
-        parser.error("which runs? (without any word: a demonstration)")
+    if not args.experiment and not args.runs:
+        parser.error("which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)")
     return args, parser
 
 
@@ -574,7 +574,7 @@ def main(argv):
     args, parser = flags(argv)
     if args.experiment:
         return experiment(args.experiment, args.seeds, args.out, args.others)
-    if not args.runs:
+    if args.runs == ["demo"] and not Path("demo").exists():
         try:
             return demo()
         except OSError as error:

@@ -1768,6 +1768,9 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         raise Refusal("pytest is not installed for this Python: pip install pytest")
     if {"pytest", "_pytest"} & set(importable(files)):
         raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
+    if has_bwrap() and hidden_place(sys.prefix):
+        raise Refusal(f"this Python is in {sys.prefix}, and the sandbox shows nothing of {hidden_place(sys.prefix)}: "
+                      "use a Python or a virtual environment elsewhere")
     sandbox = sandbox or repository_sandbox(files, time_limit)
     first = find_plan(repo, files, sandbox)
     plan, name = first["plan"], Path(repo).resolve().name
@@ -2685,7 +2688,12 @@ def propose(files):
     modules = [path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__") for path in sources(files)]
     modules = sorted((name for name in modules if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
                       and name.split(".")[0] in modules), key=lambda name: name.count("."))
-    found = [("python -m pytest -q", *ran), ("python -m pytest -q --collect-only", "::", "list the tests")]
+    # Where no file is named as pytest names tests, the authors' build files say how they are run.
+    plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
+    if not any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files) and stated_ones:
+        plan = stated_ones[0][0]
+    suite = suites.test_command(plan)
+    found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
     found += [(line, *(ran if "pytest" in line else ("", "end well"))) for line in stated(files)][:3]
     found += [(f"python -c 'import {name}; print({name}.__name__)'", name, f"print {name}") for name in modules[:4]]
     found += [(f"python -m pytest -q {path}", *ran) for path in tests]
@@ -2711,10 +2719,13 @@ def install(files, tries):
             2: f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=."}.get(len(tries), "; ".join(mocks) or "true")
 
 
-def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, installer=install, attempts=5):
+def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, installer=install, attempts=5, keep=None):
     """[(install command, output)] of the tries, the last of which made three of the ten proposals run as described in what was
-    a bare environment. Proposer and installer are scripts here and may be the policy. Refusal after `attempts`, with the reason."""
+    a bare environment. Proposer and installer are scripts here and may be the policy. Refusal after `attempts`, with the reason.
+    `keep` is a folder for the environment that works; it must not be there yet."""
     files = copy_repository(repo)
+    if keep is not None:
+        refuse_place(keep)
     proposals, tries = proposer(files), []
     if len(proposals) < 3:
         raise Refusal(f"{repo}: fewer than three commands can be proposed")
@@ -2735,8 +2746,49 @@ def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, i
             print(f"try {len(tries)}: {command.replace(sys.executable, 'python')}", *printed[0].output.strip().split("\n")[-1:],
                   failures[0] if failures else "all as described", sep="\n  -> ")
             if not failures:
+                if keep is not None:
+                    keep_environment(Path(root, ".venv"), Path(keep), files)
                 return tries
     raise Refusal(f"{repo}: discarded after {attempts} tries: {failures[0]}")
+
+
+def refuse_place(keep):
+    """A Refusal where an environment cannot be kept, or could not be used from."""
+    place = Path(keep).resolve()
+    if os.path.lexists(keep):
+        raise Refusal(f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR")
+    if not os.access(place.parent, os.W_OK):
+        raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
+    if has_bwrap() and hidden_place(place):
+        raise Refusal(f"{keep}: the sandbox shows nothing of {hidden_place(place)}: name another folder by --keep=DIR")
+
+
+def hidden_place(place):
+    """The folder of this machine, if any, that holds this place and is another one inside the sandbox."""
+    return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+
+
+def keep_environment(found, place, files):
+    """Makes a virtual environment at `place` with what is installed in the one that was found, the repository itself left out.
+
+    Nothing of it runs when its Python starts: .pth files and customisations of the interpreter, which a stranger's installation may
+    have written, stay behind. The packages themselves run in the sandbox only."""
+    made = subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], capture_output=True, text=True)
+    if made.returncode:
+        raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
+    source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
+    own = set(packages(files))
+    for one in sorted(source.iterdir()):
+        stem = re.split(r"[-.]", one.name.removeprefix("__editable__").lstrip("_."))[0].replace("-", "_")
+        runs_at_start = one.suffix == ".pth" or stem in ("sitecustomize", "usercustomize")
+        if runs_at_start or stem in own or one.is_symlink() or one.name == "__pycache__":
+            continue
+        if one.is_dir():
+            shutil.copytree(one, target / one.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(one, target / one.name)
+    if (source / "borrowed.pth").exists():          # the last resort of `install`: the packages of this Python
+        (target / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 # -------------------------------------------------------------------------------- the audit
@@ -2967,6 +3019,7 @@ def arguments():
     parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one run of the suite")
     parser.add_argument("--prompt", choices=("short", "full"), default="short")
     parser.add_argument("--autoinstall", action="store_true", help="find an environment for --repo instead of making tasks")
+    parser.add_argument("--keep", metavar="DIR", help="where --autoinstall keeps the environment (default: beside --out)")
     parser.add_argument("--check", metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
     for name, least in (("n", 1), ("jobs", 1), ("time_limit", .1)):
@@ -2974,6 +3027,10 @@ def arguments():
             parser.error(f"--{name} must be at least {least} and at most a million")
     if flags.autoinstall and flags.repo is None:
         parser.error("--autoinstall needs --repo")
+    if flags.keep is not None and not flags.autoinstall:
+        parser.error("--keep belongs to --autoinstall")
+    if flags.keep == "":
+        parser.error("--keep needs a folder")
     if flags.level is not None and not 0 <= flags.level < len(REPO_LEVELS):
         parser.error(f"--level must be 0 to {len(REPO_LEVELS) - 1}")
     return flags
@@ -2989,8 +3046,11 @@ def main():
         demo()
         return 0
     if flags.autoinstall:
-        autoinstall(flags.repo, flags.time_limit, flags.seed)
-        print("The environment works: install the same into one of your own and run this file with its Python on --repo.")
+        keep = flags.keep or str(Path(flags.out).parent / f"{Path(flags.repo).resolve().name}-environment")
+        autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
+        words = [str(Path(keep).absolute() / "bin" / "python"), str(Path(__file__)), f"--repo={flags.repo}", f"--n={flags.n}",
+                 f"--out={flags.out}"]
+        print(f"The environment works and is kept in {keep}. Tasks are made with it by\n    {shlex.join(words)}")
         return 0
     tasks, reasons, seconds = generate(flags.repo, flags.out, flags.n, flags.level, flags.seed, flags.jobs, flags.time_limit,
                                        flags.prompt)
