@@ -13,7 +13,7 @@ confidence interval (bootstrap over tasks), and that a token is paid as input on
 
 Left out: latency (our hardware is not theirs) and real user sessions.
 
-    python eval.py                   the scripted expert at three degrees of care, through the same table
+    python eval.py demo              the scripted expert at three degrees of care, through the same table
     python eval.py out/a out/b       runs compared: table, out/eval.json, figures
     python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure

@@ -208,6 +208,12 @@ def adapted(plan, files, said, errors):
         return without_options(plan, files, words, f"{' and '.join(names)} is not installed" if names else "no plugin here knows it")
     if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
         return without_options(plan, files, [["-p", match[1]], f"-p{match[1]}"], f"the plugin {match[1]} is not installed")
+    if match := re.search(r"configuration option \"(\w+_loop_scope)\" is unset", said):
+        # pytest-asyncio warns of its own default, and the repository makes errors of warnings
+        more = ["-o", f"{match[1]}=function"]
+        if more[1] not in plan.options:
+            line = f"{match[1]} is set to function (pytest-asyncio warns where it is unset)"
+            return Plan([*plan.options, *more], plan.config, plan.folder, plan.paths, plan.rewrite, [*plan.said, line])
     if match := re.search(r"Unknown config option:? ?s?:? ?([\w, ]+)", said):
         more = ["-o", "strict_config=false"]
         if more[1] in plan.options:
@@ -441,6 +447,8 @@ def explain_usage(said):
     """The line of pytest's own output that says why it did not start."""
     lines = [line.strip() for line in said.strip().split("\n") if line.strip()]
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    internal = [line.removeprefix("INTERNALERROR>").strip() for line in lines if line.startswith("INTERNALERROR>")]
+    marked = marked or [line for line in internal if re.match(r"[\w.]+(Error|Warning|Exception|Exit): ", line)]
     marked = marked or [line for line in lines if re.match(r"(ERROR|error|.*: error:|INTERNALERROR|\w*(Error|Exception|Exit):)", line)]
     marked = marked or [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     conftest = next((match[1] for line in lines if (match := re.search(r"ImportError while loading conftest '([^']*)'", line))), "")
