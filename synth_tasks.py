@@ -1612,7 +1612,7 @@ def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False
 
     `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's configuration says, and what pytest
     refuses of that is left out; answer["plan"] is what it was run by."""
-    given, plan = plan, plan or suites.configured_plan(files)
+    given, plan = plan, plan or in_one_order(suites.configured_plan(files))
     for _ in range(6):
         answer = run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail)
         other = None if given else suites.adapted(plan, files, answer.get("said", ""), answer.get("errors", {}))
@@ -1620,6 +1620,14 @@ def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False
             break
         plan = other
     return {**answer, "plan": plan}
+
+
+def in_one_order(plan):
+    """The plan without the plugin, where it is installed, that draws the order of the tests and the seed of each."""
+    if importlib.util.find_spec("pytest_randomly") is None or "no:randomly" in plan.options:
+        return plan
+    line = "pytest-randomly is switched off: a verdict must not depend on an order that is drawn"
+    return replace(plan, options=[*plan.options, "-p", "no:randomly"], said=[*plan.said, line])
 
 
 def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
@@ -1860,6 +1868,7 @@ def find_plan(repo, files, sandbox):
         return answer
     best = answer
     for plan, where in suites.stated_plans(files)[:6]:
+        plan = in_one_order(plan)
         if plan == answer["plan"]:
             continue
         other = run_suite(files, sandbox, limit=False, plan=plan, trail=True)
@@ -2585,22 +2594,26 @@ def read_tasks(path):
 
 
 def check(path, jobs=2, time_limit=60.0):
-    """Number of tasks of a file that hold from the file alone: unsolved as given, solved by the original."""
+    """(number of tasks of a file that hold from the file alone: unsolved as given, solved by the original; number of tasks)."""
     tasks, start = read_tasks(path), time.perf_counter()
     if not tasks:
         raise Refusal(f"{path}: holds no tasks: --check takes what --repo=PATH --out={path} wrote")
 
     def holds(task):
+        """Why a task does not hold, or ""."""
         sandbox = sandbox_for(task)
         sandbox.time_limit = time_limit
-        return not judge(task, task.files, sandbox).solved and judge(task, {**task.files, **task.solution}, sandbox).solved
+        if judge(task, task.files, sandbox).solved:
+            return "it is solved as it is given"
+        verdict = judge(task, {**task.files, **task.solution}, sandbox)
+        return "" if verdict.solved else f"its original does not solve it ({printable(verdict.reason)})"
     good = []
     with ThreadPoolExecutor(jobs) as pool:
-        for task, fine in zip(tasks, pool.map(holds, tasks)):
-            good.append(fine)
+        for task, why in zip(tasks, pool.map(holds, tasks)):
+            good.append(not why)
             progress(f"{sum(good)} of {len(good)} hold", start)
-            if not fine:
-                print(f"\n{task.instance_id} does not hold", file=sys.stderr)
+            if why:
+                print(f"\n{task.instance_id} does not hold: {why}", file=sys.stderr)
     return sum(good), len(tasks)
 
 

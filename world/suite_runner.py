@@ -16,6 +16,7 @@ directory is the repository. The order is one JSON object on stdin, read before 
 The answer is the last line of the output, JSON again. With `trail` a line for each test comes before it,
 as it starts: a suite that is killed tells that way how far it got.
 """
+
 import importlib.util
 import json
 import os
@@ -27,7 +28,8 @@ import time
 order = json.load(sys.stdin)
 root = os.getcwd()
 
-# Only we write to the real output. What anybody else prints goes to a file, which explains a suite that does not start.
+# Only we write to the real output. What anybody else prints goes to a file, which explains a suite
+# that does not start.
 answer_fd = os.dup(1)
 printed = tempfile.TemporaryFile()
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
@@ -43,7 +45,9 @@ class BorrowedModules:
 
     def find_spec(self, name, path=None, target=None):
         if name in order["borrowed"]:
-            return importlib.util.spec_from_loader(name, self, is_package=order["borrowed"][name][0])
+            return importlib.util.spec_from_loader(
+                name, self, is_package=order["borrowed"][name][0]
+            )
 
     def create_module(self, spec):
         return None
@@ -51,7 +55,11 @@ class BorrowedModules:
     def exec_module(self, module):
         is_package, source = order["borrowed"][module.__name__]
         # Some read where they lie, though nothing is there.
-        module.__file__ = "/borrowed/" + module.__name__.replace(".", "/") + ("/__init__.py" if is_package else ".py")
+        module.__file__ = (
+            "/borrowed/"
+            + module.__name__.replace(".", "/")
+            + ("/__init__.py" if is_package else ".py")
+        )
         exec(compile(source, f"<borrowed {module.__name__}>", "exec"), module.__dict__)
 
 
@@ -59,14 +67,19 @@ borrowed = BorrowedModules()
 sys.meta_path.insert(0, borrowed)
 sys.path[:] = [path for path in sys.path if path]
 try:
-    import pytest                                   # the repository's folders are not on the path yet
+    import pytest  # the repository's folders are not on the path yet
 except BaseException as error:
     os.write(answer_fd, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     raise
 
-# Behind the standard library, so that no file of the repository takes the place of a module that we import late; before the
+# Behind the standard library, so that no file of the repository takes the place of a module that we
+# import late; before the
 # installed packages, so that a copy of the repository that is installed is not tested in its place.
-installed = [place for place, path in enumerate(sys.path) if "site-packages" in path or "dist-packages" in path]
+installed = [
+    place
+    for place, path in enumerate(sys.path)
+    if "site-packages" in path or "dist-packages" in path
+]
 place = installed[0] if installed else len(sys.path)
 sys.path[place:place] = [root, root + "/src"]
 
@@ -97,7 +110,7 @@ SEVERITY = {"failed": 4, "error": 3, "xfail": 2, "skipped": 1, "passed": 0}
 def trace(frame, event, argument):
     code = frame.f_code
     if code.co_filename.startswith(root):
-        now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
+        now.add(code.co_filename[len(root) + 1 :] + ":" + str(code.co_firstlineno))
 
 
 class Late(BaseException):
@@ -127,7 +140,7 @@ def part_of_outcome(report):
     if report.outcome == "failed":
         return "failed" if report.when == "call" else "error"
     if is_subtest:
-        return None                                 # a subtest that is skipped or expected to fail decides nothing
+        return None  # a subtest that is skipped or expected to fail decides nothing
     if hasattr(report, "wasxfail"):
         return "xfail"
     if report.outcome == "skipped":
@@ -146,7 +159,8 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        # Doctests and checks of style are not tests of a feature: they stand in the files that an agent may write.
+        # Doctests and checks of style are not tests of a feature: they stand in the files that an
+        # agent may write.
         kept = [item for item in items if isinstance(item, pytest.Function)]
         if order["only"] is not None:
             only = set(order["only"])
@@ -161,11 +175,13 @@ class Plugin:
 
     def pytest_runtest_logstart(self, nodeid):
         if order["trail"]:
-            os.write(answer_fd, b"> " + nodeid.encode("utf-8", "replace").replace(b"\n", b" ") + b"\n")
+            os.write(
+                answer_fd, b"> " + nodeid.encode("utf-8", "replace").replace(b"\n", b" ") + b"\n"
+            )
         now.clear()
         sys.settrace(trace if order["trace"] else None)
         running[:] = nodeid, clock()
-        if order["limit"]:                          # the test before may have taken the signal for itself
+        if order["limit"]:  # the test before may have taken the signal for itself
             signal.signal(signal.SIGALRM, late)
         signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
 
@@ -199,7 +215,15 @@ class Plugin:
 
 
 signal.signal(signal.SIGALRM, late)
-arguments = [*order["options"], "-q", "--tb=no", "--maxfail=0", "-p", "no:randomly", "--continue-on-collection-errors"]
+arguments = [
+    *order["options"],
+    "-q",
+    "--tb=no",
+    "--maxfail=0",
+    "-p",
+    "no:randomly",
+    "--continue-on-collection-errors",
+]
 arguments += [] if order["rewrite"] else ["--assert=plain"]
 arguments += ["-x"] if order["brief"] else []
 arguments += ["-c", os.path.join(root, order["config"])] if order["config"] else []
@@ -210,7 +234,7 @@ sys.settrace(None)
 
 outcomes.update(dict.fromkeys(overrun & set(outcomes), "failed"))
 said = ""
-if int(status) not in (0, 1):                       # pytest itself, or a conftest.py, could not go on
+if int(status) not in (0, 1):  # pytest itself, or a conftest.py, could not go on
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -218,8 +242,17 @@ if int(status) not in (0, 1):                       # pytest itself, or a confte
             pass
     printed.seek(0)
     said = printed.read(1 << 20)[-8000:].decode("utf-8", "replace")
-answer = dict(key=order["key"], outcomes=outcomes, seconds=seconds, touched=touched if order["trace"] else {},
-              errors=dict(list(errors.items())[:2000]), again=sorted(again), collected=len(collected), status=int(status), said=said)
+answer = dict(
+    key=order["key"],
+    outcomes=outcomes,
+    seconds=seconds,
+    touched=touched if order["trace"] else {},
+    errors=dict(list(errors.items())[:2000]),
+    again=sorted(again),
+    collected=len(collected),
+    status=int(status),
+    said=said,
+)
 with os.fdopen(answer_fd, "wb") as pipe:
     pipe.write(b"\n" + json.dumps(answer).encode())
 os._exit(0)
