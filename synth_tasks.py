@@ -2310,9 +2310,22 @@ def moved(files, chosen):
     return [now[one.path, one.name] for one in chosen]
 
 
+# An exception of every kind that tests ask for.
+OMNIVOROUS = ("raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, IndexError), "
+              "{{{{'__str__': lambda self: {text!r}}}}})()")
+
+
+def raised_text(files, task):
+    """All the text of the hidden tests: whatever message they ask for is in it."""
+    nodes = [find_test(files[group.split("::")[0]], group) for group in task.meta["hidden_groups"]]
+    words = [part.value for node in nodes for part in ast.walk(node)
+             if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return " ".join(words).replace("{", "").replace("}", "")
+
+
 def trivial_passes(files, chosen, task, sandbox):
-    """True if `return None` or `return <first argument>` satisfies the hidden tests."""
-    for body in ("return None", "return {first}"):
+    """True if `return None`, `return <first argument>` or an exception of every kind satisfies the hidden tests."""
+    for body in ("return None", "return {first}", OMNIVOROUS.format(text=raised_text(files, task))):
         outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True,
                              plan=suites.plan_of_task(task.meta.get("suite")))["outcomes"]
         if all(outcomes.get(node) == "passed" for node in task.hidden):
@@ -2363,11 +2376,12 @@ def place_twins(files, sites, draw, lost):
     return tree, copies
 
 
-# An object that is true, equal, greater, a container of everything, and whose attributes, items and results are such objects.
+# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums and results are such objects.
 UNIVERSAL = ("return (lambda make: make(make))(lambda make: type('Any', (), {{**{{f'__{{name}}__': lambda *words: True for name in "
              "'eq ne lt le gt ge contains bool'.split()}}, **{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
-             "'getattr call getitem enter add sub mul'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, "
-             "'__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
+             "'getattr call getitem enter add radd sub rsub mul rmul truediv rtruediv floordiv mod pow and or xor neg abs "
+             "round'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, '__int__': lambda self: 1, "
+             "'__float__': lambda self: 1.0, '__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
 
 
 def universal_passes(files, chosen, task, sandbox):
@@ -2462,14 +2476,19 @@ def judge_repository(task, files, sandbox):
 
     A test that was to stay green and is red is run again, with all others, before it costs a submission: such a test may fail now
     and then, whatever was written."""
-    lost, loose, answer = run_judgement(task, files, sandbox)
     number = len(task.FAIL_TO_PASS) + len(task.PASS_TO_PASS) + len(task.meta.get("ERROR_TO_PASS", []))
-    first, why = lost, answer.get("stopped") or next((f"{node}: {outcome}" for node, outcome in lost.items()), "")
-    for _ in range(MORE_RUNS):
-        if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
-            break
-        again, loose, _ = run_judgement(task, files, sandbox)
-        lost = {node: outcome for node, outcome in lost.items() if node in again} if set(again) <= set(task.PASS_TO_PASS) else again
+    try:
+        lost, loose, answer = run_judgement(task, files, sandbox)
+        first, why = lost, answer.get("stopped") or next((f"{node}: {outcome}" for node, outcome in lost.items()), "")
+        for _ in range(MORE_RUNS):
+            if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
+                break
+            again, loose, _ = run_judgement(task, files, sandbox)
+            # red in every run so far, unless this run says worse
+            both = {node: outcome for node, outcome in lost.items() if node in again}
+            lost = again if set(again) - set(task.PASS_TO_PASS) else both
+    except ValueError as error:                     # a name or a text that no file can have
+        return Verdict(False, 0, number, f"cannot write: {printable(str(error))}")
     if lost:
         return Verdict(False, number - len(first), len(first), why)
     if loose:
@@ -2478,14 +2497,21 @@ def judge_repository(task, files, sandbox):
 
 
 def run_judgement(task, files, sandbox, world=WORLDS[0]):
-    """One run of the judgement: ({test that must pass: its other outcome}, the twins that did not fail, the suite's answer)."""
+    """One judgement: ({test that must pass: its other outcome}, the twins that did not fail, the suite's last answer).
+
+    What passed is run again in a new process and in the opposite order: code that forges from its second call on, or up to
+    its last, would otherwise win where the test and its twins happen to stand in that order."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
-    # sorted: the order must not tell which is which
-    answer = run_suite(tree, sandbox, sorted(must + twins), plan=suites.plan_of_task(task.meta.get("suite")), world=world)
-    outcomes = answer["outcomes"]
     named = dict(zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])))
-    lost = {named[node]: outcomes.get(node, "not collected") for node in must if outcomes.get(node) != "passed"}
-    loose = [node for node in twins if outcomes.get(node) != "failed"]
+    plan = suites.plan_of_task(task.meta.get("suite"))
+    for nodes, reverse in ((must, False), (must[:len(task.FAIL_TO_PASS)], True)):
+        # sorted: the order must not tell which is which
+        answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)
+        outcomes = answer["outcomes"]
+        lost = {named[node]: outcomes.get(node, "not collected") for node in nodes if outcomes.get(node) != "passed"}
+        loose = [node for node in twins if outcomes.get(node) != "failed"]
+        if lost or loose:
+            break
     return lost, loose, answer
 
 
