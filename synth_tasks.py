@@ -2818,8 +2818,8 @@ def keep_environment(found, place, files):
     source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
     own = set(packages(files))
     for one in sorted(source.iterdir()):
-        stem = re.split(r"[-.]", one.name.removeprefix("__editable__").lstrip("_."))[0].replace("-", "_")
-        runs_at_start = one.suffix == ".pth" or stem in ("sitecustomize", "usercustomize")
+        stem = re.split(r"[-.]", one.name)[0]
+        runs_at_start = one.suffix == ".pth" or stem in ("sitecustomize", "usercustomize") or stem.startswith("__editable__")
         if runs_at_start or stem in own or one.is_symlink() or one.name == "__pycache__":
             continue
         if one.is_dir():

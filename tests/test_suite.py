@@ -399,7 +399,7 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
 def test_an_environment_is_kept_without_the_repository_and_without_what_runs_when_python_starts(tmp_path):
     site = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
     st.write_tree({"helper/__init__.py": "x = 1\n", "helper-1.dist-info/METADATA": "", "single.py": "y = 2\n", "shop/__init__.py": "",
-                   "shop-1.dist-info/METADATA": "", "__editable__.shop-1.pth": "/work", "__editable___shop_1_finder.py": "",
+                   "shop-1.dist-info/METADATA": "", "__editable__.shop-1.pth": "/work", "__editable___shop_1_finder.py": "x",
                    "evil.pth": "import os; os._exit(7)\n", "sitecustomize.py": "import os; os._exit(7)\n"}, site)
     place = tmp_path / "kept"
     st.keep_environment(tmp_path / ".venv", place, BASE)
