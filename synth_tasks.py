@@ -1847,6 +1847,13 @@ def find_plan(repo, files, sandbox):
     if answer.get("started") is False:
         raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
 
+    built = built_files(repo, files, answer)
+    if built:
+        files.update(built)
+        answer = run_suite(files, sandbox, limit=False, trail=True)
+        line = f"taken as a build leaves it: {', '.join(sorted(built))}"
+        answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
+
     def passed(one):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
 
@@ -1880,6 +1887,21 @@ def find_plan(repo, files, sandbox):
     if not best["outcomes"]:
         raise Refusal(no_tests(repo, files, answer))
     return best
+
+
+def built_files(repo, files, answer):
+    """{path: text} of what a suite asked for in vain and only a build writes: the package's name and version, as far as the
+    files tell them, and extensions that were compiled in their places. Neither holds any Python that could be deleted."""
+    texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
+    found = suites.own_metadata(files) if any("PackageNotFoundError" in text for text in texts) else {}
+    own = set(importable(files))
+    if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
+        for place in sorted(Path(repo).rglob("*.so")):
+            path = place.relative_to(repo).as_posix()
+            folder, source = path.rpartition("/")[0] + "/", path.partition(".")[0] + ".py"
+            if not JUNK.search(folder) and source not in files and place.is_file() and place.stat().st_size < MOST_BYTES:
+                found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+    return {path: text for path, text in found.items() if path not in files}
 
 
 def too_slow(repo, answer, time_limit):

@@ -283,6 +283,23 @@ def test_a_refusal_names_the_reason_and_what_helps(files, says, tmp_path):
     assert all(say in words for say in says) and "\n" not in words, words
 
 
+def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tell(tmp_path):
+    files = {**BASE, "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
+             "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n"}
+    answer = st.find_plan(tmp_path, files, st.repository_sandbox(files, 60))
+    assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
+    assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
+        "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"}
+    assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\ndynamic = ["version"]\n'}) == {}
+
+
+def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(tmp_path):
+    st.write_tree({**BASE, "shop/_fast.cpython-311.so": "\x7fELF", "shop/price.abi3.so": "\x7fELF", "build/lib/shop/_fast.so": "x"}, tmp_path)
+    answer = {"errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}}
+    assert set(st.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
+    assert st.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
+
+
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
     files = {**BASE, "tests/test_odd.py": "import nosuchthing\n", "tests/test_setup.py":
              "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n"}
@@ -412,3 +429,17 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
         st.refuse_place(str(place))
     with pytest.raises(st.Refusal, match="cannot be written"):
         st.refuse_place(str(tmp_path / "no" / "such"))
+
+
+def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_path):
+    build = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "price"\nversion = "1"\n'
+    files = {"price.py": CODE, "test.py": TEST.replace("shop.price", "price"), "Makefile": "test:\n\tpython test.py\n",
+             "pyproject.toml": build + '[tool.setuptools]\npy-modules = ["price"]\n'}
+
+    def borrowing(files, tries):
+        return st.install(files, [("", "")] * 2 + tries)        # asks no index
+    keep = tmp_path / "kept"
+    tries = st.autoinstall(write(files, tmp_path / "shop"), network=False, installer=borrowing, keep=str(keep))
+    assert "2 passed" in tries[-1][1]
+    done = subprocess.run([keep / "bin" / "python", "-c", "import pytest; import price"], capture_output=True, text=True)
+    assert "No module named 'price'" in done.stderr

@@ -628,6 +628,26 @@ def declared_names(files):
     return {normalised(word) for word in re.findall(r"[A-Za-z][\w.-]+", text)}
 
 
+def own_metadata(files):
+    """{path: text} by which importlib.metadata finds the package: its name and its version and nothing else.
+
+    They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells both."""
+    name = version = ""
+    for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
+        key, _, value = line.partition(": ")
+        name = value.strip() if key == "Name" else name
+        version = value.strip() if key == "Version" else version
+    project = read_toml(files.get("pyproject.toml", "")).get("project", {})
+    if not (name and version) and isinstance(project, dict):
+        name, version = project.get("name", ""), project.get("version", "")
+    good = all(isinstance(word, str) and re.fullmatch(r"[\w.+!-]+", word) for word in (name, version))
+    if not good:
+        return {}
+    folder = re.sub(r"[-_.]+", "_", name)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    return {f"{folder}.egg-info/PKG-INFO": text}
+
+
 def missing_module(text):
     """The module that an error says is missing, or ""."""
     match = re.search(r"No module named '?([\w.]+)", text)
