@@ -247,6 +247,19 @@ def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
     assert st.propose(files)[0].command == "python -m pytest -q test.py"
 
 
+def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
+    files = {**BASE, "checks/price_checks.py": TEST.replace("8\n", "int(open('eight.txt').read())\n"), "checks/eight.txt": "8",
+             "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n"}
+    del files["tests/test_price.py"]
+    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    assert answer["outcomes"] == dict.fromkeys(("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed")
+    again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_twice"])
+    assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
+    command = suites.test_command(answer["plan"])
+    assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
+    assert st.is_green(st.run_command_in(files, command, st.repository_sandbox(files, 60)))
+
+
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
     plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"], True)
     assert suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan and suites.plan_of_task(None) is None

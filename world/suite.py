@@ -476,8 +476,13 @@ def stated_plans(files):
     for path, line in command_lines(files):
         if not RUNNERS.search(line):
             continue
+        folder = ""
         for part in re.split(r"&&|;|\|\|?", line):
-            found = plan_of_command(part.strip(), files)
+            words = words_of(part)
+            if words[:1] == ["cd"] and len(words) == 2:
+                folder = words[1].strip("./")
+                continue
+            found = plan_in_folder(part.strip(), files, folder)
             if found and all(found != plan for plan, _ in plans):
                 plans.append((found, f"`{part.strip()[:80]}` in {path}"))
     # Files that are named like tests, though not as pytest names them.
@@ -493,6 +498,20 @@ def stated_plans(files):
         plan.paths = named
         plans.append((plan, f"the name of {named[0]}"))
     return plans
+
+
+def plan_in_folder(line, files, folder):
+    """The Plan of a command line that is given in a folder of the repository, or None."""
+    if not folder:
+        return plan_of_command(line, files)
+    top = folder + "/"
+    inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
+    plan = plan_of_command(line, inner)
+    if plan is None:
+        return None
+    plan.folder = folder
+    plan.config = top + plan.config if plan.config else configured_plan(files).config
+    return plan
 
 
 def plan_of_command(line, files):
