@@ -1,10 +1,10 @@
-"""How the authors of a repository run its tests, read from its files; and what a failed run means, in words.
+"""How the authors of a repository run its tests, and what a failed run means, in words.
 
-Pure functions of {path: text}. A Plan is the way a suite is run: by the judge, by the studies before a task is made, and by
-the command that a task tells the agent. Ours, after what pytest documents on its configuration files.
+Pure functions of {path: text}. A Plan is the way a suite is run: by the judge, by the study before
+tasks are made, and by the command that a task tells the agent. Ours, after what pytest documents
+about its configuration files.
 """
 
-import ast
 import configparser
 import re
 import shlex
@@ -25,8 +25,7 @@ CONFIG_FILES = (
 )
 
 # Options that cannot be kept, by the reason. Coverage traces the code, as we do; several processes,
-# another order and a
-# stop at the first failure would hide outcomes.
+# another order and a stop at the first failure would hide outcomes.
 LEFT_OUT = [
     (re.compile(pattern), why)
     for pattern, why in (
@@ -42,7 +41,7 @@ LEFT_OUT = [
             "an early end",
         ),
         (
-            r"--junit-?xml\b.*|--html\b.*|--self-contained-html|--durations\b.*|--alluredir\b.*|--report-log\b.*",
+            r"--junit-?xml\b.*|--html\b.*|--self-contained-html|--alluredir\b.*|--report-log\b.*",
             "a report",
         ),
     )
@@ -145,7 +144,7 @@ class Plan:
 
 
 def plan_of_task(meta):
-    """The Plan that to_meta() remembered, or None where there is none; raises ValueError for anything else."""
+    """The Plan that to_meta() remembered, None where there is none; ValueError for anything else."""
     if meta is None:
         return None
     lists, texts = ("options", "paths"), ("config", "folder")
@@ -187,7 +186,7 @@ def read_ini(text):
 
 
 def pytest_settings(files):
-    """(configuration file, its settings) as pytest finds them at the root; ("", {}) where there is none."""
+    """(configuration file, its settings) as pytest finds them at the root; ("", {}) for none."""
     for name in CONFIG_FILES:
         text = files.get(name)
         if text is None:
@@ -260,7 +259,7 @@ def keep_options(words):
 
 
 def configured_plan(files):
-    """The Plan of `pytest` at the root: its configuration as it stands, without what cannot be kept."""
+    """The Plan of `pytest` at the root: its configuration, without what cannot be kept."""
     config, settings = pytest_settings(files)
     addopts = words_of(settings.get("addopts"))
     kept, left_out = keep_options(addopts)
@@ -312,13 +311,13 @@ def without_options(plan, files, refused, why):
 
 
 def provider(name):
-    """The plugin that is known to provide a fixture, a mark or an option; "" where none is known."""
+    """The plugin that provides a fixture, a mark or an option; "" where none is known."""
     bare = name.lstrip("-").partition("=")[0]
     return PLUGINS.get(bare) or PLUGINS.get(bare.partition("-")[0], "")
 
 
 def adapted(plan, files, said, errors):
-    """The plan without what pytest could not take in this environment, or None where that is not the reason."""
+    """The plan without what pytest could not take in this environment; None for other reasons."""
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
         names = sorted({provider(word) for word in words} - {""})
@@ -471,7 +470,7 @@ def command_lines(files):
 
 
 def stated_plans(files):
-    """[(Plan, where it is said)] of the commands by which the authors run their tests, the plainest first."""
+    """[(Plan, where it is said)] of the commands by which the authors run their tests."""
     plans = []
     for path, line in command_lines(files):
         if not RUNNERS.search(line):

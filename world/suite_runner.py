@@ -1,20 +1,21 @@
 """Runs a repository's pytest suite inside the sandbox and answers with the outcome of every test.
 
-Nobody imports this file: synth_tasks.run_suite gives its text to a Python in the sandbox, whose working
-directory is the repository. The order is one JSON object on stdin, read before any code of the repository:
+Nobody imports this file: synth_tasks.run_suite gives its text to a Python in the sandbox, whose
+working directory is the repository. The order is one JSON object on stdin, read before any code of
+the repository:
 
     key        random; the answer has to carry it
-    options    options of pytest, in front of our own (what the repository's configuration asks for)
+    options    options of pytest, in front of our own
     config     pytest's configuration file, "" where there is none
     folder     where the authors start pytest, relative to the root
     paths      what to collect; [] leaves it to pytest
     only       node ids of the tests to run; null for all
     own        top-level names of the repository's packages
-    borrowed   {module: [is a package, source]} of packages that pytest needs and the sandbox hides
+    borrowed   {module: [is a package, source]} of what pytest needs and the sandbox hides
     reverse, trace, brief, rewrite, trail: switches; limit: seconds for one test
 
-The answer is the last line of the output, JSON again. With `trail` a line for each test comes before it,
-as it starts: a suite that is killed tells that way how far it got.
+The answer is the last line of the output, JSON again. With `trail` a line for each test comes
+before it, as it starts: a suite that is killed tells that way how far it got.
 """
 
 import importlib.util
@@ -40,8 +41,8 @@ os.dup2(printed.fileno(), 2)
 class BorrowedModules:
     """Imports pytest's own dependencies from the order.
 
-    A repository may be one of them (pluggy, iniconfig, packaging). The sandbox hides the installed copy then, and pytest
-    needs one that works even where a feature of the repository's own copy was deleted."""
+    A repository may be one of them (pluggy, iniconfig, packaging). The sandbox hides the installed
+    copy then, and pytest needs one that works where a feature of the repository's was deleted."""
 
     def find_spec(self, name, path=None, target=None):
         if name in order["borrowed"]:
@@ -90,10 +91,11 @@ def inside(module):
 
 
 def set_aside():
-    """Takes the runner's modules that are named like the repository's own out of the table of modules.
+    """Takes modules that are named like the repository's own out of the table of modules.
 
     The tests import the repository's then; pytest keeps its own, which its modules refer to."""
     sys.meta_path.remove(borrowed)
+    order["borrowed"].clear()                       # it may be the original of what was deleted
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         if top in order["own"] and top not in sys.stdlib_module_names and not inside(module):
