@@ -369,6 +369,8 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     found = st.study(write({**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"), None, 60, lambda _: None)
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
+    assert not found.left_out                       # in the agent's world it is green
+    assert st.whole_functions({"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]) == ["a", "b[1]"]
 
 
 # ---------------------------------------------------------------- a task that is written holds
