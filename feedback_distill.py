@@ -266,7 +266,8 @@ class Targets:
         return len(self.token)
 
     def to(self, device):
-        return Targets(*(v.to(device) if torch.is_tensor(v) else v for v in (getattr(self, f.name) for f in fields(self))))
+        values = [getattr(self, f.name) for f in fields(self)]
+        return Targets(*(v.to(device, non_blocking=True) if torch.is_tensor(v) else v for v in values))
 
 
 def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):

@@ -340,11 +340,17 @@ def clip_grad_norm(model, max_norm=math.inf):
     all-reduce of one number: every shard adds its squares divided by its number of copies."""
     _release(model)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    square = sum(torch.linalg.vector_norm(l, dtype=torch.float64) ** 2 / _copies(g) for g, l in zip(grads, local))
-    norm = (total(square) if any(isinstance(g, DTensor) for g in grads) else torch.as_tensor(square)).sqrt()
-    for l in local:
-        l.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(l.dtype))
+    # All gradients at once: a few kernels instead of several for each of them.
+    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
+    copies = torch.tensor([float(_copies(g)) for g in grads]).to(norms, non_blocking=True)
+    square = (norms ** 2 / copies).sum()
+    norm = (total(square) if any(isinstance(g, DTensor) for g in grads) else square).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for dtype in {l.dtype for l in local}:
+        torch._foreach_mul_([l for l in local if l.dtype == dtype], scale.to(dtype))
     return norm.float()
 
 
@@ -380,7 +386,9 @@ def save(directory, model, optimizer=None, extra=None, more=None):
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     _everyone()
-    _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=dcp.FileSystemWriter(part))
+    # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors are on the CPU.
+    writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+    _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
     if first_rank:
         torch.save(extra or {}, part / "extra.pt")
         (part / "manifest.json").write_text(json.dumps({f.name: f.stat().st_size for f in part.iterdir()}))
@@ -693,9 +701,10 @@ def difference(model, grads):
     return max(float((grads[n] - p.grad).abs().max() / p.grad.abs().max()) for n, p in model.named_parameters())
 
 
-def _demo_rank(rank, store, layouts, answers):
+def _demo_rank(rank, folder, layouts):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 8), rank=rank, world_size=8)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 8), rank=rank, world_size=8)
+    found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
         model = parallelize(small_model(), meshes)
@@ -703,8 +712,9 @@ def _demo_rank(rank, store, layouts, answers):
             loss = forward_backward(model, meshes)
         grads = {n: p.grad.full_tensor().numpy() for n, p in model.named_parameters()}
         counted = {kind: float(total(float(wire.bytes[kind]))) / 8 for kind in Wire.KINDS.values()}
-        if rank == 0:
-            answers.put((loss, grads, counted))
+        found.append((loss, grads, counted))
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
     dist.barrier()
 
 
@@ -736,15 +746,17 @@ def draw(layouts, path):
 def demo(path="out/hsdp.png"):
     import torch._dynamo             # noqa: F401  FSDP imports it: once here, not in every child
     import torch.multiprocessing as mp
+    # Eight forked ranks on the CPU. Once a process has seen a GPU, a backward starts autograd's device threads,
+    # and a child that is forked afterwards cannot run one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
     model, worst = small_model(), 0.0
     loss, shapes = forward_backward(model, make_meshes()), {n: tuple(p.shape) for n, p in model.named_parameters()}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with tempfile.TemporaryDirectory() as folder:
-        answers = mp.get_context("fork").Queue()
-        ranks = mp.start_processes(_demo_rank, (f"{folder}/store", layouts, answers), 8, join=False, start_method="fork")
-        found = [answers.get(timeout=60) for _ in layouts]
-        ranks.join()
+        # Joining raises the first traceback of a rank that failed, at once.
+        mp.start_processes(_demo_rank, (folder, layouts), nprocs=8, start_method="fork")
+        found = torch.load(f"{folder}/found", weights_only=False)
     for l, (there, grads, counted) in zip(layouts, found):
         print(f"cp={l.cp}, ep={l.ep}, dp_replicate={l.dp_replicate}")
         for what, of in (("rank", lambda r: r), ("batch . part", lambda r: f"{r // l.cp}.{r % l.cp}"),

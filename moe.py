@@ -110,6 +110,12 @@ class ModelConfig:
 
 # ---------------------------------------------------------------- mathematics
 
+def to_device(numbers, device):
+    """A list of numbers -> a tensor there. Not torch.tensor(numbers, device=...): that waits until the GPU has done all it was asked
+    before. From ordinary memory a copy that does not wait is safe, since CUDA takes the numbers before it returns."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
 def linear(x, weight):
     """x (..., C) @ weight (..., C) transposed, in x's dtype; a stack (H, R, C) gives (..., H, R)."""
     y = F.linear(x, weight.flatten(0, -2).to(x.dtype))
@@ -190,8 +196,11 @@ def nvfp4_parts(x):
     belongs to the row (token), not to the tensor, so that no token's value depends on the others in its batch: (..., 1, 1)"""
     blocks = x.float().unflatten(-1, (-1, 16))
     top = blocks.abs().amax(-1, keepdim=True)
-    row = (top.amax(-2, keepdim=True) / (6 * 448)).clamp(min=1e-30)
-    scale = nearest(top / 6 / row, 3, -6).clamp(2 ** -9, 448)
+    # Divisors are tensors on the device: CUDA turns a division by a plain number into a product with its reciprocal,
+    # whose last bit may differ, and NVFP4 wants the IEEE quotient (Technical Report, 6.1).
+    largest, both = top.new_full((), 6.0), top.new_full((), 6.0 * 448)
+    row = (top.amax(-2, keepdim=True) / both).clamp(min=1e-30)
+    scale = nearest(top / largest / row, 3, -6).clamp(2 ** -9, 448)
     return nearest(blocks / (scale * row), 1, 0).clamp(-6, 6), scale, row
 
 
@@ -519,7 +528,9 @@ class MoE(nn.Module):
         if decoding:
             return self.all_experts(flat, choice, gates).unflatten(0, (B, T))
         order = choice.flatten().argsort(stable=True)                                # (M*K,) rows by expert
-        counts = torch.bincount(choice.flatten(), minlength=len(self.router.bias))   # (E,)
+        # Rows per expert. (bincount gives the same, but on a GPU Python waits until it has found the largest number.)
+        ones = torch.ones_like(order)
+        counts = ones.new_zeros(len(self.router.bias)).scatter_add_(0, choice.flatten(), ones)     # (E,)
         if self.training and replay is None:
             self.router.load += counts
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -716,10 +727,10 @@ class Cache:
         self.data = torch.zeros(layers, rows, length, width, dtype=model.dtype, device=model.embed.weight.device)
         self.lined_up = model.config.heads if model.config.attention == "mla" else 1       # see Attention.absorbed
 
-    def mask(self, position):
-        """position (B, T) -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any of them looks. Where all
-        heads line up along the query axis, once for each of them."""
-        upto = min(self.data.shape[2], filled(int(position.max()) + 1))
+    def mask(self, position, last):
+        """position (B, T), the largest of them `last` -> what tokens there may look at, 0 or -inf (B, 1, T, S); S reaches as far as any
+        of them looks. Where all heads line up along the query axis, once for each of them."""
+        upto = min(self.data.shape[2], filled(last + 1))
         later = torch.arange(upto, device=position.device) > position[..., None]                 # (B, T, S)
         later = torch.zeros(later.shape, dtype=self.data.dtype, device=position.device).masked_fill_(later, -torch.inf)
         return later.repeat(1, self.lined_up, 1)[:, None]
@@ -759,8 +770,10 @@ class Model(nn.Module):
     def extend(self, factor):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
         self.config = c = replace(self.config, yarn_factor=factor)
-        self.frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor,
-                                                        c.yarn_fast, c.yarn_slow, c.yarn_mscale)
+        frequency, temperature = rope_frequencies(c.qk_rope, c.rope_theta, c.context, factor,
+                                                  c.yarn_fast, c.yarn_slow, c.yarn_mscale)
+        # A buffer moves with the model; it follows from the configuration, so no checkpoint holds it.
+        self.register_buffer("frequency", frequency.to(self.embed.weight.device), persistent=False)
         for attn in (m for m in self.modules() if isinstance(m, Attention)):
             attn.config, attn.scale = c, temperature
 
@@ -780,7 +793,7 @@ class Model(nn.Module):
         return self.requires_grad_(False)
 
     def angles(self, positions):
-        angle = positions.float()[..., None, None] * self.frequency.to(positions.device)     # (B or 1, T, 1, R/2)
+        angle = positions.float()[..., None, None] * self.frequency     # (B or 1, T, 1, R/2)
         cos, sin = turns(angle)
         return self.config.yarn_amplitude * cos, self.config.yarn_amplitude * sin
 
@@ -817,27 +830,30 @@ class Model(nn.Module):
         return x[0]
 
     def decode(self, tokens, cache, rows, start, record=None):
-        """tokens (B, T) continue the cached sequences `rows` (a slice) at start (B,) -> hidden (B, T, D). Padding at the end of a row is
-        harmless: its entries are masked now and overwritten later. The cache's last place is never read by a real token: give it
-        one more than the window. record: gets the experts, one (1, B * T, K) per MoE layer."""
+        """tokens (B, T) continue the cached sequences `rows` (a slice) at start (B,), a tensor or a list -> hidden (B, T, D). Padding at
+        the end of a row is harmless: its entries are masked now and overwritten later. The cache's last place is never read by a real
+        token: give it one more than the window. record: gets the experts, one (1, B * T, K) per MoE layer."""
         row, position, spans = self.places(tokens.shape[1], cache, rows, start)
         return self.continued(tokens, cache, row, position, spans, None, record).view(*tokens.shape, -1)
 
     def places(self, length, cache, rows, start):
-        """-> rows (B, 1) and positions (B, T) of `length` tokens from start (B,), and the one span that they are"""
-        room = cache.data.shape[2]
-        assert int(start.max()) < room, f"position {int(start.max())} in a cache of {room} tokens"
-        position = start[:, None] + torch.arange(length, device=start.device)                # (B, T)
+        """-> rows (B, 1) and positions (B, T) of `length` tokens from start (B,), and the one span that they are. start: a list, or a
+        tensor, which Python then has to read."""
+        room, device = cache.data.shape[2], cache.data.device
+        start = start.tolist() if torch.is_tensor(start) else start
+        assert max(start) < room, f"position {max(start)} in a cache of {room} tokens"
+        position = to_device(start, device)[:, None] + torch.arange(length, device=device)   # (B, T)
         position = position.clamp(max=room - 1)                                              # only padding reaches so far
-        row = torch.arange(cache.data.shape[1], device=start.device)[rows]
-        return row[:, None], position, [(rows, None, cache.mask(position))]
+        row = torch.arange(cache.data.shape[1], device=device)[rows]
+        last = min(max(start) + length, room) - 1
+        return row[:, None], position, [(rows, None, cache.mask(position, last))]
 
     def prefill(self, chunks, cache, rows, start, record=None):
         """Feed chunks (lists of tokens, of any lengths), each to the cached sequence rows[i] from start[i] on; hidden states are not wanted.
         The tokens stand one behind the other; only attention pads, among chunks of about a length, a chunk's last token repeated.
         record: as in decode, the tokens of all chunks and some more, (1, N, K)."""
         device, lengths = cache.data.device, [len(chunk) for chunk in chunks]
-        tensor = lambda numbers: torch.tensor(numbers, device=device)
+        tensor = lambda numbers: to_device(numbers, device)
         ends, more = list(accumulate(lengths)), -sum(lengths) % 32                           # few different shapes: see filled
         where = [(row, first + j) for row, first, n in zip(rows, start, lengths) for j in range(n)]
         row, position = tensor(where + where[-1:] * more).T
@@ -846,7 +862,8 @@ class Model(nn.Module):
         for width in sorted({n + -n % 16 for n in lengths}):
             members = [i for i, n in enumerate(lengths) if n + -n % 16 == width]
             index = tensor([[ends[i] - lengths[i] + min(j, lengths[i] - 1) for j in range(width)] for i in members])
-            spans.append((tensor([rows[i] for i in members]), index, cache.mask(position[index])))
+            last = max(start[i] + lengths[i] for i in members) - 1
+            spans.append((tensor([rows[i] for i in members]), index, cache.mask(position[index], last)))
             for i in members:
                 order[ends[i] - lengths[i]:ends[i]] = range(at, at + lengths[i])
                 at += width
@@ -872,25 +889,30 @@ class Model(nn.Module):
     def logprobs(self, hidden, targets, temperature=1.0, where=None):
         """Log-probs of the targets (B, T), fp32: the cross-entropy of training, without (B, T, vocab). where (B, T): compute these
         only, 0 elsewhere."""
-        where = torch.ones_like(targets, dtype=torch.bool) if where is None else where
-        h, t = self.norm(hidden[where]), targets[where]
+        # Selecting by a mask makes a GPU's host wait for the number of rows, so it is left out where all are wanted.
+        h = hidden.flatten(0, 1) if where is None else hidden[where]                 # (N, D)
+        t = targets.flatten() if where is None else targets[where]                   # (N,)
         fill = filled(len(t)) - len(t)
-        found = TargetLogprobs.apply(F.pad(h, (0, 0, 0, fill)), self.head.weight, F.pad(t, (0, fill)), temperature)[:len(t)]
+        h = F.pad(self.norm(h), (0, 0, 0, fill))
+        found = TargetLogprobs.apply(h, self.head.weight, F.pad(t, (0, fill)), temperature)[:len(t)]
+        if where is None:
+            return found.view(targets.shape)
         return torch.zeros(targets.shape, device=found.device).masked_scatter(where, found)
 
 
 def balance(model, rate=1e-3, reduce=lambda counts: counts):
     """Aux-loss-free balancing (arXiv 2408.15664): one step of every router's bias from the tokens counted since the last
     call. `reduce` sums counts over data ranks, so that all ranks move alike. Returns the worst load / mean load."""
-    worst = 1.0
+    ratios = []
     for block in model.layers:
         if isinstance(block.ffn, MoE):
             router = block.ffn.router
             load = reduce(router.load.clone())
-            worst = max(worst, float(load.max() / load.mean().clamp(min=1)))
+            ratios.append(load.max() / load.mean().clamp(min=1))
             router.bias += rate * torch.sign(load.mean() - load)
             router.load.zero_()
-    return worst
+    # All layers' ratios in one read: each would wait for the GPU.
+    return max(1.0, float(torch.stack(ratios).max())) if ratios else 1.0
 
 
 def mtp_loss(model, tokens, hidden):

@@ -536,21 +536,31 @@ class Muon(torch.optim.Optimizer):
     def adamw(self, group, number):
         """AdamW (Loshchilov and Hutter) on what lies here: elementwise, so a shard needs nobody."""
         (b1, b2), lr = group["betas"], group["lr"]
+        # Parameters that have seen equally many steps share their constants, and so a few calls for all of them.
+        by_step = defaultdict(list)
         for i, p in enumerate(group["params"]):
-            if p.grad is None:
-                continue
-            state, w, m, v = self.state[p], local(p), local(self.state[p]["exp_avg"]), local(self.state[p]["exp_avg_sq"])
-            w, g = w.to(m.dtype), local(p.grad).to(m.dtype)
-            state["step"] += 1
-            t = state["step"].item()
-            w.mul_(1 - lr * group["weight_decay"])
-            m.lerp_(g, 1 - b1)
-            v.mul_(b2).addcmul_(g, g, value=1 - b2)
-            w.addcdiv_(m, (v.sqrt() / (1 - b2 ** t) ** 0.5).add_(group["eps"]), value=-lr / (1 - b1 ** t))
-            if p.dtype == torch.bfloat16:
-                round_by_chance(local(p), w, (t, number, i))
-            elif p.dtype != w.dtype:
-                local(p).copy_(w)
+            if p.grad is not None:
+                self.state[p]["step"] += 1
+                by_step[self.state[p]["step"].item()].append((i, p))
+        for t, numbered in by_step.items():
+            params = [p for _, p in numbered]
+            m = [local(self.state[p]["exp_avg"]) for p in params]
+            v = [local(self.state[p]["exp_avg_sq"]) for p in params]
+            w = [local(p).to(mean.dtype) for p, mean in zip(params, m)]              # weights in fp32 are themselves
+            g = [local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
+            torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
+            torch._foreach_lerp_(m, g, 1 - b1)
+            torch._foreach_mul_(v, b2)
+            torch._foreach_addcmul_(v, g, g, 1 - b2)
+            deviation = torch._foreach_sqrt(v)
+            torch._foreach_div_(deviation, (1 - b2 ** t) ** 0.5)
+            torch._foreach_add_(deviation, group["eps"])
+            torch._foreach_addcdiv_(w, m, deviation, -lr / (1 - b1 ** t))
+            for (i, p), updated in zip(numbered, w):
+                if p.dtype == torch.bfloat16:
+                    round_by_chance(local(p), updated, (t, number, i))
+                elif p.dtype != updated.dtype:
+                    local(p).copy_(updated)
 
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step leaves ranks waiting."""
@@ -708,6 +718,7 @@ def fork_ranks(world, call, *args):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if sys.platform == "linux" else None
     with tempfile.TemporaryDirectory() as folder:
         def rank_main(rank):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""        # a forked rank stays on the CPU, whatever cards there are
             torch.set_num_threads(1)
             dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
                                     timeout=timedelta(seconds=60))

@@ -63,6 +63,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe import Cache, Model, ModelConfig, fast_dtype, to_device
 from synth_tasks import (ARGUMENTS, HINTED, SUMMARIZE, Action, Rehearsal, Sandbox, Task, Workspace, audit, call_tool, changes, expert,
                          judge, make_task)
 
@@ -660,7 +661,6 @@ class Sampler:
         exactly. Otherwise only those wait whose tool it is: right for tools that take longer than a few steps."""
         self.patient, self.book = patient, {}
         if self.cache is None:
-            from moe import Cache
             self.cache = Cache(self.model, self.rows, self.window + 2)
         queue, rows, done = list(enumerate(zip(agents, seeds)))[::-1], [], {}
         while queue or rows:
@@ -795,13 +795,16 @@ class Sampler:
         tokens = [[row.context[p], *draft] for row, p, draft in zip(rows, position, drafts + [()] * (number - live))]
         tokens += [[0]] * (number - len(tokens))                                     # nobody's rows
         position += [0] * (number - len(position))
-        tokens = torch.tensor([words + [0] * (width - len(words)) for words in tokens], device=self.device)
+        tokens = to_device([words + [0] * (width - len(words)) for words in tokens], self.device)
         record = []
-        hidden = self.model.decode(tokens, self.cache, slice(0, number), torch.tensor(position, device=self.device), record)
+        hidden = self.model.decode(tokens, self.cache, slice(0, number), position, record)
         self.steps, self.fed = self.steps + 1, self.fed + tokens.numel()
-        places = torch.tensor([(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], device=self.device).T
-        uniform = torch.tensor([u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], device=self.device)
-        token, logp = (drawn.tolist() for drawn in choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p))
+        places = to_device([(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], self.device).T
+        uniform = to_device([u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], self.device)
+        drawn = choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p)
+        # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
+        token, logp = torch.stack([t.double() for t in drawn]).tolist()
+        token = list(map(int, token))
         stand = []
         for row, draft in zip(rows, drafts):
             n = 1 + next((j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft))
@@ -839,7 +842,6 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
 
 def generation_model(config, dtype, device="cpu"):
     """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in fp32."""
-    from moe import Model
     model = Model(config).to(device).compute(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
@@ -1260,7 +1262,6 @@ def show(line):
 
 
 def small_model(tokenizer, **sizes):
-    from moe import Model, ModelConfig
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
@@ -1365,7 +1366,6 @@ def best_times(candidates, rounds, budget=5.0):
 
 
 def bench():
-    from moe import Cache, fast_dtype
     torch.set_num_threads(1)                                     # as in train.py's processes: one for each core
     letters, pairs = {bytes([b]): b for b in range(256)}, {bytes(divmod(i, 256)): i for i in range(256, 1014)}
     tokenizer, rows, length, window, dtype = Tokenizer(letters | pairs), 32, 256, 512, fast_dtype("cpu")

@@ -409,7 +409,7 @@ class Text:
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
-            rows = torch.stack([stream[s:s + window + 1] for s in mine[i:i + size]]).to(run.device)
+            rows = torch.stack([stream[s:s + window + 1] for s in mine[i:i + size]]).to(run.device, non_blocking=True)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
@@ -651,14 +651,16 @@ class Reinforcement:
             if not config.learn_summaries:
                 batch["advantage"] = batch["advantage"] * (1 - summarize.written(batch["episodes"], batch["advantage"]))
             loss = batch["real"] * config.reward * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
-            mismatch += batch["real"] * (not config.imitate) * float(((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum())
+            # Sums stay where they are until the step's end: reading one here would wait for the GPU.
+            difference = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
+            mismatch += batch["real"] * (not config.imitate) * difference.double()
             if config.feedback:
                 student = feedback_distill.mute(run.model.logits(hidden[taught.student_row, taught.student_position]), taught.muted)
                 distance = feedback_distill.feedback_loss(student, expected, max(rollouts, int(targets)), kind=config.divergence,
                                                           token_cap=2.0)
-                loss, kl = loss + config.feedback * distance, kl + float(distance.detach())
+                loss, kl = loss + config.feedback * distance, kl + distance.detach().double()
                 before, after = (x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum() for x in (student, expected))
-                gap += float(before - after)
+                gap += (before - after).double()
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
             yield loss
         sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
@@ -783,7 +785,8 @@ class Run:
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
         T = batch["tokens"].shape[1]
-        part = {k: hsdp.shard_sequence(v.to(self.device), self.meshes) if torch.is_tensor(v) else v for k, v in batch.items()}
+        to_device = lambda t: t.to(self.device, non_blocking=True)           # see moe.to_device
+        part = {k: hsdp.shard_sequence(to_device(v), self.meshes) if torch.is_tensor(v) else v for k, v in batch.items()}
         return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
 
     def micro_batches(self, items, spare):

@@ -1,4 +1,8 @@
-"""What several test files share: forked ranks that talk over gloo, so that a distributed test costs tenths of a second."""
+"""What several test files share: forked ranks that talk over gloo, so that a distributed test costs tenths of a second.
+
+    python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
+    python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
+"""
 import os
 import sys
 import tempfile
@@ -10,6 +14,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="auto", choices=("auto", "cuda", "cpu"), help="where the tests marked `device` run")
+
+
+def pytest_configure(config):
+    """The tests of the CPU see no card. They fork ranks, and a process that has used CUDA cannot: neither CUDA nor, after a first
+    backward, autograd work in its children."""
+    config.addinivalue_line("markers", "device: runs on a GPU (python -m pytest -m device), in a process without forks")
+    if config.getoption("markexpr") != "device":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config, items):
+    """The tests of the device are left to the process that test_device.py starts for them."""
+    if config.getoption("markexpr") != "device":
+        left = [item for item in items if item.get_closest_marker("device")]
+        items[:] = [item for item in items if not item.get_closest_marker("device")]
+        config.hook.pytest_deselected(items=left)
 
 
 def _rank(rank, world, folder, seconds, fn, args):
@@ -36,7 +61,7 @@ def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
     Ranks in may_die may vanish (the fault tests do that on purpose); their result is None."""
     import torch
     import torch._dynamo                             # noqa: F401  an optimizer imports it: once here, not in every child
-    assert not torch.cuda.is_initialized(), "a process that has used CUDA cannot fork ranks"
+    assert not torch.cuda.is_available(), "forked ranks and a card in sight: see pytest_configure"
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # needs no name for this machine
     sys.stdout.flush(), sys.stderr.flush()

@@ -1,0 +1,54 @@
+"""On a machine with a GPU what belongs to the CPU stays there: shown with a card that is not there (pretend_cuda.py)."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+
+def run_beside_a_card(code, folder):
+    """python -c code, in a process that believes in a GPU and fails where it is touched -> the finished process"""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(ROOT)])
+    return subprocess.run([sys.executable, "-c", f"import pretend_cuda\n{code}"], cwd=folder, env=environment, capture_output=True,
+                          text=True, timeout=300)
+
+
+def test_the_card_that_is_not_there_is_noticed(tmp_path):
+    """What the other tests here rest on"""
+    for code in ("import torch; torch.cuda.current_stream()", "import torch; torch.cuda.synchronize()",
+                 "import torch; torch.cuda.get_device_name()", "import torch; torch.zeros(1, device='cuda')",
+                 # one backward here, one in a forked child
+                 "import os, torch\ntorch.ones(1, requires_grad=True).sum().backward()\n"
+                 "if not os.fork():\n    torch.ones(1, requires_grad=True).sum().backward()\nelse:\n    raise SystemExit(os.wait()[1] >> 8)"):
+        done = run_beside_a_card(code, tmp_path)
+        assert done.returncode != 0 and "CardTouched" in done.stderr, code
+
+
+@pytest.mark.parametrize("file", ["hsdp", "muon", "moe", "rollout", "eval"])
+def test_a_demo_ends_as_it_does_without_a_card(file, tmp_path):
+    done = run_beside_a_card(f"import runpy; runpy.run_path({str(ROOT / file)!r} + '.py', run_name='__main__')", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_checkpoint_of_cpu_tensors_asks_cuda_for_nothing(tmp_path):
+    code = """
+import hsdp, muon, torch
+model = hsdp.small_model()
+optimizer = muon.Muon([dict(params=[(n, p) for n, p in model.named_parameters() if p.ndim > 1])])
+hsdp.save("made", model, optimizer, {"step": 3})
+assert hsdp.load("made", model, optimizer)["step"] == 3
+"""
+    done = run_beside_a_card(code, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_forked_ranks_of_the_tests_see_no_card(tmp_path):
+    """Tests that fork ranks, save and load, started as a person starts them on a machine with a GPU"""
+    command = ["-q", "-p", "pretend_cuda", "-p", "no:cacheprovider", str(TESTS / "test_hsdp.py"), "-k", "checkpoint"]
+    done = run_beside_a_card(f"import pytest; raise SystemExit(pytest.main({command!r}))", ROOT)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
