@@ -1084,16 +1084,66 @@ def run_trusted(files, command="python tests.py"):
 DRIVER = """import os, sys
 mouth = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
-calls, values = eval(sys.stdin.read()), []
+calls, answers = eval(sys.stdin.read()), []
 sys.path.insert(0, os.getcwd())
+
+def plain(value):
+    # a subclass could print like the right value and not be equal to it
+    if type(value) in (list, tuple):
+        return all(map(plain, value))
+    if type(value) is dict:
+        return all(map(plain, value)) and all(map(plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)
+
 for module, function, arguments in calls:
     try:
-        values.append([1, getattr(__import__(module), function)(*arguments)])
+        value = getattr(__import__(module), function)(*arguments)
+        # written down at once, as a test compares at once: the next call may change a list that both return
+        answers.append("[1, %r]" % ([value],) if plain(value) else "[0, 'no plain value']")
     except Exception as error:
-        values.append([0, type(error).__name__])
-os.write(mouth, repr(values).encode())
+        answers.append("[0, %r]" % type(error).__name__)
+os.write(mouth, ("[" + ", ".join(answers) + "]").encode("utf-8", "backslashreplace"))
 """
-BABBLE = ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError     # what it takes to read a hostile child's answer
+# What it takes to read a hostile child's answer: numbers too large for a float are an ArithmeticError.
+BABBLE = (ValueError, TypeError, LookupError, SyntaxError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+def same_value(value, expected):
+    """Whether a submission's value is the expected one, and so are the types at every depth.
+
+    A test's `==` takes no tuple for a list, and its `is` takes no True for 1. The recursion is as deep as `expected` is."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in expected)
+    if isinstance(expected, float):
+        return repr(value) == repr(expected)        # nan is itself, and -0.0 is not 0.0
+    return value == expected
+
+
+def read_values(text, number):
+    """The `number` values in a child's answer, None where there is none: each is a list of one value, or not.
+
+    The answer may be anybody's: whatever it holds, this returns and never raises."""
+    try:
+        answers = ast.literal_eval(syntax(text, "eval"))
+    except BABBLE:
+        return None
+    if type(answers) is not list or len(answers) != number:
+        return None
+    values = []
+    for answer in answers:
+        is_pair = type(answer) is list and len(answer) == 2
+        is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
+        values.append(answer[1] if is_value else [])
+    return values
+
+
+def printable(text, longest=200):
+    """The end of a text that came from anywhere, fit for any log: no surrogates."""
+    return text[-longest:].encode("utf-8", "replace").decode("utf-8")
 
 
 def judge(task, files, sandbox):
@@ -1104,14 +1154,14 @@ def judge(task, files, sandbox):
     restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
     cases = task.hidden + task.meta["visible"]
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
-    result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
     try:
-        values = ast.literal_eval(syntax(result.output, "eval"))
-        right = [value[0] == 1 and json.dumps(value[1]) == json.dumps(case[3]) for value, case in zip(values, cases)]
-    except BABBLE:
-        values, right = [], []
-    if len(values) != len(cases):
+        result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+    except ValueError as error:                     # a name or a text that no file can have
+        return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
+    values = read_values(result.output, len(cases))
+    if values is None:
         return Verdict(False, 0, len(cases), "timed out" if result.timed_out else f"no values: {result.output[-200:]}")
+    right = [bool(value) and same_value(value[0], case[3]) for value, case in zip(values, cases)]
     wrong = next((case for case, ok in zip(cases, right) if not ok), None)
     return Verdict(wrong is None, sum(right), len(cases) - sum(right),
                    "" if wrong is None else f"{wrong[0]}.{wrong[1]}({wrong[2][0]}) is wrong")
