@@ -76,6 +76,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from world import twins as changed_tests
+
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")      # tools an agent believes in and nobody offers
@@ -1586,21 +1588,27 @@ def telltales(files, names):
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
-SUITE = """import json, os, signal, sys
+SUITE = """import json, os, signal, sys, time
 order = json.load(sys.stdin)
 mouth, root = os.dup(1), os.getcwd()
 os.dup2(os.open(os.devnull, os.O_RDWR), 0), os.dup2(0, 1), os.dup2(0, 2)
 import pytest
 sys.path[:] = [path for path in sys.path if path] + [root, root + "/src"]
 outcomes, seconds, touched, now = {}, {}, {}, set()
+overrun, running, clock = set(), ["", 0.0], time.monotonic
 
 def trace(frame, event, argument):
     code = frame.f_code
     if code.co_filename.startswith(root):
         now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
 
+class Late(BaseException):
+    pass
+
 def late(*_):
-    raise TimeoutError
+    # Whatever catches this, the test has failed: it is written down first, and no test waits for this exception.
+    overrun.add(running[0])
+    raise Late
 
 class Plugin:
     def pytest_collection_modifyitems(self, items):
@@ -1611,9 +1619,15 @@ class Plugin:
     def pytest_runtest_logstart(self, nodeid):
         now.clear()
         sys.settrace(trace if order["trace"] else None)
+        running[:] = nodeid, clock()
+        if order["limit"]:                          # the test before may have taken the signal for itself
+            signal.signal(signal.SIGALRM, late)
         signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
     def pytest_runtest_logfinish(self, nodeid):
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # the alarm may have been switched off: the clock tells as well
+        if order["limit"] and clock() - running[1] > order["limit"]:
+            overrun.add(nodeid)
         sys.settrace(None)
         touched[nodeid] = sorted(now)
     def pytest_runtest_logreport(self, report):
@@ -1625,6 +1639,7 @@ signal.signal(signal.SIGALRM, late)
 arguments = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--continue-on-collection-errors"]
 sys.settrace(trace if order["trace"] else None)
 pytest.main([*arguments, *["-x"] * order["brief"], "--rootdir", root, *order["paths"]], plugins=[Plugin()])
+outcomes.update(dict.fromkeys(overrun & set(outcomes), "failed"))
 answer = dict(key=order["key"], outcomes=outcomes, seconds=seconds, touched=touched if order["trace"] else {})
 with os.fdopen(mouth, "wb") as pipe:
     pipe.write(json.dumps(answer).encode())
@@ -1643,14 +1658,34 @@ def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False
     order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths,
                             limit=sandbox.time_limit / 4 * limit))
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", SUITE], order)
-    try:
-        answer = json.loads(result.output)
-        if answer["key"] == key:
-            return answer
-    except BABBLE:
-        pass
+    answer = read_outcomes(result.output, key)
+    if answer:
+        return answer
     why = "timed out" if result.timed_out else "the run ended without an answer"
     return {"outcomes": {}, "stopped": why, "timed_out": result.timed_out}
+
+
+def read_outcomes(text, key):
+    """What a child answered about a suite, None if it was not asked by this key or holds no outcomes.
+
+    Code of the repository ran in the child, so the shape of every part is checked: outcomes are words, seconds are numbers
+    and there is one for each outcome, touched code is a list of words."""
+    try:
+        answer = json.loads(text)
+    except BABBLE:
+        return None
+    if type(answer) is not dict or answer.get("key") != key:
+        return None
+    outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
+    if not all(type(part) is dict for part in (outcomes, seconds, touched)):
+        return None
+    known = ("passed", "failed", "skipped", "xfail")
+    outcomes = {printable(node, 1000): outcome if outcome in known else "failed" for node, outcome in outcomes.items()}
+    times = {node: seconds.get(node) for node in outcomes}
+    times = {node: float(time) if type(time) in (int, float) and 0 <= time < 1e6 else 0.0 for node, time in times.items()}
+    touched = {node: [place for place in places if type(place) is str] for node, places in touched.items()
+               if type(places) is list}
+    return {**answer, "outcomes": outcomes, "seconds": times, "touched": touched}
 
 
 @dataclass
@@ -1947,27 +1982,39 @@ def {name}(value):
 """
 
 
-def with_twins(text, groups, draw):
-    """Each hidden test under a new name, beside a twin that must fail: (text, {old name: (new name, twin)}).
+def with_twins(text, groups, draw, sites=None, lost=()):
+    """Each test under a new name, beside twins that must fail: (text, {old name: [new name, twin, ...]}).
 
-    Only the parent knows which is which, so code that makes every test pass gives itself away; and results that claim to equal
-    everything, or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the two apart, and
-    results that equal, say, any string of that length, or everything from the tenth time on."""
+    `sites` names for each group the changes of which its twins are made (world/twins.py), `lost` the names of the feature;
+    without sites a test has one twin, which fails at its end. Only the parent knows which copy is which, so code that makes
+    every test pass gives itself away, as does code that replaces what compares; and results that claim to equal everything,
+    or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the copies apart."""
     lines, names, plain = text.split("\n"), {}, f"same_{draw.getrandbits(32):08x}"
+    odd = f"same_{draw.getrandbits(32):08x}"
+    modulus, rest, numbers = changed_tests.draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
-        start, one, two, copies = first_line(node), *draw.sample(range(10, 100), 2), []
-        old, node = node.name, copy.deepcopy(node)
-        new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
-        body = [Wary(plain).visit(statement) for statement in node.body]     # not the decorators: they run before `plain` exists
-        for node.name, number in ((new, one), (twin, two)):
-            node.body = body + syntax(f"assert {one} == int('{number}')").body
-            source = ast.unparse(ast.fix_missing_locations(node)).split("\n")
+        start, old = first_line(node), node.name
+        chosen = (sites or {}).get(group)
+        if chosen:
+            made = [changed_tests.changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
+        else:
+            made = [copy.deepcopy(node) for _ in range(2)]
+            one, two = draw.sample(range(10, 100), 2)
+            for copied, number in zip(made, (one, two)):
+                copied.body += syntax(f"assert {one} == int('{number}')").body
+        copies = []
+        for copied in made:
+            # not the decorators: they run before `plain` exists
+            copied.body = [Wary(plain).visit(statement) for statement in copied.body]
+            copied.name = f"{old}_{draw.getrandbits(32):08x}"
+            source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
             copies.append([lines[node.lineno - 1][:node.col_offset] + line for line in source] + [""])
+        names[group] = [group.removesuffix(old) + copied.name for copied in made]
         draw.shuffle(copies)
-        lines[start:node.end_lineno] = copies[0] + copies[1]
-        names[group] = (group.removesuffix(old) + new, group.removesuffix(old) + twin)
-    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)), names
+        lines[start:node.end_lineno] = [line for copied in copies for line in copied]
+    helper = changed_tests.ODD.format(odd=odd, modulus=modulus, rest=rest)
+    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper, names
 
 
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
@@ -1987,9 +2034,14 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
     if not groups:
         return "its tests cannot be hidden"
+    names = [one.name for one in chosen]
+    changes = failing_changes(files, groups, broken, names, rng, sandbox)
+    groups = [group for group in groups if changes[group]]
+    if not groups:
+        return "its tests cannot be told from changed ones"
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))
     judged = sorted(node for node in broken if node.split("[")[0] in hidden)
-    inherited = {node for node in repository.stable for group in hidden if node.split("[")[0] != group
+    inherited = {node for node in repository.stable for group in groups if node.split("[")[0] != group
                  and node.split("[")[0].split("::")[::2] == group.split("::")[::2] and node.count("::") == 2
                  and not find_test(files[node.split("::")[0]], node)}      # the same test, run again by a subclass
     visible = without_tests(base, hidden)
@@ -1999,9 +2051,11 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
                 solution, TOOLS, level, judged, "python -m pytest -q", sorted(broken - inherited),
                 sorted(set(repository.stable) - broken - inherited),
                 {"repo": repository.name, "kind": dials["kind"], "hidden_groups": hidden, "pristine": pristine,
-                 "names": [one.name for one in chosen], "statistics": statistics_of(repository, chosen, helpers)})
+                 "twins": {group: changes[group] for group in groups}, "names": names, "statistics": statistics_of(repository, chosen, helpers)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
+    if universal_passes(files, chosen, task, sandbox):
+        return "an object that equals everything passes"
     # the original is the tree whose suite was run twice already: only its feature's tests, renamed beside their twins, are new
     again = judge_repository(replace(task, PASS_TO_PASS=[]), {**visible, **task.solution}, sandbox)
     return task if again.solved else "the original does not pass again"
@@ -2033,6 +2087,63 @@ def trivial_passes(files, chosen, task, sandbox):
         if all(outcomes.get(node) == "passed" for node in task.hidden):
             return True
     return False
+
+
+MOST_CHANGES, MOST_TWINS = 3, 300       # twins of one test; copies of all tests that one run may have
+
+
+def failing_changes(files, groups, nodes, names, rng, sandbox):
+    """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of `nodes`}."""
+    lost = lost_names(names)
+    nodes = sorted(node for node in nodes if node.split("[")[0] in groups)
+    most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
+    candidates = {}
+    for group in groups:
+        kinds = changed_tests.list_changes(find_test(files[group.split("::")[0]], group), lost)
+        # other values tell more than other operators: they come first
+        order = sorted(rng.sample(range(len(kinds)), len(kinds)), key=lambda number: kinds[number] != "value")
+        candidates[group] = order[:most]
+    sites = {group: numbers for group, numbers in candidates.items() if numbers}
+    tree, copies = place_twins(files, sites, rng, lost)
+    twins = {(node, number): copies[node.split("[")[0]][place + 1] + node[len(node.split("[")[0]):]
+             for node in nodes for place, number in enumerate(candidates[node.split("[")[0]])}
+    outcomes = run_suite(tree, sandbox, sorted(twins.values()))["outcomes"] if twins else {}
+    failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
+    found = {}
+    for group, numbers in candidates.items():
+        own = [node for node in nodes if node.split("[")[0] == group]
+        found[group] = [number for number in numbers if all((node, number) in failing for node in own)][:MOST_CHANGES]
+    return found
+
+
+def lost_names(names):
+    """What a feature's parts are called by: of Class.method both, but for what Python itself calls."""
+    parts = {part for name in names for part in name.split(".")}
+    return sorted(part for part in parts if not part.startswith("__"))
+
+
+def place_twins(files, sites, draw, lost):
+    """(files with the copies of these tests in their places, {test function: [new name, twin, ...]})."""
+    tree, copies = dict(files), {}
+    for path in sorted({group.split("::")[0] for group in sites}):
+        own = {group: numbers for group, numbers in sites.items() if group.split("::")[0] == path}
+        tree[path], names = with_twins(tree[path], sorted(own), draw, own, lost)
+        copies.update(names)
+    return tree, copies
+
+
+# An object that is true, equal, greater, a container of everything, and whose attributes, items and results are such objects.
+UNIVERSAL = ("return (lambda make: make(make))(lambda make: type('Any', (), {{**{{f'__{{name}}__': lambda *words: True for name in "
+             "'eq ne lt le gt ge contains bool'.split()}}, **{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
+             "'getattr call getitem enter add sub mul'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, "
+             "'__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
+
+
+def universal_passes(files, chosen, task, sandbox):
+    """True if the judge is content with a feature that returns an object which equals everything."""
+    forged = stubbed(files, chosen, False, UNIVERSAL)
+    submission = {**task.files, **{path: forged[path] for path in task.solution if path in forged}}
+    return judge_repository(replace(task, PASS_TO_PASS=[]), submission, sandbox).solved
 
 
 def feature_id(repository, chosen, level):
@@ -2068,27 +2179,55 @@ def repository_prompt(chosen, style, some_visible):
     return text
 
 
+def module_name(path):
+    """The dotted name under which a source is imported: of src/shop/price.py, and of its package, shop.price."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def submitted(task, files):
+    """What of a submission is judged: the files that the feature lives in, and new files that take no other's place.
+
+    All other files are the repository's own. A helper that only tests use cannot be emptied, nor hidden behind a new module
+    of its name, nor can a name of the standard library or of what runs the tests be taken."""
+    taken = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
+    lives_in = set(task.solution)
+    own = {path: text for path, text in files.items() if path in lives_in}
+    others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
+    modules = {module_name(path) for path in others if path.endswith(".py")}
+    # what lies beside the tests is imported by its bare name
+    modules |= {Path(path).stem for path in others if path.endswith(".py") and PROTECTED.search(path)}
+    for path, text in files.items():
+        is_new = path not in lives_in and path not in task.files and path not in task.meta["pristine"]
+        if not is_new or PROTECTED.search(path) or JUNK.search(path):
+            continue
+        in_the_way = any(other.startswith(path + "/") or path.startswith(other + "/") for other in others)
+        top = (Path(path.removeprefix("src/")).parts or [""])[0].removesuffix(".py")
+        if not in_the_way and top not in taken and module_name(path) not in modules:
+            own[path] = text
+    return own
+
+
 def overlay(task, files, draw):
-    """What the judge runs: the agent's changes to sources only, pristine tests and configuration, twins beside the hidden
-    tests. Returns (files, node ids that must pass, node ids that must fail)."""
-    shadow = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
-    own = {path: text for path, text in files.items() if not PROTECTED.search(path) and not JUNK.search(path)
-           and (path in task.files or Path(path.removeprefix("src/")).parts[0].removesuffix(".py") not in shadow)}
-    tree = {**{path: text for path, text in task.files.items() if PROTECTED.search(path)}, **own, **task.meta["pristine"]}
-    renamed = {}
-    for path in {group.split("::")[0] for group in task.meta["hidden_groups"]}:
-        groups = [group for group in task.meta["hidden_groups"] if group.split("::")[0] == path]
-        tree[path], names = with_twins(tree[path], groups, draw)
-        renamed.update(names)
-    new = lambda node, i: renamed[node.split("[")[0]][i] + node[len(node.split("[")[0]):]
-    must = [new(node, 0) if node in set(task.hidden) else node for node in task.FAIL_TO_PASS + task.PASS_TO_PASS]
-    return tree, must, [new(node, 1) for node in task.hidden]
+    """What the judge runs: the repository's own files with what was submitted, and twins beside the tests that were broken.
+    Returns (files, node ids that must pass, node ids that must fail)."""
+    base = {path: text for path, text in task.files.items() if path not in task.solution}
+    tree = {**base, **submitted(task, files), **task.meta["pristine"]}
+    sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
+    tree, copies = place_twins(tree, sites, draw, lost_names(task.meta.get("names", [])))
+
+    def renamed(node):
+        """The copies of a node id, the one that must pass first."""
+        group = node.split("[")[0]
+        return [name + node[len(group):] for name in copies.get(group, [group])]
+    must = [renamed(node)[0] for node in task.FAIL_TO_PASS + task.PASS_TO_PASS]
+    return tree, must, [twin for node in task.FAIL_TO_PASS for twin in renamed(node)[1:]]
 
 
 def judge_repository(task, files, sandbox):
     """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
-    answer = run_suite(tree, sandbox, must + twins)
+    # sorted: the order must not tell which is which
+    answer = run_suite(tree, sandbox, sorted(must + twins))
     outcomes = answer["outcomes"]
     lost = [node for node in must if outcomes.get(node) != "passed"]
     if lost:
@@ -2186,6 +2325,11 @@ def read_tasks(path):
             if "repo" in meta:
                 assert all(find_test(meta["pristine"][group.split("::")[0]], group) for group in meta["hidden_groups"])
                 assert all(node.split("[")[0] in meta["hidden_groups"] for node in tasks[-1].hidden)
+                tests = {**files, **meta["pristine"]}
+                for group, sites in meta.get("twins", {}).items():
+                    assert find_test(tests[group.split("::")[0]], group)
+                    assert isinstance(sites, list) and all(type(site) is int for site in sites)
+                assert all(isinstance(name, str) for name in meta.get("names", []))
                 assert all(isinstance(node, str) for node in tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS)
             else:
                 assert {"tests.py", "check.py"} <= files.keys()
