@@ -2080,9 +2080,22 @@ def moved(files, chosen):
     return [now[one.path, one.name] for one in chosen]
 
 
+# An exception of every kind that tests ask for.
+OMNIVOROUS = ("raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, IndexError), "
+              "{{{{'__str__': lambda self: {text!r}}}}})()")
+
+
+def raised_text(files, task):
+    """All the text of the hidden tests: whatever message they ask for is in it."""
+    nodes = [find_test(files[group.split("::")[0]], group) for group in task.meta["hidden_groups"]]
+    words = [part.value for node in nodes for part in ast.walk(node)
+             if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return " ".join(words).replace("{", "").replace("}", "")
+
+
 def trivial_passes(files, chosen, task, sandbox):
-    """True if `return None` or `return <first argument>` satisfies the hidden tests."""
-    for body in ("return None", "return {first}"):
+    """True if `return None`, `return <first argument>` or an exception of every kind satisfies the hidden tests."""
+    for body in ("return None", "return {first}", OMNIVOROUS.format(text=raised_text(files, task))):
         outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True)["outcomes"]
         if all(outcomes.get(node) == "passed" for node in task.hidden):
             return True
@@ -2132,11 +2145,12 @@ def place_twins(files, sites, draw, lost):
     return tree, copies
 
 
-# An object that is true, equal, greater, a container of everything, and whose attributes, items and results are such objects.
+# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums and results are such objects.
 UNIVERSAL = ("return (lambda make: make(make))(lambda make: type('Any', (), {{**{{f'__{{name}}__': lambda *words: True for name in "
              "'eq ne lt le gt ge contains bool'.split()}}, **{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
-             "'getattr call getitem enter add sub mul'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, "
-             "'__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
+             "'getattr call getitem enter add radd sub rsub mul rmul truediv rtruediv floordiv mod pow and or xor neg abs "
+             "round'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, '__int__': lambda self: 1, "
+             "'__float__': lambda self: 1.0, '__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
 
 
 def universal_passes(files, chosen, task, sandbox):
@@ -2224,17 +2238,25 @@ def overlay(task, files, draw):
 
 
 def judge_repository(task, files, sandbox):
-    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
-    tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
-    # sorted: the order must not tell which is which
-    answer = run_suite(tree, sandbox, sorted(must + twins))
-    outcomes = answer["outcomes"]
-    lost = [node for node in must if outcomes.get(node) != "passed"]
-    if lost:
-        why = answer.get("stopped") or f"{lost[0]}: {outcomes.get(lost[0], 'not collected')}"
-        return Verdict(False, len(must) - len(lost), len(lost), why)
-    if any(outcomes.get(node) != "failed" for node in twins):
-        return Verdict(False, 0, len(must), "a test that must fail did not: the results are forged")
+    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail.
+
+    What passed is run again in a new process and in the opposite order: code that forges from its second call on, or up to
+    its last, would otherwise win where the test and its twins happen to stand in that order."""
+    try:
+        tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+        judged = must[:len(task.FAIL_TO_PASS)]
+        for nodes, reverse in ((must, False), (judged, True)):
+            # sorted: the order must not tell which is which
+            answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse)
+            outcomes = answer["outcomes"]
+            lost = [node for node in nodes if outcomes.get(node) != "passed"]
+            if lost:
+                why = answer.get("stopped") or f"{lost[0]}: {outcomes.get(lost[0], 'not collected')}"
+                return Verdict(False, len(must) - len(lost), len(lost), why)
+            if any(outcomes.get(node) != "failed" for node in twins):
+                return Verdict(False, 0, len(must), "a test that must fail did not: the results are forged")
+    except ValueError as error:                     # a name or a text that no file can have
+        return Verdict(False, 0, len(task.FAIL_TO_PASS), f"cannot write: {printable(str(error))}")
     return Verdict(True, len(must), 0)
 
 

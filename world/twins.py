@@ -81,8 +81,8 @@ class Twins(ast.NodeTransformer):
             if name == "all" and len(node.args) == 1 and isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
                 node.args[0].elt = self.falsify(node.args[0].elt)
                 return node
-            compares = COMPARING.search(name) or HELPER.search(name) and len(node.args) > 1
-            if name not in self.lost and node.args and compares:
+            helper = len(node.args) > 1 and is_helper(node, name, isinstance(node.func, ast.Attribute))
+            if name not in self.lost and node.args and (COMPARING.search(name) or helper):
                 node.args = self.changed_arguments(node.args, "far" if name in CONTAINING else "")
                 return node
         return self.negated(node)
@@ -305,10 +305,10 @@ def {odd}(number, value, how=""):
         others = [UnicodeWarning, BytesWarning, ImportWarning, SyntaxWarning, ResourceWarning] if warned else [
             ZeroDivisionError, KeyError, IndexError, OSError, TypeError, ValueError, AttributeError, EOFError, BufferError]
         first = number // 7 % len(others)
-        for other in others[first:] + others[:first] + [GeneratorExit]:
-            if not any(issubclass(other, one) or issubclass(one, other) for one in kinds):
-                return other
-        return value
+        # all that are unrelated: an exception of several kinds is one of them, too
+        unrelated = [other for other in others[first:] + others[:first] + [GeneratorExit]
+                     if not any(issubclass(other, one) or issubclass(one, other) for one in kinds)]
+        return tuple(unrelated) or value
     def another(one):
         return {odd}(number, one, "far" if how == "all" else how)
     far = number // 11 % 89999 + 10000
