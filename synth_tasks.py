@@ -2035,7 +2035,10 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     if not groups:
         return "its tests cannot be hidden"
     names = [one.name for one in chosen]
-    changes = failing_changes(files, groups, broken, names, rng, sandbox)
+    # the time that the suite needs was measured without copies of its tests
+    patient = copy.copy(sandbox)
+    patient.time_limit *= 2 + MOST_CHANGES
+    changes = failing_changes(files, groups, broken, names, rng, patient)
     groups = [group for group in groups if changes[group]]
     if not groups:
         return "its tests cannot be told from changed ones"
@@ -2054,10 +2057,10 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
                  "twins": {group: changes[group] for group in groups}, "names": names, "statistics": statistics_of(repository, chosen, helpers)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
-    if universal_passes(files, chosen, task, sandbox):
+    if universal_passes(files, chosen, task, patient):
         return "an object that equals everything passes"
     # the original is the tree whose suite was run twice already: only its feature's tests, renamed beside their twins, are new
-    again = judge_repository(replace(task, PASS_TO_PASS=[]), {**visible, **task.solution}, sandbox)
+    again = judge_repository(replace(task, PASS_TO_PASS=[]), {**visible, **task.solution}, patient)
     return task if again.solved else "the original does not pass again"
 
 

@@ -76,6 +76,10 @@ class Twins(ast.NodeTransformer):
             return node
         if isinstance(node, ast.BoolOp):
             return self.falsify_or(node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not) and is_unequal(node.operand):
+            test = node.operand                         # `not a != b` asserts a == b
+            test.left, test.comparators = self.expected(test.left), [self.expected(test.comparators[0])]
+            return node
         if isinstance(node, ast.Call):
             name = called_name(node)
             if name == "all" and len(node.args) == 1 and isinstance(node.args[0], (ast.GeneratorExp, ast.ListComp)):
