@@ -35,7 +35,8 @@ RAISES = {"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns",
 APPROXIMATE = {"approx"}
 # calls that only write a value down
 WRITING = APPROXIMATE | {"tuple", "list", "set", "dict", "frozenset", "float", "int", "str",
-                         "bytes", "date", "datetime", "timedelta", "Decimal", "Fraction", "Path", "array"}
+                         "bytes", "date", "datetime", "timedelta", "Decimal", "Fraction",
+                         "Path", "array"}
 # calls whose truth compares what they are given
 COMPARING = re.compile(r"(^|_)(isclose|allclose|array_equal|array_equiv|startswith|endswith|equals?"
                        r"|same)$"
