@@ -15,10 +15,11 @@ compiled bytecode was decompiled. Derived: a task is valid if
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for repositories, every audit rule.
 
 The judge never believes a process in which the agent's code has run. Generated tasks: the child is given calls and returns
-values, and the parent compares them with what it alone knows. pytest suites have to compare inside, so the parent renames each
-hidden test at random, puts a twin beside it that must fail, and asks for the outcome of every node id; code that makes all tests
-pass, or values that equal everything or all of a kind, give themselves away. Not covered: code that reads the bytecode of the test
-that calls it, and values that equal a narrower kind, or everything from the tenth time on.
+values, and the parent compares them with what it alone knows, types included. pytest suites have to compare inside. They start
+from the repository's own files with the feature's files and new ones of the submission; the parent renames each broken test at
+random and puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that makes all tests pass,
+replaces what compares, or returns values that equal everything gives itself away. Not covered: code that reads the bytecode of
+the test that calls it, to tell the two apart.
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
@@ -2276,7 +2277,10 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     if not groups:
         return "its tests cannot be hidden"
     names = [one.name for one in chosen]
-    changes = failing_changes(files, groups, broken, names, rng, sandbox, repository.plan)
+    # the time that the suite needs was measured without copies of its tests
+    patient = copy.copy(sandbox)
+    patient.time_limit *= 2 + MOST_CHANGES
+    changes = failing_changes(files, groups, broken, names, rng, patient, repository.plan)
     groups = [group for group in groups if changes[group]]
     if not groups:
         return "its tests cannot be told from changed ones"
@@ -2297,9 +2301,9 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
                  "statistics": statistics_of(repository, chosen, helpers)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
-    if universal_passes(files, chosen, task, sandbox):
+    if universal_passes(files, chosen, task, patient):
         return "an object that equals everything passes"
-    return verified(task, repository, sandbox)
+    return verified(task, repository, patient)
 
 
 def verified(task, repository, sandbox):
