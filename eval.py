@@ -14,7 +14,7 @@ and that a token is paid as input once, as if every turn hit the cache.
 
 Left out: latency (our hardware is not theirs) and real user sessions.
 
-    python eval.py                   the scripted expert at three degrees of care, through the same table
+    python eval.py demo              the scripted expert at three degrees of care, through the same table
     python eval.py out/a out/b       runs compared: table, out/eval.json, figures
     python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
@@ -697,7 +697,7 @@ def demo():
 def flags(argv):
     parser = argparse.ArgumentParser(description="Score runs on held-out tasks.", allow_abbrev=False)
     parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
-    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; none: a demonstration")
+    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; the word demo: a demonstration")
     parser.add_argument("--number", type=int, default=24, help="tasks per level")
     parser.add_argument("--levels", type=int, default=len(LEVELS), help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}")
     parser.add_argument("--passes", type=int, default=2)
@@ -743,8 +743,8 @@ def flags(argv):
     for name in ("temperature", "price_in", "price_out"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
-    if not args.experiment and not args.runs and argv:
-        parser.error("which runs? (without any word: a demonstration)")
+    if not args.experiment and not args.runs:
+        parser.error("which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)")
     return args, parser
 
 
@@ -759,7 +759,7 @@ def main(argv):
         except OSError as error:
             parser.error(f"{error.filename or args.out}: {error.strerror}")
         return experiment(args.experiment, args.seeds, args.out, args.others)
-    if not args.runs:
+    if args.runs == ["demo"] and not Path("demo").exists():
         try:
             return demo()
         except OSError as error:

@@ -15,10 +15,11 @@ compiled bytecode was decompiled. Derived: a task is valid if
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for repositories, every audit rule.
 
 The judge never believes a process in which the agent's code has run. Generated tasks: the child is given calls and returns
-values, and the parent compares them with what it alone knows. pytest suites have to compare inside, so the parent renames each
-hidden test at random, puts a twin beside it that must fail, and asks for the outcome of every node id; code that makes all tests
-pass, or values that equal everything or all of a kind, give themselves away. Not covered: code that reads the bytecode of the test
-that calls it, and values that equal a narrower kind, or everything from the tenth time on.
+values, and the parent compares them with what it alone knows, types included. pytest suites have to compare inside. They start
+from the repository's own files with the feature's files and new ones of the submission; the parent renames each broken test at
+random and puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that makes all tests pass,
+replaces what compares, or returns values that equal everything gives itself away. Not covered: code that reads the bytecode of
+the test that calls it, to tell the two apart.
 
 The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU, wall time, memory,
 processes, file size, disk, output. One cage stands for all commands, and each is a fork in it behind walls of its own, which takes
@@ -78,6 +79,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from world import suite as suites
+from world import twins as changed_tests
 from world.edits import ToolError, edited, without_middle
 from world.machine import (EXHAUSTED, Directory, MachineFailure, as_machine_failure, fresh_directory, is_machine_failure, resource, room_left,
                            try_again)
@@ -455,8 +458,8 @@ class Sandbox:
     LIGHT = 16 << 20                                # bytes of a tree that is not what filled the disk
 
     def __init__(self, time_limit=10.0, cpu=5, memory=1 << 30, file_size=64 << 20, disk=256 << 20, output=16_000, open_files=256,
-                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-E", "-B"), memo=True, hide=(), network=False,
-                 files=10_000):
+                 processes=64, python=(os.path.realpath(sys.executable), "-S", "-B"), memo=True, hide=(), network=False,
+                  files=10_000):
         self.time_limit, self.output, self.disk, self.python, self.hide = time_limit, output, disk, tuple(python), tuple(hide)
         self.files = files
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
@@ -516,8 +519,12 @@ class Sandbox:
                 if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
                     raise                           # the machine's own root, even without any right, owns /proc/sys
                 uid = 0
+        # One seed of hashes and one time zone for all commands: the order of a set must not decide a verdict.
         environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8",
-                       "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": f"{inside}:{inside}/src"}
+                       "PYTHONHASHSEED": "0", "TZ": "UTC",
+                       "PYTHONDONTWRITEBYTECODE": "1"}
+        if "-S" not in self.python:                 # a generated codebase has no packages, and its Python may be a fork
+            environment["PYTHONPATH"] = f"{inside}:{inside}/src"
         proxies = {name: value for name, value in os.environ.items() if name.lower() in ("http_proxy", "https_proxy", "no_proxy")}
         environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}      # pip would go on trying for a minute
         names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
@@ -656,10 +663,11 @@ class Server:
 
     def __init__(self, cage, network=False):
         self.line, far = socket.socketpair()
-        words = [os.path.realpath(sys.executable), "-S", "-E", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
+        # no -E: with it Python would not read the seed of its hashes
+        words = [os.path.realpath(sys.executable), "-S", "-B", "-c", "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
                  str(far.fileno()), str(int(bool(cage))), str(int(network)), SERVER]     # what was parsed is freed now, not in every fork
         with far:
-            process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
+            process = subprocess.Popen([*cage, *words], env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"}, pass_fds=[far.fileno()], stdin=subprocess.DEVNULL,
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, leave, self.line, process, os.getpid())
         if not self.line.recv(1):
@@ -1259,16 +1267,66 @@ def run_trusted(files, command="python tests.py"):
 DRIVER = """import os, sys
 mouth = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
-calls, values = eval(sys.stdin.read()), []
+calls, answers = eval(sys.stdin.read()), []
 sys.path.insert(0, os.getcwd())
+
+def plain(value):
+    # a subclass could print like the right value and not be equal to it
+    if type(value) in (list, tuple):
+        return all(map(plain, value))
+    if type(value) is dict:
+        return all(map(plain, value)) and all(map(plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)
+
 for module, function, arguments in calls:
     try:
-        values.append([1, getattr(__import__(module), function)(*arguments)])
+        value = getattr(__import__(module), function)(*arguments)
+        # written down at once, as a test compares at once: the next call may change a list that both return
+        answers.append("[1, %r]" % ([value],) if plain(value) else "[0, 'no plain value']")
     except Exception as error:
-        values.append([0, type(error).__name__])
-os.write(mouth, repr(values).encode())
+        answers.append("[0, %r]" % type(error).__name__)
+os.write(mouth, ("[" + ", ".join(answers) + "]").encode("utf-8", "backslashreplace"))
 """
-BABBLE = ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError     # what it takes to read a hostile child's answer
+# What it takes to read a hostile child's answer: numbers too large for a float are an ArithmeticError.
+BABBLE = (ValueError, TypeError, LookupError, SyntaxError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+def same_value(value, expected):
+    """Whether a submission's value is the expected one, and so are the types at every depth.
+
+    A test's `==` takes no tuple for a list, and its `is` takes no True for 1. The recursion is as deep as `expected` is."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in expected)
+    if isinstance(expected, float):
+        return repr(value) == repr(expected)        # nan is itself, and -0.0 is not 0.0
+    return value == expected
+
+
+def read_values(text, number):
+    """The `number` values in a child's answer, None where there is none: each is a list of one value, or not.
+
+    The answer may be anybody's: whatever it holds, this returns and never raises."""
+    try:
+        answers = ast.literal_eval(syntax(text, "eval"))
+    except BABBLE:
+        return None
+    if type(answers) is not list or len(answers) != number:
+        return None
+    values = []
+    for answer in answers:
+        is_pair = type(answer) is list and len(answer) == 2
+        is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
+        values.append(answer[1] if is_value else [])
+    return values
+
+
+def printable(text, longest=200):
+    """The end of a text that came from anywhere, fit for any log: no surrogates."""
+    return text[-longest:].encode("utf-8", "replace").decode("utf-8")
 
 
 def judge(task, files, sandbox):
@@ -1279,16 +1337,16 @@ def judge(task, files, sandbox):
     restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
     cases = task.hidden + task.meta["visible"]
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
-    result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+    try:
+        result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+    except ValueError as error:                     # a name or a text that no file can have
+        return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
     if not result.started:
         raise MachineFailure(result.output)
-    try:
-        values = ast.literal_eval(syntax(result.output, "eval"))
-        right = [value[0] == 1 and json.dumps(value[1]) == json.dumps(case[3]) for value, case in zip(values, cases)]
-    except BABBLE:
-        values, right = [], []
-    if len(values) != len(cases):
+    values = read_values(result.output, len(cases))
+    if values is None:
         return Verdict(False, 0, len(cases), "timed out" if result.timed_out else f"no values: {result.output[-200:]}")
+    right = [bool(value) and same_value(value[0], case[3]) for value, case in zip(values, cases)]
     wrong = next((case for case, ok in zip(cases, right) if not ok), None)
     return Verdict(wrong is None, sum(right), len(cases) - sum(right),
                    "" if wrong is None else f"{wrong[0]}.{wrong[1]}({wrong[2][0]}) is wrong")
@@ -1717,73 +1775,128 @@ def telltales(files, names):
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
-SUITE = """import json, os, signal, sys
-order = json.load(sys.stdin)
-mouth, root = os.dup(1), os.getcwd()
-os.dup2(os.open(os.devnull, os.O_RDWR), 0), os.dup2(0, 1), os.dup2(0, 2)
-import pytest
-sys.path[:] = [path for path in sys.path if path] + [root, root + "/src"]
-outcomes, seconds, touched, now = {}, {}, {}, set()
-
-def trace(frame, event, argument):
-    code = frame.f_code
-    if code.co_filename.startswith(root):
-        now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
-
-def late(*_):
-    raise TimeoutError
-
-class Plugin:
-    def pytest_collection_modifyitems(self, items):
-        only = order["only"] and set(order["only"])
-        items[:] = [item for item in items if only is None or item.nodeid in only][::-1 if order["reverse"] else 1]
-    def pytest_collection_finish(self, session):
-        touched["import"] = sorted(now)
-    def pytest_runtest_logstart(self, nodeid):
-        now.clear()
-        sys.settrace(trace if order["trace"] else None)
-        signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
-    def pytest_runtest_logfinish(self, nodeid):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.settrace(None)
-        touched[nodeid] = sorted(now)
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            outcomes[report.nodeid] = "xfail" if hasattr(report, "wasxfail") else report.outcome
-            seconds[report.nodeid] = report.duration
-
-signal.signal(signal.SIGALRM, late)
-arguments = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=", "--continue-on-collection-errors"]
-sys.settrace(trace if order["trace"] else None)
-pytest.main([*arguments, *["-x"] * order["brief"], "--rootdir", root, *order["paths"]], plugins=[Plugin()])
-answer = dict(key=order["key"], outcomes=outcomes, seconds=seconds, touched=touched if order["trace"] else {})
-with os.fdopen(mouth, "wb") as pipe:
-    pipe.write(json.dumps(answer).encode())
-os._exit(0)
-"""
+# The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to the Python there.
+SUITE = Path(__file__).resolve().with_name("world").joinpath("suite_runner.py").read_text(encoding="utf-8")
+# What pytest itself imports. A repository that is one of these is hidden in its installed form, and pytest still needs it.
+RUNNER_PACKAGES = ("pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "colorama")
+# (seed of Python's hashes, time zone): the first holds for every command and every verdict, the others verify a task as well.
+WORLDS = (("0", "UTC"), ("1", "EST5EDT"), ("2", "Asia/Kolkata" if os.path.exists("/usr/share/zoneinfo/Asia/Kolkata") else "IST-5:30"))
 
 
-def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False, limit=True):
+def run_suite(files, sandbox, only=None, reverse=False, trace=False, brief=False, limit=True, plan=None, world=WORLDS[0], trail=False):
     """What pytest says about these files: outcomes, seconds and touched code by node id; {} if it was stopped or said nonsense.
 
     The answer must carry a key drawn here and read by the child before any code of the repository is imported. Nobody reads
-    the messages, so asserts are not rewritten, which would be half of the work; `brief` stops at the first failure, `limit` fails a
-    test that takes a quarter of the time of all (a deletion often leaves an endless loop)."""
+    the messages, so asserts are not rewritten, which would be half of the work, unless `plan` says so; `brief` stops at the first
+    failure, `limit` fails a test that takes a quarter of the time of all (a deletion often leaves an endless loop). `world` is the
+    seed of hashes and the time zone; `trail` tells of a suite that was stopped how far it got.
+
+    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's configuration says, and what pytest
+    refuses of that is left out; answer["plan"] is what it was run by."""
+    given, plan = plan, plan or in_one_order(suites.configured_plan(files))
+    for _ in range(6):
+        answer = run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail)
+        other = None if given else suites.adapted(plan, files, answer.get("said", ""), answer.get("errors", {}))
+        if other is None:
+            break
+        plan = other
+    return {**answer, "plan": plan}
+
+
+def in_one_order(plan):
+    """The plan without the plugin, where it is installed, that draws the order of the tests and the seed of each."""
+    if importlib.util.find_spec("pytest_randomly") is None or "no:randomly" in plan.options:
+        return plan
+    line = "pytest-randomly is switched off: a verdict must not depend on an order that is drawn"
+    return replace(plan, options=[*plan.options, "-p", "no:randomly"], said=[*plan.said, line])
+
+
+def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
+    """One run of a suite by a plan; see run_suite."""
     key = os.urandom(16).hex()
-    paths = sorted({node.split("::")[0] for node in only}) if only is not None else []
-    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths,
-                            limit=sandbox.time_limit / 4 * limit))
-    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", SUITE], order)
+    paths = plan.paths
+    if only is not None:
+        paths = sorted({node.split("::")[0] for node in only})
+    up = "/".join(".." for _ in Path(plan.folder).parts)
+    if plan.folder and (only is not None or paths):
+        paths = [f"{up}/{path}" if only is not None else path for path in paths]
+    order = json.dumps(dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, paths=paths, options=plan.options,
+                            config=plan.config, folder=plan.folder, rewrite=plan.rewrite, trail=trail, own=importable(files),
+                            borrowed=borrowed_modules(tuple(importable(files))), limit=sandbox.time_limit / 4 * limit))
+    # PYTHONPATH would put the repository's files in front of the standard library, under the runner itself.
+    words = ["env", "-u", "PYTHONPATH", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}", *sandbox.python, "-c", SUITE]
+    start = time.perf_counter()
+    result = sandbox.run_files(files, words, order)
     if not result.started:
         raise MachineFailure(result.output)
+    elapsed = time.perf_counter() - start
+    trails, _, last = result.output.rpartition("\n")
+    answer = read_outcomes(last, key)
+    if answer:
+        return answer
+    # A suite that works without a pause meets the limit on processor time first.
+    killed = result.exit_code in (128 + 9, 128 + 24) and elapsed > .9 * sandbox.time_limit
+    timed_out = result.timed_out or killed
+    why = "timed out" if timed_out else "the run ended without an answer"
+    return {"outcomes": {}, "stopped": why, "timed_out": timed_out, "started": result.started, "elapsed": elapsed,
+            "exit_code": result.exit_code, "trail": result.output.split("\n"), "said": "" if timed_out else printable(result.output, 4000)}
+
+
+def importable(files):
+    """Top-level names that this repository's files take: folders with modules and single modules, at its root or in src/."""
+    names = set()
+    for path in files:
+        parts = path.removeprefix("src/").split("/")
+        if path.endswith(".py") and (len(parts) == 1 or f"{'src/' * path.startswith('src/')}{parts[0]}/__init__.py" in files):
+            names.add(parts[0].removesuffix(".py"))
+    return sorted(names - {"setup", "conftest"})
+
+
+@functools.lru_cache(8)
+def borrowed_modules(own):
+    """{module: [is a package, source]} of what pytest imports and a repository with these top-level names hides from it."""
+    modules = {}
+    for name in set(own) & set(RUNNER_PACKAGES):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            continue
+        place = Path(spec.origin)
+        if place.name != "__init__.py":
+            modules[name] = [False, place.read_text(encoding="utf-8")]
+            continue
+        for file in sorted(place.parent.rglob("*.py")):
+            parts = [name, *file.relative_to(place.parent).with_suffix("").parts]
+            is_package = parts[-1] == "__init__"
+            modules[".".join(parts[:-1] if is_package else parts)] = [is_package, file.read_text(encoding="utf-8")]
+    return modules
+
+
+def read_outcomes(text, key):
+    """What a child answered about a suite, None if it was not asked by this key or holds no outcomes.
+
+    Code of the repository ran in the child, so the shape of every part is checked: outcomes are words, seconds are numbers
+    and there is one for each outcome, touched code is a list of words."""
     try:
-        answer = json.loads(result.output)
-        if answer["key"] == key:
-            return answer
+        answer = json.loads(text)
     except BABBLE:
-        pass
-    why = "timed out" if result.timed_out else "the run ended without an answer"
-    return {"outcomes": {}, "stopped": why, "timed_out": result.timed_out}
+        return None
+    if type(answer) is not dict or answer.get("key") != key:
+        return None
+    outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
+    if not all(type(part) is dict for part in (outcomes, seconds, touched)):
+        return None
+    known = ("passed", "failed", "skipped", "xfail", "error")
+    outcomes = {printable(node, 1000): outcome if outcome in known else "failed" for node, outcome in outcomes.items()}
+    times = {node: seconds.get(node) for node in outcomes}
+    times = {node: float(time) if type(time) in (int, float) and 0 <= time < 1e6 else 0.0 for node, time in times.items()}
+    touched = {node: [place for place in places if type(place) is str] for node, places in touched.items()
+               if type(places) is list}
+    errors, again, status, said = (answer.get(name) for name in ("errors", "again", "status", "said"))
+    errors = errors if type(errors) is dict else {}
+    errors = {printable(where, 1000): printable(text, 400) for where, text in errors.items() if type(text) is str}
+    again = {node for node in again if type(node) is str} if type(again) is list else set()
+    return {"outcomes": outcomes, "seconds": times, "touched": touched, "errors": errors, "again": again,
+            "status": status if type(status) is int else 0, "said": printable(said, 8000) if type(said) is str else ""}
 
 
 @dataclass
@@ -1794,6 +1907,9 @@ class Repository:
     stable: list
     definitions: list
     patience: float     # seconds for one run of the stable tests
+    plan: object        # how its suite is run (world/suite.py)
+    ignored: list       # test files that cannot be collected here
+    left_out: list      # tests that fail, or pass now and then, in the original: a green command has to leave them out
 
 
 @dataclass
@@ -1831,33 +1947,64 @@ def definitions(files):
     return found
 
 
+FEWEST_RUNS, MOST_RUNS = 4, 8           # of a suite before a task is made of it
+SECONDS_OF_RUNS = 10.0                  # more than FEWEST_RUNS while all of them together have taken less
+
+
 def study(repo, sandbox=None, time_limit=60.0, say=print):
-    """Repository: copies it, runs its suite forwards and backwards, and traces which test runs which definition."""
+    """Repository: copies it, finds out how its suite is run, runs it in both directions with several seeds of hashes and time
+    zones, and traces which test runs which definition."""
     files = copy_repository(repo)
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
+    if {"pytest", "_pytest"} & set(importable(files)):
+        raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
+    if has_bwrap() and hidden_place(sys.prefix):
+        raise Refusal(f"this Python is in {sys.prefix}, and the sandbox shows nothing of {hidden_place(sys.prefix)}: "
+                      "use a Python or a virtual environment elsewhere")
     sandbox = sandbox or repository_sandbox(files, time_limit)
-    runs = [run_suite(files, sandbox, reverse=reverse, limit=False) for reverse in (False, True)]
-    for run in runs:
+    first = find_plan(repo, files, sandbox)
+    plan, name = first["plan"], Path(repo).resolve().name
+
+    # A test that passes now and then is not asked for: every run has another direction and another seed, and a quick
+    # suite is run more often, as is one of which a test has changed its mind.
+    runs, here, start = [first], [first], time.perf_counter()
+    while len(runs) < FEWEST_RUNS or len(runs) < MOST_RUNS and time.perf_counter() - start < SECONDS_OF_RUNS:
+        number = len(runs)
+        world = WORLDS[number // 2 % len(WORLDS)]
+        run = run_suite(files, sandbox, reverse=number % 2 == 1, limit=False, plan=plan, world=world)
+        runs.append(run)
+        if world == WORLDS[0]:
+            here.append(run)
         if run.get("timed_out"):
-            raise Refusal(f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s")
-        if not run["outcomes"]:
-            raise Refusal(f"{repo}: pytest finds no tests" + (f" ({run['stopped']})" if run.get("stopped") else ""))
-    first, second = runs
-    passing = [node for node, outcome in first["outcomes"].items()
-               if outcome == second["outcomes"].get(node) == "passed"]
-    seconds = {node: min(run["seconds"][node] for run in runs) for node in passing}
+            raise Refusal(too_slow(repo, run, time_limit))
+    passing = [node for node in first["outcomes"] if all(run["outcomes"].get(node) == "passed" for run in runs)
+               and not any(node in run["again"] for run in runs if "again" in run)]
+    failing = [node for node, outcome in first["outcomes"].items() if outcome in ("failed", "error")]
+    unstable = [node for node, outcome in first["outcomes"].items() if outcome == "passed" and node not in set(passing)]
+    seconds = {node: min(run["seconds"].get(node, 0.0) for run in runs) for node in passing}
     bearable = max(.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
     slow = [node for node in passing if seconds[node] > bearable]       # each task runs the rest several times
     stable = sorted(set(passing) - set(slow))
-    flaky = sum(outcome != second["outcomes"].get(node) for node, outcome in first["outcomes"].items())
-    failing = sum(outcome == "failed" for outcome in first["outcomes"].values())
-    if not stable or failing > len(passing):
-        raise Refusal(f"{repo}: its own suite does not pass ({failing} of {len(first['outcomes'])} tests fail)")
-    touched = run_suite(files, sandbox, stable, trace=True).get("touched", {})
+    if not stable or len(failing) > len(passing):
+        raise Refusal(suite_fails(repo, files, first, len(failing)))
+
+    traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
+    touched = traced.get("touched", {})
     start = time.perf_counter()
-    run_suite(files, sandbox, stable)
+    again = run_suite(files, sandbox, stable, plan=plan)
     patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))       # longer than this hangs
+    stable = [node for node in stable if again["outcomes"].get(node) == "passed" and traced["outcomes"].get(node) == "passed"]
+    if not stable:
+        raise Refusal(f"{repo}: its tests pass together only, not without those that are slow or unstable")
+    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
+    # The agent's commands have the first world's seed and time zone: what passes there is no reason for a red command.
+    red = [node for node in unstable if any(run["outcomes"].get(node) != "passed" for run in here)]
+    left_out = whole_functions({*failing, *red}, first["outcomes"])
+    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    if not command:
+        raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
+
     found, wanted = definitions(files), imported_names(files)
     for one in found:
         parts = [one] if one.kind != "class" else methods(one, found)
@@ -1865,11 +2012,180 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
         one.early = bool(keys & set(touched.get("import", ())))
         one.wanted = one.name in wanted
-    counts = dict(tests=len(first["outcomes"]), stable=len(stable), failing=failing, flaky=flaky, slow=len(slow))
-    name, run = Path(repo).resolve().name, sum(bool(one.tests) for one in found)
+    errors = sum(outcome == "error" for outcome in first["outcomes"].values()) + len(ignored)
+    counts = dict(tests=len(first["outcomes"]), stable=len(stable), failing=len(failing) - errors + len(ignored), errors=errors,
+                  flaky=len(unstable), slow=len(slow))
+    run = sum(bool(one.tests) for one in found)
     say(f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
         f"{run} of {len(found)} definitions are run by a test")
-    return Repository(name, files, stable, found, patience)
+    for line in plan.said:
+        say(f"{name}: {line}")
+    for path in ignored[:3]:
+        say(f"{name}: not collected: {suites.explain_error(path, first['errors'][path], files, packages(files), repo)}")
+    return Repository(name, files, stable, found, patience, plan, ignored, left_out)
+
+
+def find_plan(repo, files, sandbox):
+    """The answer of the first run, by the plan that makes most tests pass: pytest's own configuration, with rewritten
+    assertions where they are needed, or what the authors' build files say. A Refusal tells why there is none."""
+    answer = run_suite(files, sandbox, limit=False, trail=True)
+    if answer.get("timed_out"):
+        raise Refusal(too_slow(repo, answer, sandbox.time_limit))
+    if answer.get("started") is False:
+        raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
+
+    built = built_files(repo, files, answer)
+    if built:
+        files.update(built)
+        answer = run_suite(files, sandbox, limit=False, trail=True)
+        line = f"taken as a build leaves it: {', '.join(sorted(built))}"
+        answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
+
+    def passed(one):
+        return sum(outcome == "passed" for outcome in one["outcomes"].values())
+
+    def healthy(one):
+        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + sum("::" not in where for where in one.get("errors", {}))
+    # A test may read what pytest makes of an assertion, or a conftest.py may.
+    if passed(answer) and passed(answer) < len(answer["outcomes"]):
+        rewritten = run_suite(files, sandbox, limit=False, plan=replace(answer["plan"], rewrite=True))
+        if passed(rewritten) > passed(answer):
+            answer = rewritten
+    if any("import file mismatch" in text for text in answer.get("errors", {}).values()):
+        plan = answer["plan"]
+        line = "test files of one name are imported apart (--import-mode=importlib)"
+        other = replace(plan, options=[*plan.options, "--import-mode=importlib"], said=[*plan.said, line])
+        apart = run_suite(files, sandbox, limit=False, plan=other)
+        if passed(apart) > passed(answer):
+            answer = apart
+    if healthy(answer):
+        return answer
+    best = answer
+    for plan, where in suites.stated_plans(files)[:6]:
+        plan = in_one_order(plan)
+        if plan == answer["plan"]:
+            continue
+        other = run_suite(files, sandbox, limit=False, plan=plan, trail=True)
+        if passed(other) > passed(best):
+            best = other
+            best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+        if healthy(best):
+            break
+    if not best["outcomes"]:
+        raise Refusal(no_tests(repo, files, answer))
+    return best
+
+
+def built_files(repo, files, answer):
+    """{path: text} of what a suite asked for in vain and only a build writes: the package's name and version, as far as the
+    files tell them, and extensions that were compiled in their places. Neither holds any Python that could be deleted."""
+    texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
+    found = suites.own_metadata(files) if any("PackageNotFoundError" in text for text in texts) else {}
+    own = set(importable(files))
+    if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
+        for place in sorted(Path(repo).rglob("*.so")):
+            path = place.relative_to(repo).as_posix()
+            folder, source = path.rpartition("/")[0] + "/", path.partition(".")[0] + ".py"
+            if not JUNK.search(folder) and source not in files and place.is_file() and place.stat().st_size < MOST_BYTES:
+                found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+    return {path: text for path, text in found.items() if path not in files}
+
+
+def too_slow(repo, answer, time_limit):
+    """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
+    trail = [line for line in answer.get("trail", ()) if line]
+    number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
+    began = [line[2:] for line in trail if line.startswith("> ")]
+    text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
+    if began:
+        whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
+        text += f": {len(began) - 1} of {number} tests were done, and {printable(began[-1], 100)} was running"
+        return f"{text}; try --time_limit={-(-whole // 10) * 10:.0f}"
+    return f"{text}: it was still collecting its tests; try --time_limit={3 * time_limit:g}"
+
+
+def no_tests(repo, files, answer):
+    """The refusal of a repository in which nothing could be collected: the first reason that is known."""
+    own = sorted({*packages(files), *importable(files)})
+    errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        return f"{repo}: pytest finds no tests: {suites.explain_error(*errors[0], files, own, repo)}{more}"
+    if answer.get("said", "").strip() or answer.get("stopped"):
+        began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
+        if began:
+            code = answer.get("exit_code", 0)
+            how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+            return f"{repo}: its suite ends the whole Python ({how}) in {printable(began[-1], 200)}: deselect that test in addopts"
+        where, text = suites.explain_usage(answer.get("said", ""))
+        reason = suites.explain_error(where, text, files, own, repo) if text else answer.get("stopped", "")
+        return f"{repo}: pytest finds no tests: it does not start: {reason}"
+    tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
+    hint = f", though there is {tests[0]}: how are its tests run?" if tests else " (files test_*.py or *_test.py with functions test_*)"
+    return f"{repo}: pytest finds no tests{hint}"
+
+
+def suite_fails(repo, files, answer, number):
+    """The refusal of a suite that does not pass: how many, and the reason of the first."""
+    outcomes, errors = answer["outcomes"], answer.get("errors", {})
+    kinds = Counter(outcome for outcome in outcomes.values() if outcome in ("failed", "error"))
+    parts = [f"{kinds['failed']} of {len(outcomes)} tests fail"] if kinds["failed"] or not kinds["error"] else []
+    parts += [f"{kinds['error']} of {len(outcomes)} tests cannot be set up"] if kinds["error"] else []
+    uncollected = [where for where in errors if where and "::" not in where]
+    parts += [f"{len(uncollected)} files cannot be collected"] if uncollected else []
+    own = sorted({*packages(files), *importable(files)})
+    # The reason that most of them share says most.
+    common = Counter(text for text in errors.values()).most_common(1)
+    first = next(((where, text) for where, text in errors.items() if common and text == common[0][0]), None)
+    why = f": {suites.explain_error(*first, files, own, repo)}" if first else ""
+    return f"{repo}: its own suite does not pass ({', '.join(parts)}){why}"
+
+
+LONGEST_COMMAND = 2000          # characters of a command with all that it leaves out
+
+
+def green_command(files, plan, ignored, left_out, sandbox):
+    """(the command line of a plan that is green for these files, the files it ignores, the tests it leaves out), run twice in the
+    agent's world; (None, [], the reason) where there is none.
+
+    What fails in the original is left out of it by name, and so is what fails in the agent's world only."""
+    left_out, ignored, reason = set(left_out), set(ignored), ""
+    for _ in range(4):
+        command = suites.test_command(plan, sorted(left_out), sorted(ignored))
+        if len(command) > LONGEST_COMMAND:
+            return None, [], f"{len(left_out)} tests and {len(ignored)} files would have to be left out"
+        result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            return command, sorted(ignored), sorted(left_out)
+        lines = [line for line in result.output.strip().split("\n") if line.strip()] or ["no output"]
+        reason = printable(lines[-1], 200)
+        red = re.findall(r"^(?:FAILED|ERROR|SUBFAILED\S*) (?:\[.*?\] |\(.*?\) )?(\S+?\.py)(::.*?)?(?: - .*)?$", result.output, re.M)
+        new = {path + node for path, node in red if node} - left_out | {path for path, node in red if not node} - ignored
+        if not new:
+            break
+        left_out |= {path + node for path, node in red if node}
+        ignored |= {path for path, node in red if not node}
+    return None, [], reason
+
+
+def whole_functions(nodes, known):
+    """These node ids; of a test function whose every known case is among them, its own."""
+    left = {node.split("[")[0] for node in known if node not in nodes}
+    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})
+
+
+def run_command_in(files, command, sandbox):
+    """A command's Result in a fresh copy of these files, as an agent would run it."""
+    with fresh_directory() as root:
+        write_tree(files, root)
+        return sandbox.run(command, root)
+
+
+def is_green(result):
+    """Whether a command's output is that of a suite in which tests ran and all went well."""
+    return result.exit_code == 0 and not result.timed_out and bool(re.search(r"\b[1-9]\d* passed\b", result.output[-2000:]))
 
 
 def methods(one, found):
@@ -2080,27 +2396,39 @@ def {name}(value):
 """
 
 
-def with_twins(text, groups, draw):
-    """Each hidden test under a new name, beside a twin that must fail: (text, {old name: (new name, twin)}).
+def with_twins(text, groups, draw, sites=None, lost=()):
+    """Each test under a new name, beside twins that must fail: (text, {old name: [new name, twin, ...]}).
 
-    Only the parent knows which is which, so code that makes every test pass gives itself away; and results that claim to equal
-    everything, or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the two apart, and
-    results that equal, say, any string of that length, or everything from the tenth time on."""
+    `sites` names for each group the changes of which its twins are made (world/twins.py), `lost` the names of the feature;
+    without sites a test has one twin, which fails at its end. Only the parent knows which copy is which, so code that makes
+    every test pass gives itself away, as does code that replaces what compares; and results that claim to equal everything,
+    or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the copies apart."""
     lines, names, plain = text.split("\n"), {}, f"same_{draw.getrandbits(32):08x}"
+    odd = f"same_{draw.getrandbits(32):08x}"
+    modulus, rest, numbers = changed_tests.draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
-        start, one, two, copies = first_line(node), *draw.sample(range(10, 100), 2), []
-        old, node = node.name, copy.deepcopy(node)
-        new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
-        body = [Wary(plain).visit(statement) for statement in node.body]     # not the decorators: they run before `plain` exists
-        for node.name, number in ((new, one), (twin, two)):
-            node.body = body + syntax(f"assert {one} == int('{number}')").body
-            source = ast.unparse(ast.fix_missing_locations(node)).split("\n")
+        start, old = first_line(node), node.name
+        chosen = (sites or {}).get(group)
+        if chosen:
+            made = [changed_tests.changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
+        else:
+            made = [copy.deepcopy(node) for _ in range(2)]
+            one, two = draw.sample(range(10, 100), 2)
+            for copied, number in zip(made, (one, two)):
+                copied.body += syntax(f"assert {one} == int('{number}')").body
+        copies = []
+        for copied in made:
+            # not the decorators: they run before `plain` exists
+            copied.body = [Wary(plain).visit(statement) for statement in copied.body]
+            copied.name = f"{old}_{draw.getrandbits(32):08x}"
+            source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
             copies.append([lines[node.lineno - 1][:node.col_offset] + line for line in source] + [""])
+        names[group] = [group.removesuffix(old) + copied.name for copied in made]
         draw.shuffle(copies)
-        lines[start:node.end_lineno] = copies[0] + copies[1]
-        names[group] = (group.removesuffix(old) + new, group.removesuffix(old) + twin)
-    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)), names
+        lines[start:node.end_lineno] = [line for copied in copies for line in copied]
+    helper = changed_tests.ODD.format(odd=odd, modulus=modulus, rest=rest)
+    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper, names
 
 
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
@@ -2110,19 +2438,37 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     base, helpers = delete_feature(files, chosen, dials, repository.definitions)
     if base == files:
         return "nothing to delete"
-    outcomes = run_suite(base, sandbox, repository.stable)["outcomes"]
-    broken = {node for node in repository.stable if outcomes.get(node) != "passed"}
+    stable = repository.stable
+    answer = run_suite(base, sandbox, stable, plan=repository.plan)
+    outcomes = answer["outcomes"]
+    if any("::" not in where for where in answer.get("errors", {}) if where not in repository.ignored):
+        return "a test file cannot be collected without it"
+    broken = {node for node in stable if outcomes.get(node) != "passed"}
     if not broken:
         return "no test fails"
     if broken - touching:
         return "other tests fail"
+    # A test whose setup or teardown broke has not failed: it must pass with the feature in place, and is no test of it.
+    unready = {node for node in broken if outcomes.get(node) != "failed"}
+    broken -= unready
+    if not broken:
+        return "its tests cannot be set up without it"
     groups = sorted({node.split("[")[0] for node in broken})
     groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
+    groups = [group for group in groups if not any(node.split("[")[0] == group for node in unready)]
     if not groups:
         return "its tests cannot be hidden"
+    names = [one.name for one in chosen]
+    # the time that the suite needs was measured without copies of its tests
+    patient = copy.copy(sandbox)
+    patient.time_limit *= 2 + MOST_CHANGES
+    changes = failing_changes(files, groups, broken, names, rng, patient, repository.plan)
+    groups = [group for group in groups if changes[group]]
+    if not groups:
+        return "its tests cannot be told from changed ones"
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))
     judged = sorted(node for node in broken if node.split("[")[0] in hidden)
-    inherited = {node for node in repository.stable for group in hidden if node.split("[")[0] != group
+    inherited = {node for node in repository.stable for group in groups if node.split("[")[0] != group
                  and node.split("[")[0].split("::")[::2] == group.split("::")[::2] and node.count("::") == 2
                  and not find_test(files[node.split("::")[0]], node)}      # the same test, run again by a subclass
     visible = without_tests(base, hidden)
@@ -2130,14 +2476,38 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     pristine = {path: text for path, text in files.items() if visible.get(path) != text and path not in solution}
     task = Task(feature_id(repository, chosen, level), repository_prompt(chosen, prompt, set(groups) - set(hidden)), visible,
                 solution, TOOLS, level, judged, "python -m pytest -q", sorted(broken - inherited),
-                sorted(set(repository.stable) - broken - inherited),
+                sorted(set(stable) - broken - unready - inherited),
                 {"repo": repository.name, "kind": dials["kind"], "hidden_groups": hidden, "pristine": pristine,
-                 "names": [one.name for one in chosen], "statistics": statistics_of(repository, chosen, helpers)})
+                 "twins": {group: changes[group] for group in groups}, "names": names,
+                 "ERROR_TO_PASS": sorted(unready - inherited), "suite": repository.plan.to_meta(),
+                 "statistics": statistics_of(repository, chosen, helpers)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
-    # the original is the tree whose suite was run twice already: only its feature's tests, renamed beside their twins, are new
-    again = judge_repository(replace(task, PASS_TO_PASS=[]), {**visible, **task.solution}, sandbox)
-    return task if again.solved else "the original does not pass again"
+    if universal_passes(files, chosen, task, patient):
+        return "an object that equals everything passes"
+    return verified(task, repository, patient)
+
+
+def verified(task, repository, sandbox):
+    """The task as its own original solves it: by the whole judgement, once in each of WORLDS, and by the command that it states,
+    twice; or the reason why there is none. What the original cannot keep green is not asked for."""
+    original = {**task.files, **task.solution}
+    for world in WORLDS:
+        # the world of every verdict in both directions, the others in one
+        lost, loose, _ = run_judgement(task, original, sandbox, world, world == WORLDS[0])
+        if loose or set(lost) - set(task.PASS_TO_PASS):
+            return "the original does not pass again"
+        if lost:
+            # unstable, or at odds with the names of the hidden tests: no other task asks for it either
+            repository.stable = [node for node in repository.stable if node not in set(lost)]
+            task = replace(task, PASS_TO_PASS=[node for node in task.PASS_TO_PASS if node not in set(lost)])
+            lost, loose, _ = run_judgement(task, original, sandbox, world, world == WORLDS[0])
+            if lost or loose:
+                return "the original does not pass again"
+    command, _, left_out = green_command(original, repository.plan, repository.ignored, repository.left_out, sandbox)
+    if not command or set(left_out) & set(task.FAIL_TO_PASS):
+        return "its test command is not green with the original in place"
+    return replace(task, test_command=command)
 
 
 def delete_feature(files, chosen, dials, found):
@@ -2159,13 +2529,85 @@ def moved(files, chosen):
     return [now[one.path, one.name] for one in chosen]
 
 
+# An exception of every kind that tests ask for.
+OMNIVOROUS = ("raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, IndexError), "
+              "{{{{'__str__': lambda self: {text!r}}}}})()")
+
+
+def raised_text(files, task):
+    """All the text of the hidden tests: whatever message they ask for is in it."""
+    nodes = [find_test(files[group.split("::")[0]], group) for group in task.meta["hidden_groups"]]
+    words = [part.value for node in nodes for part in ast.walk(node)
+             if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return " ".join(words).replace("{", "").replace("}", "")
+
+
 def trivial_passes(files, chosen, task, sandbox):
-    """True if `return None` or `return <first argument>` satisfies the hidden tests."""
-    for body in ("return None", "return {first}"):
-        outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True)["outcomes"]
+    """True if `return None`, `return <first argument>` or an exception of every kind satisfies the hidden tests."""
+    for body in ("return None", "return {first}", OMNIVOROUS.format(text=raised_text(files, task))):
+        outcomes = run_suite(stubbed(files, chosen, False, body), sandbox, task.hidden, brief=True,
+                             plan=suites.plan_of_task(task.meta.get("suite")))["outcomes"]
         if all(outcomes.get(node) == "passed" for node in task.hidden):
             return True
     return False
+
+
+MOST_CHANGES, MOST_TWINS = 3, 300       # twins of one test; copies of all tests that one run may have
+
+
+def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
+    """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of `nodes`}."""
+    lost = lost_names(names)
+    nodes = sorted(node for node in nodes if node.split("[")[0] in groups)
+    most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
+    candidates = {}
+    for group in groups:
+        kinds = changed_tests.list_changes(find_test(files[group.split("::")[0]], group), lost)
+        # other values tell more than other operators: they come first
+        order = sorted(rng.sample(range(len(kinds)), len(kinds)), key=lambda number: kinds[number] != "value")
+        candidates[group] = order[:most]
+    sites = {group: numbers for group, numbers in candidates.items() if numbers}
+    tree, copies = place_twins(files, sites, rng, lost)
+    twins = {(node, number): copies[node.split("[")[0]][place + 1] + node[len(node.split("[")[0]):]
+             for node in nodes for place, number in enumerate(candidates[node.split("[")[0]])}
+    outcomes = run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"] if twins else {}
+    failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
+    found = {}
+    for group, numbers in candidates.items():
+        own = [node for node in nodes if node.split("[")[0] == group]
+        found[group] = [number for number in numbers if all((node, number) in failing for node in own)][:MOST_CHANGES]
+    return found
+
+
+def lost_names(names):
+    """What a feature's parts are called by: of Class.method both, but for what Python itself calls."""
+    parts = {part for name in names for part in name.split(".")}
+    return sorted(part for part in parts if not part.startswith("__"))
+
+
+def place_twins(files, sites, draw, lost):
+    """(files with the copies of these tests in their places, {test function: [new name, twin, ...]})."""
+    tree, copies = dict(files), {}
+    for path in sorted({group.split("::")[0] for group in sites}):
+        own = {group: numbers for group, numbers in sites.items() if group.split("::")[0] == path}
+        tree[path], names = with_twins(tree[path], sorted(own), draw, own, lost)
+        copies.update(names)
+    return tree, copies
+
+
+# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums and results are such objects.
+UNIVERSAL = ("return (lambda make: make(make))(lambda make: type('Any', (), {{**{{f'__{{name}}__': lambda *words: True for name in "
+             "'eq ne lt le gt ge contains bool'.split()}}, **{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
+             "'getattr call getitem enter add radd sub rsub mul rmul truediv rtruediv floordiv mod pow and or xor neg abs "
+             "round'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, '__int__': lambda self: 1, "
+             "'__float__': lambda self: 1.0, '__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())")
+
+
+def universal_passes(files, chosen, task, sandbox):
+    """True if the judge is content with a feature that returns an object which equals everything."""
+    forged = stubbed(files, chosen, False, UNIVERSAL)
+    submission = {**task.files, **{path: forged[path] for path in task.solution if path in forged}}
+    return judge_repository(replace(task, PASS_TO_PASS=[]), submission, sandbox).solved
 
 
 def feature_id(repository, chosen, level):
@@ -2201,35 +2643,95 @@ def repository_prompt(chosen, style, some_visible):
     return text
 
 
+def module_name(path):
+    """The dotted name under which a source is imported: of src/shop/price.py, and of its package, shop.price."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def submitted(task, files):
+    """What of a submission is judged: the files that the feature lives in, and new files that take no other's place.
+
+    All other files are the repository's own. A helper that only tests use cannot be emptied, nor hidden behind a new module
+    of its name, nor can a name of the standard library or of what runs the tests be taken."""
+    taken = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
+    lives_in = set(task.solution)
+    own = {path: text for path, text in files.items() if path in lives_in}
+    others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
+    modules = {module_name(path) for path in others if path.endswith(".py")}
+    # what lies beside the tests is imported by its bare name
+    modules |= {Path(path).stem for path in others if path.endswith(".py") and PROTECTED.search(path)}
+    for path, text in files.items():
+        is_new = path not in lives_in and path not in task.files and path not in task.meta["pristine"]
+        if not is_new or PROTECTED.search(path) or JUNK.search(path):
+            continue
+        in_the_way = any(other.startswith(path + "/") or path.startswith(other + "/") for other in others)
+        top = (Path(path.removeprefix("src/")).parts or [""])[0].removesuffix(".py")
+        if not in_the_way and top not in taken and module_name(path) not in modules:
+            own[path] = text
+    return own
+
+
 def overlay(task, files, draw):
-    """What the judge runs: the agent's changes to sources only, pristine tests and configuration, twins beside the hidden
-    tests. Returns (files, node ids that must pass, node ids that must fail)."""
-    shadow = set(sys.stdlib_module_names) | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
-    own = {path: text for path, text in files.items() if not PROTECTED.search(path) and not JUNK.search(path)
-           and (path in task.files or Path(path.removeprefix("src/")).parts[0].removesuffix(".py") not in shadow)}
-    tree = {**{path: text for path, text in task.files.items() if PROTECTED.search(path)}, **own, **task.meta["pristine"]}
-    renamed = {}
-    for path in {group.split("::")[0] for group in task.meta["hidden_groups"]}:
-        groups = [group for group in task.meta["hidden_groups"] if group.split("::")[0] == path]
-        tree[path], names = with_twins(tree[path], groups, draw)
-        renamed.update(names)
-    new = lambda node, i: renamed[node.split("[")[0]][i] + node[len(node.split("[")[0]):]
-    must = [new(node, 0) if node in set(task.hidden) else node for node in task.FAIL_TO_PASS + task.PASS_TO_PASS]
-    return tree, must, [new(node, 1) for node in task.hidden]
+    """What the judge runs: the repository's own files with what was submitted, and twins beside the tests that were broken.
+    Returns (files, node ids that must pass, node ids that must fail)."""
+    base = {path: text for path, text in task.files.items() if path not in task.solution}
+    tree = {**base, **submitted(task, files), **task.meta["pristine"]}
+    sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
+    tree, copies = place_twins(tree, sites, draw, lost_names(task.meta.get("names", [])))
+
+    def renamed(node):
+        """The copies of a node id, the one that must pass first."""
+        group = node.split("[")[0]
+        return [name + node[len(group):] for name in copies.get(group, [group])]
+    must = [renamed(node)[0] for node in task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])]
+    return tree, must, [twin for node in task.FAIL_TO_PASS for twin in renamed(node)[1:]]
+
+
+MORE_RUNS = 3       # of a suite in which nothing is red but tests that were green before: one of them may be so now and then
 
 
 def judge_repository(task, files, sandbox):
-    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
-    tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
-    answer = run_suite(tree, sandbox, must + twins)
-    outcomes = answer["outcomes"]
-    lost = [node for node in must if outcomes.get(node) != "passed"]
+    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail.
+
+    A test that was to stay green and is red is run again, with all others, before it costs a submission: such a test may fail now
+    and then, whatever was written."""
+    number = len(task.FAIL_TO_PASS) + len(task.PASS_TO_PASS) + len(task.meta.get("ERROR_TO_PASS", []))
+    try:
+        lost, loose, answer = run_judgement(task, files, sandbox)
+        first, why = lost, answer.get("stopped") or next((f"{node}: {outcome}" for node, outcome in lost.items()), "")
+        for _ in range(MORE_RUNS):
+            if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
+                break
+            again, loose, _ = run_judgement(task, files, sandbox)
+            # red in every run so far, unless this run says worse
+            both = {node: outcome for node, outcome in lost.items() if node in again}
+            lost = again if set(again) - set(task.PASS_TO_PASS) else both
+    except ValueError as error:                     # a name or a text that no file can have
+        return Verdict(False, 0, number, f"cannot write: {printable(str(error))}")
     if lost:
-        why = answer.get("stopped") or f"{lost[0]}: {outcomes.get(lost[0], 'not collected')}"
-        return Verdict(False, len(must) - len(lost), len(lost), why)
-    if any(outcomes.get(node) != "failed" for node in twins):
-        return Verdict(False, 0, len(must), "a test that must fail did not: the results are forged")
-    return Verdict(True, len(must), 0)
+        return Verdict(False, number - len(first), len(first), why)
+    if loose:
+        return Verdict(False, 0, number, "a test that must fail did not: the results are forged")
+    return Verdict(True, number, 0)
+
+
+def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
+    """One judgement: ({test that must pass: its other outcome}, the twins that did not fail, the suite's last answer).
+
+    What passed is run again in a new process and in the opposite order, unless `repeated` is off: code that forges from its
+    second call on, or up to its last, would otherwise win where the test and its twins happen to stand in that order."""
+    tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+    named = dict(zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])))
+    plan = suites.plan_of_task(task.meta.get("suite"))
+    for nodes, reverse in ((must, False), (must[:len(task.FAIL_TO_PASS)], True))[:1 + repeated]:
+        # sorted: the order must not tell which is which
+        answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)
+        outcomes = answer["outcomes"]
+        lost = {named[node]: outcomes.get(node, "not collected") for node in nodes if outcomes.get(node) != "passed"}
+        loose = [node for node in twins if outcomes.get(node) != "failed"]
+        if lost or loose:
+            break
+    return lost, loose, answer
 
 
 # -------------------------------------------------------------------------------- real repositories: the commands
@@ -2321,7 +2823,14 @@ def read_tasks(path):
             if "repo" in meta:
                 assert all(find_test(meta["pristine"][group.split("::")[0]], group) for group in meta["hidden_groups"])
                 assert all(node.split("[")[0] in meta["hidden_groups"] for node in tasks[-1].hidden)
-                assert all(isinstance(node, str) for node in tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS)
+                tests = {**files, **meta["pristine"]}
+                for group, sites in meta.get("twins", {}).items():
+                    assert find_test(tests[group.split("::")[0]], group)
+                    assert isinstance(sites, list) and all(type(site) is int for site in sites)
+                assert all(isinstance(name, str) for name in meta.get("names", []))
+                required = tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
+                assert all(isinstance(node, str) for node in required)
+                suites.plan_of_task(meta.get("suite"))
             else:
                 assert {"tests.py", "check.py"} <= files.keys()
                 assert all(isinstance(module + name, str) and isinstance(words, list) and words
@@ -2336,20 +2845,26 @@ def read_tasks(path):
 
 
 def check(path, jobs=2, time_limit=60.0):
-    """Number of tasks of a file that hold from the file alone: unsolved as given, solved by the original."""
+    """(number of tasks of a file that hold from the file alone: unsolved as given, solved by the original; number of tasks)."""
     tasks, start = read_tasks(path), time.perf_counter()
+    if not tasks:
+        raise Refusal(f"{path}: holds no tasks: --check takes what --repo=PATH --out={path} wrote")
 
     def holds(task):
+        """Why a task does not hold, or ""."""
         sandbox = sandbox_for(task)
         sandbox.time_limit = time_limit
-        return not judge(task, task.files, sandbox).solved and judge(task, {**task.files, **task.solution}, sandbox).solved
+        if judge(task, task.files, sandbox).solved:
+            return "it is solved as it is given"
+        verdict = judge(task, {**task.files, **task.solution}, sandbox)
+        return "" if verdict.solved else f"its original does not solve it ({printable(verdict.reason)})"
     good = []
     with ThreadPoolExecutor(jobs) as pool:
-        for task, fine in zip(tasks, pool.map(holds, tasks)):
-            good.append(fine)
+        for task, why in zip(tasks, pool.map(holds, tasks)):
+            good.append(not why)
             progress(f"{sum(good)} of {len(good)} hold", start)
-            if not fine:
-                print(f"\n{task.instance_id} does not hold", file=sys.stderr)
+            if why:
+                print(f"\n{task.instance_id} does not hold: {why}", file=sys.stderr)
     return sum(good), len(tasks)
 
 
@@ -2437,7 +2952,12 @@ def propose(files):
     modules = [path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__") for path in sources(files)]
     modules = sorted((name for name in modules if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
                       and name.split(".")[0] in modules), key=lambda name: name.count("."))
-    found = [("python -m pytest -q", *ran), ("python -m pytest -q --collect-only", "::", "list the tests")]
+    # Where no file is named as pytest names tests, the authors' build files say how they are run.
+    plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
+    if not any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files) and stated_ones:
+        plan = stated_ones[0][0]
+    suite = suites.test_command(plan)
+    found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
     found += [(line, *(ran if "pytest" in line else ("", "end well"))) for line in stated(files)][:3]
     found += [(f"python -c 'import {name}; print({name}.__name__)'", name, f"print {name}") for name in modules[:4]]
     found += [(f"python -m pytest -q {path}", *ran) for path in tests]
@@ -2463,10 +2983,13 @@ def install(files, tries):
             2: f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=."}.get(len(tries), "; ".join(mocks) or "true")
 
 
-def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, installer=install, attempts=5):
+def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, installer=install, attempts=5, keep=None):
     """[(install command, output)] of the tries, the last of which made three of the ten proposals run as described in what was
-    a bare environment. Proposer and installer are scripts here and may be the policy. Refusal after `attempts`, with the reason."""
+    a bare environment. Proposer and installer are scripts here and may be the policy. Refusal after `attempts`, with the reason.
+    `keep` is a folder for the environment that works; it must not be there yet."""
     files = copy_repository(repo)
+    if keep is not None:
+        refuse_place(keep)
     proposals, tries = proposer(files), []
     if len(proposals) < 3:
         raise Refusal(f"{repo}: fewer than three commands can be proposed")
@@ -2487,8 +3010,49 @@ def autoinstall(repo, time_limit=60.0, seed=0, network=True, proposer=propose, i
             print(f"try {len(tries)}: {command.replace(sys.executable, 'python')}", *printed[0].output.strip().split("\n")[-1:],
                   failures[0] if failures else "all as described", sep="\n  -> ")
             if not failures:
+                if keep is not None:
+                    keep_environment(Path(root, ".venv"), Path(keep), files)
                 return tries
     raise Refusal(f"{repo}: discarded after {attempts} tries: {failures[0]}")
+
+
+def refuse_place(keep):
+    """A Refusal where an environment cannot be kept, or could not be used from."""
+    place = Path(keep).resolve()
+    if os.path.lexists(keep):
+        raise Refusal(f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR")
+    if not os.access(place.parent, os.W_OK):
+        raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
+    if has_bwrap() and hidden_place(place):
+        raise Refusal(f"{keep}: the sandbox shows nothing of {hidden_place(place)}: name another folder by --keep=DIR")
+
+
+def hidden_place(place):
+    """The folder of this machine, if any, that holds this place and is another one inside the sandbox."""
+    return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+
+
+def keep_environment(found, place, files):
+    """Makes a virtual environment at `place` with what is installed in the one that was found, the repository itself left out.
+
+    Nothing of it runs when its Python starts: .pth files and customisations of the interpreter, which a stranger's installation may
+    have written, stay behind. The packages themselves run in the sandbox only."""
+    made = subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], capture_output=True, text=True)
+    if made.returncode:
+        raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
+    source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
+    own = set(packages(files))
+    for one in sorted(source.iterdir()):
+        stem = re.split(r"[-.]", one.name)[0]
+        runs_at_start = one.suffix == ".pth" or stem in ("sitecustomize", "usercustomize") or stem.startswith("__editable__")
+        if runs_at_start or stem in own or one.is_symlink() or one.name == "__pycache__":
+            continue
+        if one.is_dir():
+            shutil.copytree(one, target / one.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(one, target / one.name)
+    if (source / "borrowed.pth").exists():          # the last resort of `install`: the packages of this Python
+        (target / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 # -------------------------------------------------------------------------------- the audit
@@ -2719,6 +3283,7 @@ def arguments():
     parser.add_argument("--time_limit", type=float, default=60.0, help="seconds for one run of the suite")
     parser.add_argument("--prompt", choices=("short", "full"), default="short")
     parser.add_argument("--autoinstall", action="store_true", help="find an environment for --repo instead of making tasks")
+    parser.add_argument("--keep", metavar="DIR", help="where --autoinstall keeps the environment (default: beside --out)")
     parser.add_argument("--check", metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
     for name, least in (("n", 1), ("jobs", 1), ("time_limit", .1)):
@@ -2726,6 +3291,10 @@ def arguments():
             parser.error(f"--{name} must be at least {least} and at most a million")
     if flags.autoinstall and flags.repo is None:
         parser.error("--autoinstall needs --repo")
+    if flags.keep is not None and not flags.autoinstall:
+        parser.error("--keep belongs to --autoinstall")
+    if flags.keep == "":
+        parser.error("--keep needs a folder")
     if flags.level is not None and not 0 <= flags.level < len(REPO_LEVELS):
         parser.error(f"--level must be 0 to {len(REPO_LEVELS) - 1}")
     return flags
@@ -2741,8 +3310,11 @@ def main():
         demo()
         return 0
     if flags.autoinstall:
-        autoinstall(flags.repo, flags.time_limit, flags.seed)
-        print("The environment works: install the same into one of your own and run this file with its Python on --repo.")
+        keep = flags.keep or str(Path(flags.out).parent / f"{Path(flags.repo).resolve().name}-environment")
+        autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
+        words = [str(Path(keep).absolute() / "bin" / "python"), str(Path(__file__)), f"--repo={flags.repo}", f"--n={flags.n}",
+                 f"--out={flags.out}"]
+        print(f"The environment works and is kept in {keep}. Tasks are made with it by\n    {shlex.join(words)}")
         return 0
     tasks, reasons, seconds = generate(flags.repo, flags.out, flags.n, flags.level, flags.seed, flags.jobs, flags.time_limit,
                                        flags.prompt)

@@ -1,0 +1,819 @@
+"""How the authors of a repository run its tests, and what a failed run means, in words.
+
+Pure functions of {path: text}. A Plan is the way a suite is run: by the judge, by the study before
+tasks are made, and by the command that a task tells the agent. Ours, after what pytest documents
+about its configuration files.
+"""
+
+import configparser
+import re
+import shlex
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+# Where pytest looks for its configuration, in this order; of the last three only a file with its
+# section counts.
+CONFIG_FILES = (
+    "pytest.toml",
+    ".pytest.toml",
+    "pytest.ini",
+    ".pytest.ini",
+    "pyproject.toml",
+    "tox.ini",
+    "setup.cfg",
+)
+
+# Options that cannot be kept, by the reason. Coverage traces the code, as we do; several processes,
+# another order and a stop at the first failure would hide outcomes.
+LEFT_OUT = [
+    (re.compile(pattern), why)
+    for pattern, why in (
+        (r"--(no-)?cov\b.*|--cov[-=].*|--no-cov-on-fail", "coverage"),
+        (
+            r"-n(\d+|auto|logical)?|--numprocesses\b.*|--dist\b.*|--maxprocesses\b.*|--tx\b.*|-f|--looponfail"
+            r"|--max-worker-restart\b.*|--workers\b.*|--tests-per-worker\b.*",
+            "several processes",
+        ),
+        (r"--randomly-.*|--random-order.*|--reverse|--random.*", "a random order"),
+        (
+            r"-x|--exitfirst|--maxfail\b.*|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace|--co|--collect-only",
+            "an early end",
+        ),
+        (
+            r"--junit-?xml\b.*|--html\b.*|--self-contained-html|--alluredir\b.*|--report-log\b.*",
+            "a report",
+        ),
+    )
+]
+
+# Options that take the next word as their value.
+VALUED = set(
+    """
+    --alluredir --asyncio-mode --basetemp --capture --color --confcutdir --config-file --cov
+    --cov-config --cov-fail-under --cov-report --deselect --dist --doctest-glob --durations
+    --durations-min --durations-path --html --ignore --ignore-glob --import-mode --junit-prefix
+    --junit-xml --junitxml --log-cli-level --log-file --log-level --maxfail --maxprocesses
+    --numprocesses --override-ini --pythonwarnings --random-order-bucket --random-order-seed
+    --randomly-seed --reruns --reruns-delay --rootdir --tb --timeout --timeout-method --tx
+    --workers -W -c -k -m -n -o -p -r
+    """.split()
+)
+
+# Who provides a fixture, a mark or an option: known names only, since a package guessed from a name
+# is a stranger's code.
+PROVIDED = """
+anyio: anyio anyio_backend
+faker: faker
+hypothesis: hypothesis-profile hypothesis-show-statistics
+pyfakefs: fs
+pytest-aiohttp: aiohttp_client
+pytest-assume: assume
+pytest-asyncio: event_loop asyncio asyncio_mode
+pytest-benchmark: benchmark benchmark-skip benchmark-disable
+pytest-black: black
+pytest-cases: cases
+pytest-check: check
+pytest-codspeed: codspeed
+pytest-console-scripts: script_runner
+pytest-cov: cov
+pytest-datadir: datadir shared_datadir
+pytest-dependency: dependency
+pytest-django: django_db db
+pytest-doctestplus: doctest-plus
+pytest-env: env
+pytest-flake8: flake8
+pytest-flakes: flakes
+pytest-freezer: freezer freeze_time
+pytest-httpbin: httpbin
+pytest-httpserver: httpserver
+pytest-httpx: httpx_mock
+pytest-isort: isort
+pytest-lazy-fixtures: lazy_fixture
+pytest-memray: memray
+pytest-mock: mocker
+pytest-mpl: mpl mpl_image_compare
+pytest-mypy: mypy
+pytest-mypy-testing: mypy-testing
+pytest-order: order
+pytest-qt: qtbot
+pytest-recording: vcr
+pytest-regressions: data_regression file_regression
+pytest-remotedata: remote-data
+pytest-rerunfailures: flaky reruns
+pytest-ruff: ruff
+pytest-run-parallel: run_parallel
+pytest-socket: socket_enabled disable-socket
+pytest-spec: spec
+pytest-subtests: subtests
+pytest-sugar: sugar
+pytest-timeout: timeout
+pytest-trio: trio
+pytest-xdist: numprocesses xdist_group
+pytest-xprocess: xprocess
+requests-mock: requests_mock
+respx: respx_mock
+syrupy: snapshot
+"""
+PLUGINS = {}
+for line in PROVIDED.strip().split("\n"):
+    plugin, _, names = line.partition(": ")
+    PLUGINS.update(dict.fromkeys(names.split(), plugin))
+
+
+@dataclass
+class Plan:
+    """How a suite is run."""
+
+    options: list = field(default_factory=list)  # of pytest, in front of the runner's own
+    config: str = ""  # pytest's configuration file
+    folder: str = ""  # where pytest is started
+    paths: list = field(default_factory=list)  # what is collected; [] leaves it to pytest
+    rewrite: bool = False  # assertions are rewritten: a test reads their messages
+    said: list = field(default_factory=list)  # what was left out, a line each
+
+    def to_meta(self):
+        """What a task has to remember of it."""
+        return dict(
+            options=self.options,
+            config=self.config,
+            folder=self.folder,
+            paths=self.paths,
+            rewrite=self.rewrite,
+        )
+
+
+def plan_of_task(meta):
+    """The Plan that to_meta() remembered, None where there is none; ValueError for anything else."""
+    if meta is None:
+        return None
+    lists, texts = ("options", "paths"), ("config", "folder")
+    good = (
+        type(meta) is dict
+        and set(meta) <= {*lists, *texts, "rewrite"}
+        and type(meta.get("rewrite", False)) is bool
+    )
+    good = good and all(type(meta.get(name, [])) is list for name in lists)
+    good = good and all(
+        type(word) is str and "\0" not in word for name in lists for word in meta.get(name, [])
+    )
+    good = good and all(type(meta.get(name, "")) is str for name in texts)
+    good = good and not any(
+        ".." in PurePosixPath(meta.get(name, "")).parts or meta.get(name, "").startswith("/")
+        for name in texts
+    )
+    if not good:
+        raise ValueError("no plan of a suite")
+    return Plan(**meta)
+
+
+# ---------------------------------------------------------------- what the configuration says
+def read_toml(text):
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def read_ini(text):
+    """{section: {key: text}} of an ini file; {} where it is none."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read_string(text)
+    except (configparser.Error, ValueError):
+        return {}
+    return {name: dict(section) for name, section in parser.items()}
+
+
+def pytest_settings(files):
+    """(configuration file, its settings) as pytest finds them at the root; ("", {}) for none."""
+    for name in CONFIG_FILES:
+        text = files.get(name)
+        if text is None:
+            continue
+        if name.endswith(".toml"):
+            document = read_toml(text)
+            tool = document.get("tool", {}) if name == "pyproject.toml" else document
+            tool = tool if isinstance(tool, dict) else {}
+            found = tool.get("pytest")
+            if isinstance(found, dict) and isinstance(found.get("ini_options"), dict):
+                found = found["ini_options"]
+            if isinstance(found, dict) or name != "pyproject.toml":
+                return name, found if isinstance(found, dict) else {}
+            continue
+        section = "tool:pytest" if name == "setup.cfg" else "pytest"
+        sections = read_ini(text)
+        if section in sections or name in ("pytest.ini", ".pytest.ini"):
+            return name, sections.get(section, {})
+    return "", {}
+
+
+def words_of(value):
+    """The words of a setting: a list, or a text as a shell would cut it."""
+    if isinstance(value, (list, tuple)):
+        return [word for word in value if isinstance(word, str)]
+    try:
+        return shlex.split(str(value or ""), comments=False)
+    except ValueError:
+        return str(value or "").split()
+
+
+def grouped(words, exists=lambda word: False):
+    """The words of a command line in groups: an option with its value is one."""
+    groups, left = [], list(words)
+    while left:
+        group = [left.pop(0)]
+        takes_one = group[0] in VALUED or (
+            group[0].startswith("-")
+            and "=" not in group[0]
+            and left
+            and re.fullmatch(r"\d+(\.\d+)?", left[0])
+        )
+        if (
+            takes_one
+            and left
+            and not left[0].startswith("-")
+            and not (group[0] == "--cov" and exists(left[0]))
+        ):
+            group.append(left.pop(0))
+        groups.append(group)
+    return groups
+
+
+def keep_options(words):
+    """(the words that are kept, {reason: those left out})."""
+    kept, left_out = [], {}
+    for group in grouped(words):
+        why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
+        if (
+            group[0] == "-p"
+            and len(group) == 2
+            and re.fullmatch(r"(no:)?(xdist|randomly|random_order|cov|pytest_cov)", group[1])
+        ):
+            why = "a plugin that is not used here"
+        if why:
+            left_out.setdefault(why, []).extend(group)
+        else:
+            kept += group
+    return kept, left_out
+
+
+def configured_plan(files):
+    """The Plan of `pytest` at the root: its configuration, without what cannot be kept."""
+    config, settings = pytest_settings(files)
+    addopts = words_of(settings.get("addopts"))
+    kept, left_out = keep_options(addopts)
+    plan = Plan(config=config)
+    if left_out:
+        plan.options = ["-o", f"addopts={shlex.join(kept)}"]
+        plan.said = [
+            f"pytest runs without {shlex.join(words)} ({why})" for why, words in left_out.items()
+        ]
+    return plan
+
+
+def without_options(plan, files, refused, why):
+    """The plan without the options that pytest refused, and without their values."""
+    _, settings = pytest_settings(files)
+    addopts = words_of(settings.get("addopts"))
+    index = next((i for i, word in enumerate(plan.options) if word.startswith("addopts=")), None)
+    if index is not None:
+        addopts = words_of(plan.options[index].partition("=")[2])
+    present = lambda word: word in files or any(
+        path.startswith(word.rstrip("/") + "/") for path in files
+    )
+    groups, kept, gone = grouped(addopts, present), [], []
+    for place, group in enumerate(groups):
+        follows = (
+            place
+            and groups[place - 1] == gone[-1:]
+            and not group[0].startswith("-")
+            and not present(group[0])
+        )
+        if group[0] in refused or group in refused or follows:
+            gone.append(group)
+        else:
+            kept += group
+    if not gone:
+        return None
+    other = [
+        word for i, word in enumerate(plan.options) if index is None or i not in (index - 1, index)
+    ]
+    words = [word for group in gone for word in group]
+    return Plan(
+        ["-o", f"addopts={shlex.join(kept)}", *other],
+        plan.config,
+        plan.folder,
+        plan.paths,
+        plan.rewrite,
+        [*plan.said, f"pytest runs without {shlex.join(words)} ({why})"],
+    )
+
+
+def provider(name):
+    """The plugin that provides a fixture, a mark or an option; "" where none is known."""
+    bare = name.lstrip("-").partition("=")[0]
+    return PLUGINS.get(bare) or PLUGINS.get(bare.partition("-")[0], "")
+
+
+def adapted(plan, files, said, errors):
+    """The plan without what pytest could not take in this environment; None for other reasons."""
+    if match := re.search(r"unrecognized arguments: (.*)", said):
+        words = words_of(match[1])
+        names = sorted({provider(word) for word in words} - {""})
+        return without_options(
+            plan,
+            files,
+            words,
+            f"{' and '.join(names)} is not installed" if names else "no plugin here knows it",
+        )
+    if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
+        return without_options(
+            plan,
+            files,
+            [["-p", match[1]], f"-p{match[1]}"],
+            f"the plugin {match[1]} is not installed",
+        )
+    if match := re.search(r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset", said):
+        # pytest-asyncio warns of its own default, and the repository makes errors of warnings
+        more = ["-o", f"{match[1]}=function"]
+        if more[1] not in plan.options:
+            line = f"{match[1]} is set to function (pytest-asyncio warns where it is unset)"
+            return Plan(
+                [*plan.options, *more],
+                plan.config,
+                plan.folder,
+                plan.paths,
+                plan.rewrite,
+                [*plan.said, line],
+            )
+    if match := re.search(r"Unknown config option:? ?s?:? ?([\w, ]+)", said):
+        # refused by a strict configuration, or a warning that the repository makes an error of
+        more = ["-o", "strict_config=false", "-W", "ignore::pytest.PytestConfigWarning"]
+        if more[1] in plan.options:
+            return None
+        found = (
+            without_options(
+                plan, files, ["--strict-config"], f"no plugin here knows {match[1].strip()}"
+            )
+            or plan
+        )
+        return Plan(
+            [*found.options, *more],
+            plan.config,
+            plan.folder,
+            plan.paths,
+            plan.rewrite,
+            (
+                found.said
+                if found is not plan
+                else [*plan.said, f"unknown settings are allowed ({match[1].strip()})"]
+            ),
+        )
+    if match := next(
+        (
+            match
+            for text in [said, *errors.values()]
+            if (match := re.search(r"Unknown pytest\.mark\.(\w+)", text))
+        ),
+        None,
+    ):
+        more = ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
+        if more[1] in plan.options:
+            return None
+        name = provider(match[1]) or "a plugin"
+        line = f"unknown marks are allowed ({match[1]} belongs to {name}, which is not installed)"
+        return Plan(
+            [*plan.options, *more],
+            plan.config,
+            plan.folder,
+            plan.paths,
+            plan.rewrite,
+            [*plan.said, line],
+        )
+    strict = next(
+        (
+            match[1]
+            for text in errors.values()
+            if (match := re.search(r"'(\w+)' not found in `markers`", text))
+        ),
+        "",
+    )
+    if strict and "strict_markers=false" not in plan.options:
+        name = provider(strict) or "a plugin"
+        found = without_options(
+            plan,
+            files,
+            ["--strict-markers", "--strict"],
+            f"its mark {strict} belongs to {name}, which is not installed",
+        )
+        found = found or plan
+        return Plan(
+            [*found.options, "-o", "strict_markers=false"],
+            plan.config,
+            plan.folder,
+            plan.paths,
+            plan.rewrite,
+            (
+                found.said
+                if found is not plan
+                else [*plan.said, f"unknown marks are allowed ({strict})"]
+            ),
+        )
+    return None
+
+
+# ---------------------------------------------------------------- what tox, make, CI and others run
+COMMAND_FILES = re.compile(
+    r"^(tox\.ini|setup\.cfg|pyproject\.toml|noxfile\.py|Makefile|makefile|GNUmakefile|justfile|Justfile|setup\.py|\.travis\.yml"
+    r"|\.gitlab-ci\.yml|azure-pipelines\.yml|appveyor\.yml|\.appveyor\.yml|\.github/workflows/[^/]*"
+    r"|\.circleci/config\.yml|(scripts?|bin|ci)/[^/]*test[^/]*|[^/]*test[^/]*\.sh|README[^/]*|CONTRIBUTING[^/]*)$"
+)
+RUNNERS = re.compile(
+    r"\b(py\.?test|unittest|nose(tests|2)?|python[\d.]*\s+\S*tests?\S*\.py|setup\.py\s+test)\b"
+)
+
+
+def command_lines(files):
+    """(path, line) of every line of the build files that starts tests."""
+    order = ("tox.ini", "noxfile.py", "pyproject.toml", "setup.cfg", "Makefile", "setup.py")
+    found = sorted(
+        (path for path in files if COMMAND_FILES.match(path)),
+        key=lambda path: (
+            order.index(path) if path in order else len(order),
+            path.startswith(("README", "CONTRIB")),
+            path,
+        ),
+    )
+    for path in found:
+        text = files[path].replace("\\\n", " ")
+        if path == "noxfile.py":
+            for call in re.findall(r"session\.run\(([^)]*)\)", text, re.S):
+                words = re.findall(r"['\"]([^'\"]+)['\"]", call)
+                yield path, shlex.join(words)
+            continue
+        if path == "setup.py":
+            if match := re.search(r"test_suite\s*=\s*['\"]([\w.]+)['\"]", text):
+                yield path, f"python -m unittest {match[1]}"
+            continue
+        if path.endswith(".toml"):
+            for line in re.findall(r"=\s*(?:\[\s*)?[\"'](.*?)[\"']\s*[\],}]*\s*$", text, re.M):
+                yield path, line
+            continue
+        for line in text.split("\n"):
+            line = re.sub(
+                r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?\s*[:=]?\s*[-@|]*\s*",
+                "",
+                line,
+            )
+            yield path, line.strip("`'\" ")
+
+
+def stated_plans(files):
+    """[(Plan, where it is said)] of the commands by which the authors run their tests."""
+    plans = []
+    for path, line in command_lines(files):
+        if not RUNNERS.search(line):
+            continue
+        folder = ""
+        for part in re.split(r"&&|;|\|\|?", line):
+            words = words_of(part)
+            if words[:1] == ["cd"] and len(words) == 2:
+                folder = words[1].strip("./")
+                continue
+            found = plan_in_folder(part.strip(), files, folder)
+            if found and all(found != plan for plan, _ in plans):
+                plans.append((found, f"`{part.strip()[:80]}` in {path}"))
+    # Files that are named like tests, though not as pytest names them.
+    named = sorted(
+        path
+        for path in files
+        if re.search(r"(^|/)(tests?|unit_?tests?|[^/]*tests|test[^/_][^/]*)\.py$", path, re.I)
+        and path.count("/") < 3
+        and re.search(r"^\s*(def test|class \w+.*TestCase)", files[path], re.M)
+    )
+    if named:
+        plan = configured_plan(files)
+        plan.paths = named
+        plans.append((plan, f"the name of {named[0]}"))
+    return plans
+
+
+def plan_in_folder(line, files, folder):
+    """The Plan of a command line that is given in a folder of the repository, or None."""
+    if not folder:
+        return plan_of_command(line, files)
+    top = folder + "/"
+    inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
+    plan = plan_of_command(line, inner)
+    if plan is None:
+        return None
+    plan.folder = folder
+    plan.config = top + plan.config if plan.config else configured_plan(files).config
+    return plan
+
+
+def plan_of_command(line, files):
+    """The Plan of one command line that runs tests, or None."""
+    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
+    line = re.sub(
+        r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?",
+        lambda match: "" if "bindir" in match[0] else "python",
+        line,
+    )
+    line = re.sub(r"\{toxinidir\}/?|\{toxinidir\}|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
+    line = re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
+    words = words_of(line)
+    while words and (
+        re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("time", "xvfb-run", "env", "exec", "-")
+    ):
+        words.pop(0)
+    while (
+        len(words) > 2
+        and words[0] in ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
+        and words[1] == "run"
+    ):
+        words = words[2:]
+    if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
+        words = words[1:]
+        while len(words) > 1 and words[0] in ("-W", "-X"):
+            words = words[2:]
+        while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
+            words = words[1:]
+        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+    if words[:2] == ["coverage", "run"]:
+        words = words[2:]
+        while words and words[0].startswith("-") and words[0] != "-m":
+            words = words[
+                (
+                    1
+                    if "=" in words[0]
+                    or words[0] in ("-a", "-p", "--append", "--branch", "--parallel-mode")
+                    else 2
+                ) :
+            ]
+        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+    if words[:2] == ["FILE", "setup.py"] or not words:
+        return None
+    plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
+    present = lambda word: word in files or word.rstrip("/") in folders or word in (".", "./")
+    folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+    tidy = lambda word: word.removeprefix("./").rstrip("/") or "."
+    if head in ("pytest", "py.test"):
+        kept, _ = keep_options(rest)
+        for group in grouped(kept, present):
+            if group[0].startswith("-"):
+                plan.options += group
+            elif present(tidy(group[0].partition("::")[0])):
+                plan.paths.append(tidy(group[0]))
+        return plan
+    if head in ("nosetests", "nose", "nose2", "trial"):
+        plan.paths = [tidy(word) for word in rest if present(tidy(word))]
+        return plan
+    if (
+        head == "FILE"
+        and rest
+        and present(tidy(rest[0]))
+        and re.search(r"test", rest[0], re.I)
+        and rest[0].endswith(".py")
+    ):
+        plan.paths = [tidy(rest[0])]
+        return plan
+    if head == "unittest":
+        return unittest_plan(plan, rest, files, present)
+    return None
+
+
+def unittest_plan(plan, words, files, present):
+    """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
+    folder, pattern, names, words = "", "", [], list(words)
+    while words:
+        word = words.pop(0)
+        if word in ("-s", "--start-directory") and words:
+            folder = words.pop(0)
+        elif word in ("-p", "--pattern") and words:
+            pattern = words.pop(0)
+        elif word in ("-t", "--top-level-directory", "-k") and words:
+            words.pop(0)
+        elif not word.startswith("-") and word != "discover":
+            names.append(word)
+    for name in names:
+        dotted = name.replace(".", "/")
+        for path in (name, dotted + ".py", dotted, dotted.rpartition("/")[0] + ".py"):
+            if present(path.rstrip("/")):
+                plan.paths.append(path.rstrip("/"))
+                break
+    if folder and present(folder.rstrip("/").removeprefix("./") or "."):
+        plan.paths.append(folder.rstrip("/").removeprefix("./") or ".")
+    if pattern:
+        plan.options += ["-o", f"python_files={pattern}"]
+    elif not plan.paths or any(not path.endswith(".py") for path in plan.paths):
+        plan.options += ["-o", "python_files=test*.py"]
+    return plan
+
+
+def test_command(plan, deselected=(), ignored=()):
+    """The command line that runs the suite by this plan, for a person or an agent at the root."""
+    words = ["python", "-m", "pytest", "-q", *plan.options]
+    words += (
+        [f"--rootdir={'/'.join('..' for _ in PurePosixPath(plan.folder).parts)}"]
+        if plan.folder
+        else []
+    )
+    words += [f"--ignore={path}" for path in ignored] + [
+        f"--deselect={node}" for node in deselected
+    ]
+    line = shlex.join([*words, *plan.paths])
+    return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
+
+
+# ---------------------------------------------------------------- what went wrong, in words
+def normalised(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared_names(files):
+    """Names of packages that the build files mention, normalised."""
+    text = "\n".join(
+        text
+        for path, text in files.items()
+        if re.search(
+            r"(^|/)(pyproject\.toml|setup\.(cfg|py)|tox\.ini|noxfile\.py|[^/]*requirements?[^/]*\.txt)$",
+            path,
+        )
+        or re.search(r"^requirements?/", path)
+    )
+    return {normalised(word) for word in re.findall(r"[A-Za-z][\w.-]+", text)}
+
+
+def own_metadata(files):
+    """{path: text} by which importlib.metadata finds the package: its name and its version and nothing else.
+
+    They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells both."""
+    name = version = ""
+    for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
+        key, _, value = line.partition(": ")
+        name = value.strip() if key == "Name" else name
+        version = value.strip() if key == "Version" else version
+    project = read_toml(files.get("pyproject.toml", "")).get("project", {})
+    if not (name and version) and isinstance(project, dict):
+        name, version = project.get("name", ""), project.get("version", "")
+    good = all(isinstance(word, str) and re.fullmatch(r"[\w.+!-]+", word) for word in (name, version))
+    if not good:
+        return {}
+    folder = re.sub(r"[-_.]+", "_", name)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    return {f"{folder}.egg-info/PKG-INFO": text}
+
+
+def missing_module(text):
+    """The module that an error says is missing, or ""."""
+    match = re.search(r"No module named '?([\w.]+)", text)
+    if match:
+        return match[1]
+    match = re.search(
+        r"cannot import name '(\w+)' from (?:partially initialized module )?'([\w.]+)'", text
+    )
+    return f"{match[2]}.{match[1]}" if match else ""
+
+
+def written_by_build(module, files, own):
+    """(what writes this file of the repository, the command that helps), or None."""
+    path = "/".join(module.split("."))
+    stem = path.rpartition("/")[2]
+    build = "\n".join(
+        files.get(name, "")
+        for name in ("pyproject.toml", "setup.cfg", "setup.py", "meson.build", "CMakeLists.txt")
+    )
+    # The file is named in the configuration of setuptools_scm, hatch-vcs and the like.
+    if (
+        re.search(rf"{re.escape(path)}\.py|[/\"']{re.escape(stem)}\.py", build)
+        or re.search(r"version", stem)
+        and re.search(
+            r"setuptools.scm|hatch-vcs|versioningit|versioneer|pbr|flit_scm|dynamic-versioning",
+            build,
+        )
+    ):
+        tool = next(
+            (
+                name
+                for name in (
+                    "setuptools_scm",
+                    "hatch-vcs",
+                    "versioningit",
+                    "versioneer",
+                    "flit_scm",
+                    "pbr",
+                    "pdm",
+                )
+                if name.replace("_", "-") in build.replace("_", "-")
+            ),
+            "its build",
+        )
+        return (
+            f"{path}.py is written by {tool} when the package is built",
+            "python -m pip install --no-deps --editable",
+        )
+    sources = [
+        name
+        for name in files
+        if re.search(
+            rf"(^|/){re.escape(stem.lstrip('_'))}\w*\.(pyx|c|cc|cpp|cxx|rs|f90)$", name, re.I
+        )
+        or re.search(rf"(^|/){re.escape(stem)}\.(pyx|c|cc|cpp|cxx|rs)$", name)
+    ]
+    declares = re.search(
+        rf"['\"]{re.escape(module)}['\"]|ext_modules|cythonize|maturin|setuptools.rust|py-modules-extension|mypycify",
+        build,
+    )
+    if sources or (declares and not any(name.startswith(f"{path}.py") for name in files)):
+        source = f" from {sources[0]}" if sources else ""
+        return (
+            f"{module} is an extension that the build compiles{source}",
+            "python -m pip install --no-deps --editable",
+        )
+    return None
+
+
+def explain_error(where, text, files, own, repo):
+    """What an error of a suite means and what helps, in one line."""
+    first = f"{where}: {text}" if where else text
+    module = missing_module(text)
+    if match := re.search(r"fixture '(\w+)' not found", text):
+        name = provider(match[1])
+        return f"{first}; " + (
+            f"the plugin {name} provides it: pip install {name}"
+            if name
+            else "a plugin or a conftest.py that is not here provides it"
+        )
+    if "async def functions are not natively supported" in text:
+        named = sorted(
+            {"pytest-asyncio", "anyio", "pytest-trio", "pytest-aiohttp", "pytest-twisted"}
+            & declared_names(files)
+        )
+        helps = f"pip install {named[0]}" if named else "pytest-asyncio and anyio are such plugins"
+        return f"{where}: its async tests need a plugin that runs them: {helps}"
+    if match := re.search(
+        r"PackageNotFoundError: (?:No package metadata was found for )?['\"]?([\w.-]+)", text
+    ):
+        return (
+            f"{first}; the package asks for its own metadata, which only an installation or a build writes: "
+            f"unpack a source distribution, or give it a PKG-INFO with its name and version"
+        )
+    if module:
+        top = module.partition(".")[0]
+        if top in own and (built := written_by_build(module, files, own)):
+            return f"{first}; {built[0]}: {built[1]} {repo}, then run this again"
+        helper = (
+            top in own
+            or re.search(r"test|conftest|helper|util|support|fixtures", top)
+            or any(path.split("/")[0] == top for path in files)
+        )
+        if normalised(top) in declared_names(files) and top not in own:
+            return f"{first}; it is declared but not installed: pip install {normalised(top)}, or --autoinstall"
+        if helper:
+            return (
+                f"{first}; the module {module} is not in this folder (a source distribution often leaves the helpers of its "
+                "tests out): use a checkout of the repository"
+            )
+        return f"{first}; install the package that has the module {module} for this Python"
+    if match := re.search(r"'(\w+)' not found in `markers`", text):
+        name = provider(match[1])
+        return f"{first}" + (
+            f"; the plugin {name} provides the mark: pip install {name}" if name else ""
+        )
+    if "import file mismatch" in text:
+        return f"{first}; two test files have one name: the authors' --import-mode=importlib, or an __init__.py in each folder, helps"
+    return first
+
+
+def explain_usage(said):
+    """The line of pytest's own output that says why it did not start."""
+    lines = [line.strip() for line in said.strip().split("\n") if line.strip()]
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    internal = [
+        line.removeprefix("INTERNALERROR>").strip()
+        for line in lines
+        if line.startswith("INTERNALERROR>")
+    ]
+    marked = marked or [
+        line for line in internal if re.match(r"[\w.]+(Error|Warning|Exception|Exit): ", line)
+    ]
+    marked = marked or [
+        line
+        for line in lines
+        if re.match(r"(ERROR|error|.*: error:|INTERNALERROR|\w*(Error|Exception|Exit):)", line)
+    ]
+    marked = marked or [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)
+    ]
+    conftest = next(
+        (
+            match[1]
+            for line in lines
+            if (match := re.search(r"ImportError while loading conftest '([^']*)'", line))
+        ),
+        "",
+    )
+    where = conftest.rpartition("/")[2] if conftest else ""
+    return where, (marked or lines or [""])[-1][:300]

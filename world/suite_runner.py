@@ -1,0 +1,260 @@
+"""Runs a repository's pytest suite inside the sandbox and answers with the outcome of every test.
+
+Nobody imports this file: synth_tasks.run_suite gives its text to a Python in the sandbox, whose
+working directory is the repository. The order is one JSON object on stdin, read before any code of
+the repository:
+
+    key        random; the answer has to carry it
+    options    options of pytest, in front of our own
+    config     pytest's configuration file, "" where there is none
+    folder     where the authors start pytest, relative to the root
+    paths      what to collect; [] leaves it to pytest
+    only       node ids of the tests to run; null for all
+    own        top-level names of the repository's packages
+    borrowed   {module: [is a package, source]} of what pytest needs and the sandbox hides
+    reverse, trace, brief, rewrite, trail: switches; limit: seconds for one test
+
+The answer is the last line of the output, JSON again. With `trail` a line for each test comes
+before it, as it starts: a suite that is killed tells that way how far it got.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+
+order = json.load(sys.stdin)
+root = os.getcwd()
+
+# Only we write to the real output. What anybody else prints goes to a file, which explains a suite
+# that does not start.
+answer_fd = os.dup(1)
+printed = tempfile.TemporaryFile()
+os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+os.dup2(printed.fileno(), 1)
+os.dup2(printed.fileno(), 2)
+
+
+class BorrowedModules:
+    """Imports pytest's own dependencies from the order.
+
+    A repository may be one of them (pluggy, iniconfig, packaging). The sandbox hides the installed
+    copy then, and pytest needs one that works where a feature of the repository's was deleted."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name in order["borrowed"]:
+            return importlib.util.spec_from_loader(
+                name, self, is_package=order["borrowed"][name][0]
+            )
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        is_package, source = order["borrowed"][module.__name__]
+        # Some read where they lie, though nothing is there.
+        module.__file__ = (
+            "/borrowed/"
+            + module.__name__.replace(".", "/")
+            + ("/__init__.py" if is_package else ".py")
+        )
+        exec(compile(source, f"<borrowed {module.__name__}>", "exec"), module.__dict__)
+
+
+borrowed = BorrowedModules()
+sys.meta_path.insert(0, borrowed)
+sys.path[:] = [path for path in sys.path if path]
+try:
+    import pytest  # the repository's folders are not on the path yet
+except BaseException as error:
+    os.write(answer_fd, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+    raise
+
+# Behind the standard library, so that no file of the repository takes the place of a module that we
+# import late; before the
+# installed packages, so that a copy of the repository that is installed is not tested in its place.
+installed = [
+    place
+    for place, path in enumerate(sys.path)
+    if "site-packages" in path or "dist-packages" in path
+]
+place = installed[0] if installed else len(sys.path)
+sys.path[place:place] = [root, root + "/src"]
+
+
+def inside(module):
+    """Whether a module comes from the repository."""
+    return str(getattr(module, "__file__", None) or "").startswith(root + "/")
+
+
+def set_aside():
+    """Takes modules that are named like the repository's own out of the table of modules.
+
+    The tests import the repository's then; pytest keeps its own, which its modules refer to."""
+    sys.meta_path.remove(borrowed)
+    order["borrowed"].clear()                       # it may be the original of what was deleted
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top in order["own"] and top not in sys.stdlib_module_names and not inside(module):
+            del sys.modules[name]
+
+
+outcomes, seconds, touched, errors, again = {}, {}, {}, {}, set()
+collected, now = [], set()
+overrun, running, clock = set(), ["", 0.0], time.monotonic
+# The worst part of a test is its outcome.
+SEVERITY = {"failed": 4, "error": 3, "xfail": 2, "skipped": 1, "passed": 0}
+
+
+def trace(frame, event, argument):
+    code = frame.f_code
+    if code.co_filename.startswith(root):
+        now.add(code.co_filename[len(root) + 1 :] + ":" + str(code.co_firstlineno))
+
+
+class Late(BaseException):
+    """A test took too long. Not an Exception, since a test may wait for any of those."""
+
+
+def late(*_):
+    # Whatever catches this, the test has failed: it is written down first.
+    overrun.add(running[0])
+    raise Late
+
+
+def last_words(report):
+    """What went wrong, in the line that says most."""
+    crash = getattr(getattr(report, "longrepr", None), "reprcrash", None)
+    text = crash.message if crash else str(getattr(report, "longrepr", ""))
+    lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
+    # pytest shows an error of the collection as a traceback, whose lines of errors begin with E.
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    named = [line for line in lines if line.startswith("fixture '")]
+    return ((marked or named or lines or [""])[-1 if marked else 0])[:300]
+
+
+def part_of_outcome(report):
+    """What one report says about its test; None where it says nothing new."""
+    is_subtest = hasattr(report, "context")
+    if report.outcome == "failed":
+        return "failed" if report.when == "call" else "error"
+    if is_subtest:
+        return None  # a subtest that is skipped or expected to fail decides nothing
+    if hasattr(report, "wasxfail"):
+        return "xfail"
+    if report.outcome == "skipped":
+        return "skipped"
+    return "passed" if report.when == "call" else None
+
+
+class Plugin:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self):
+        set_aside()
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            errors[report.nodeid] = last_words(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        # Doctests and checks of style are not tests of a feature: they stand in the files that an
+        # agent may write.
+        kept = [item for item in items if isinstance(item, pytest.Function)]
+        if order["only"] is not None:
+            only = set(order["only"])
+            kept = [item for item in kept if item.nodeid in only]
+        items[:] = kept[::-1] if order["reverse"] else kept
+
+    def pytest_collection_finish(self, session):
+        collected.extend(item.nodeid for item in session.items)
+        touched["import"] = sorted(now)
+        if order["trail"]:
+            os.write(answer_fd, b"%d tests\n" % len(collected))
+
+    def pytest_runtest_logstart(self, nodeid):
+        if order["trail"]:
+            os.write(
+                answer_fd, b"> " + nodeid.encode("utf-8", "replace").replace(b"\n", b" ") + b"\n"
+            )
+        now.clear()
+        sys.settrace(trace if order["trace"] else None)
+        running[:] = nodeid, clock()
+        if order["limit"]:  # the test before may have taken the signal for itself
+            signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, order["limit"], order["limit"])
+
+    def pytest_runtest_logfinish(self, nodeid):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        # the alarm may have been switched off: the clock tells as well
+        if order["limit"] and clock() - running[1] > order["limit"]:
+            overrun.add(nodeid)
+        sys.settrace(None)
+        touched[nodeid] = sorted(now)
+
+    def pytest_runtest_logreport(self, report):
+        node = report.nodeid
+        if report.outcome not in ("passed", "failed", "skipped"):
+            # rerun, retried: another attempt follows, and the last one counts
+            outcomes.pop(node, None)
+            again.add(node)
+            return
+        seconds[node] = seconds.get(node, 0) + report.duration
+        part = part_of_outcome(report)
+        if part is None:
+            return
+        if part in ("failed", "error") and node not in errors:
+            errors[node] = last_words(report)
+        before = outcomes.get(node)
+        if before is None or SEVERITY[part] > SEVERITY[before]:
+            outcomes[node] = part
+
+    def pytest_internalerror(self, excrepr):
+        errors[""] = str(excrepr).strip().split("\n")[-1][:300]
+
+
+signal.signal(signal.SIGALRM, late)
+arguments = [
+    *order["options"],
+    "-q",
+    "--tb=no",
+    "--maxfail=0",
+    "-p",
+    "no:randomly",
+    "--continue-on-collection-errors",
+]
+arguments += [] if order["rewrite"] else ["--assert=plain"]
+arguments += ["-x"] if order["brief"] else []
+arguments += ["-c", os.path.join(root, order["config"])] if order["config"] else []
+os.chdir(os.path.join(root, order["folder"]))
+sys.settrace(trace if order["trace"] else None)
+status = pytest.main([*arguments, "--rootdir", root, *order["paths"]], plugins=[Plugin()])
+sys.settrace(None)
+
+outcomes.update(dict.fromkeys(overrun & set(outcomes), "failed"))
+said = ""
+if int(status) not in (0, 1):  # pytest itself, or a conftest.py, could not go on
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass
+    printed.seek(0)
+    said = printed.read(1 << 20)[-8000:].decode("utf-8", "replace")
+answer = dict(
+    key=order["key"],
+    outcomes=outcomes,
+    seconds=seconds,
+    touched=touched if order["trace"] else {},
+    errors=dict(list(errors.items())[:2000]),
+    again=sorted(again),
+    collected=len(collected),
+    status=int(status),
+    said=said,
+)
+with os.fdopen(answer_fd, "wb") as pipe:
+    pipe.write(b"\n" + json.dumps(answer).encode())
+os._exit(0)

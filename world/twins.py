@@ -1,0 +1,401 @@
+"""Twins: changed copies of a test that must fail wherever the test itself passes.
+
+A test that passes says little while the code under test runs in its process: the code may return an
+object that equals everything, replace the helper that compares, or replace the names that check. A
+twin is the same test with one thing changed that it asserts: another expected value, another
+exception, the opposite operator. Code that does what the test asks for fails the twin; code that
+only makes tests pass passes the twin as well, and is found out.
+
+A change is one that must fail *because* the test passes, whatever the implementation: what is
+expected is changed, never what the feature is given. Where a value is expected, test and twins call
+the same function `odd`, which hands its value on or changes it, according to a number; so all
+copies look alike but for a number. Where nothing is to be changed in a value (`is`, `<`, `not`),
+the twin has the opposite operator.
+
+Left out: assertions in fixtures, in helpers of one argument, and in what a test calls by a name
+that says nothing. Such a test has no twin, and a task is not judged by it alone.
+"""
+import ast
+import builtins
+import copy
+import re
+
+OPPOSITE = {ast.NotEq: ast.Eq, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+            ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
+# unittest's methods that have an opposite; the others compare two values or wait for an exception
+OPPOSITE_METHOD = {"assertTrue": "assertFalse", "assertIs": "assertIsNot",
+                   "assertIsNone": "assertIsNotNone", "assertIsInstance": "assertNotIsInstance",
+                   "assertLess": "assertGreaterEqual", "assertGreater": "assertLessEqual",
+                   "assertLogs": "assertNoLogs"}
+OPPOSITE_METHOD |= {back: name for name, back in OPPOSITE_METHOD.items()}
+OPPOSITE_METHOD |= {"assertNotEqual": "assertEqual", "assertNotIn": "assertIn",
+                    "assertNotRegex": "assertRegex", "assertNotAlmostEqual": "assertAlmostEqual"}
+RAISES = {"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertWarnsRegex",
+          "assert_raises"}
+APPROXIMATE = {"approx"}
+# calls that only write a value down
+WRITING = APPROXIMATE | {"tuple", "list", "set", "dict", "frozenset", "float", "int", "str",
+                         "bytes", "date", "datetime", "timedelta", "Decimal", "Fraction",
+                         "Path", "array"}
+# calls whose truth compares what they are given
+COMPARING = re.compile(r"(^|_)(isclose|allclose|array_equal|array_equiv|startswith|endswith|equals?"
+                       r"|same)$"
+                       r"|^(fullmatch|match|search)$")
+CONTAINING = {"startswith", "endswith", "fullmatch", "match", "search"}
+# calls that assert by themselves: a package's own helpers, numpy.testing, mock
+HELPER = re.compile(r"assert|check|verif|expect|same|equal|compare|should|ensure|validate|match"
+                    r"|close", re.I)
+ASSERTING_METHOD = re.compile(r"assert|expect|same|equal|should", re.I)
+FAILING = {"fail", "AssertionError"}
+
+
+class Twins(ast.NodeTransformer):
+    """One pass over a test that numbers every change, and makes the change of number `chosen`.
+
+    `numbers(changed)` draws the number that tells `odd` whether to change its value. Values that
+    are expected are sent through `odd` whether they are changed or not; `lost` are the names of the
+    feature, whose arguments are never changed. `changes` says of each whether a "value" is changed
+    or an "operator"."""
+
+    def __init__(self, odd, numbers, chosen=None, lost=()):
+        self.odd, self.numbers, self.chosen, self.lost = odd, numbers, chosen, set(lost)
+        self.changes = []
+
+    # ------------------------------------------------------------------ the two kinds of change
+    def through_odd(self, value, how=""):
+        """The call odd(number, value[, how]).
+
+        `how` is "far" for a value that must not be contained in another, "all" for a container of
+        which no element may stay, "kind" for exceptions."""
+        self.changes.append("value")
+        number = self.numbers(len(self.changes) - 1 == self.chosen)
+        words = [ast.Constant(number), value] + [ast.Constant(how)] * bool(how)
+        return ast.Call(ast.Name(self.odd, ast.Load()), words, [])
+
+    def is_opposite(self):
+        """True if this is the change to make: the caller then turns its operator around."""
+        self.changes.append("operator")
+        return len(self.changes) - 1 == self.chosen
+
+    # ------------------------------------------------------------------ truths
+    def falsify(self, node):
+        """The expression, true in a passing test, with its changes: each makes it false."""
+        if isinstance(node, ast.Compare):
+            return self.falsify_compare(node)
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            node.values = [self.falsify(value) for value in node.values]
+            return node
+        if isinstance(node, ast.BoolOp):
+            return self.falsify_or(node)
+        if is_not(node) and is_unequal(node.operand):
+            self.change_sides(node.operand)             # `not a != b` asserts a == b
+            return node
+        if isinstance(node, ast.Call):
+            name = called_name(node)
+            given = node.args[0] if len(node.args) == 1 else None
+            if name == "all" and isinstance(given, (ast.GeneratorExp, ast.ListComp)):
+                node.args[0].elt = self.falsify(node.args[0].elt)
+                return node
+            method = isinstance(node.func, ast.Attribute)
+            helper = len(node.args) > 1 and is_helper(node, name, method)
+            if name not in self.lost and node.args and (COMPARING.search(name) or helper):
+                node.args = self.changed_arguments(node.args, "far" if name in CONTAINING else "")
+                return node
+        return self.negated(node)
+
+    def negated(self, node):
+        """`not node`; of `not x`, x."""
+        if not self.is_opposite():
+            return node
+        if is_not(node):
+            return node.operand
+        return ast.UnaryOp(ast.Not(), node)
+
+    def falsify_or(self, node):
+        """All parts become false in one change: equalities by a value, the rest by `and False`."""
+        made = self.is_opposite()
+        for place, part in enumerate(node.values):
+            if compares_by(part, ast.Eq):
+                words = [ast.Constant(self.numbers(made)), part.comparators[0]]
+                part.comparators = [ast.Call(ast.Name(self.odd, ast.Load()), words, [])]
+            elif made:
+                node.values[place] = ast.BoolOp(ast.And(), [part, ast.Constant(False)])
+        return node
+
+    def falsify_compare(self, node):
+        """Equality and containment get other values, every other operator is turned around."""
+        sides = [node.left, *node.comparators]
+        for place, operator in enumerate(node.ops):
+            left, right = sides[place], sides[place + 1]
+            if isinstance(operator, (ast.Eq, ast.In)):
+                contained = isinstance(operator, ast.In)
+                # the plainer side is the expected one; where that is unclear, each side is changed
+                difference = plainness(left) - plainness(right)
+                if contained or difference <= 0:
+                    sides[place + 1] = self.expected(right, "all" if contained else "")
+                if contained or difference >= 0:
+                    sides[place] = self.expected(left, "far" if contained else "")
+            elif self.is_opposite():
+                node.ops[place] = OPPOSITE[type(operator)]()
+        node.left, node.comparators = sides[0], sides[1:]
+        return node
+
+    def expected(self, node, how=""):
+        """An expected value through `odd`: of approx(value), the value."""
+        if isinstance(node, ast.Call) and called_name(node) in APPROXIMATE and node.args:
+            node.args[0] = self.through_odd(node.args[0], how)
+            return node
+        return self.through_odd(node, how)
+
+    def changed_arguments(self, arguments, how=""):
+        """Arguments that call nothing, each a change of its own; all, if each calls something."""
+        plain = [argument for argument in arguments if not has_call(argument)] or arguments
+        changed = []
+        for argument in arguments:
+            can_change = argument in plain and not isinstance(argument, ast.Starred)
+            changed.append(self.expected(argument, how) if can_change else argument)
+        return changed
+
+    def change_sides(self, test):
+        """Both sides of a comparison of two, each a change of its own."""
+        test.left, test.comparators = self.expected(test.left), [self.expected(test.comparators[0])]
+
+    # ------------------------------------------------------------------ statements
+    def visit_Assert(self, node):
+        node.test = self.falsify(node.test)
+        return node
+
+    def visit_If(self, node):
+        """`if a != b: fail()` asserts a == b."""
+        first = node.body[0]
+        call = None
+        if isinstance(first, ast.Raise):
+            call = first.exc
+        elif isinstance(first, ast.Expr):
+            call = first.value
+        fails = call is not None and called_name(call) in FAILING
+        if fails and is_unequal(node.test):
+            self.change_sides(node.test)
+            return node
+        if fails:
+            node.test = self.negated(node.test)
+            return node
+        return self.generic_visit(node)
+
+    def visit_With(self, node):
+        for item in node.items:
+            if isinstance(item.context_expr, ast.Call):
+                item.context_expr = self.asserting_call(item.context_expr, in_with=True)
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    visit_AsyncWith = visit_With
+
+    def visit_Expr(self, node):
+        if isinstance(node.value, ast.Call):
+            node.value = self.asserting_call(node.value)
+        elif isinstance(node.value, ast.Await) and isinstance(node.value.value, ast.Call):
+            node.value.value = self.asserting_call(node.value.value)
+        return node
+
+    def visit_Assign(self, node):
+        """`error = pytest.raises(...)` and `with` are the same assertion."""
+        if isinstance(node.value, ast.Call) and called_name(node.value) in RAISES:
+            node.value = self.asserting_call(node.value)
+        return node
+
+    def asserting_call(self, node, in_with=False):
+        """A call that asserts: unittest's methods, raises and warns, helpers of any package."""
+        name, method = called_name(node), isinstance(node.func, ast.Attribute)
+        if name in self.lost:
+            return node
+        if name in RAISES:
+            if node.args and not isinstance(node.args[0], ast.Starred):
+                node.args[0] = self.through_odd(node.args[0], "kind")
+            for keyword in node.keywords:
+                if keyword.arg == "match":
+                    keyword.value = self.through_odd(keyword.value, "far")
+                elif keyword.arg in ("expected_exception", "expected_warning"):
+                    keyword.value = self.through_odd(keyword.value, "kind")
+            if name.endswith("Regex") and len(node.args) > 1:
+                node.args[1] = self.through_odd(node.args[1], "far")
+            return node
+        if method and name in OPPOSITE_METHOD:
+            given = node.args[0] if node.args else None
+            if name == "assertTrue" and isinstance(given, (ast.Compare, ast.BoolOp, ast.Call)):
+                node.args[0] = self.falsify(given)
+            elif name == "assertFalse" and is_unequal(given):
+                self.change_sides(given)                # asserts that the two are equal
+            elif self.is_opposite():
+                node.func.attr = OPPOSITE_METHOD[name]
+            return node
+        if in_with:
+            return node
+        if method and name.startswith("assert") and len(node.args) > 1:
+            if name == "assertIn":
+                node.args[0] = self.expected(node.args[0], "far")
+                node.args[1] = self.expected(node.args[1], "all")
+            elif name == "assertRegex":
+                node.args[1] = self.expected(node.args[1], "far")
+            else:
+                node.args[:2] = self.changed_arguments(node.args[:2])
+            return node
+        if is_helper(node, name, method):
+            node.args = self.changed_arguments(node.args)
+            for keyword in node.keywords:
+                if keyword.arg is not None and not has_call(keyword.value):
+                    keyword.value = self.expected(keyword.value)
+        return node
+
+
+def called_name(node):
+    """The last name of what is called: approx of pytest.approx(1); "" for anything else."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return getattr(function, "id", None) or getattr(function, "attr", "")
+
+
+def compares_by(node, operator):
+    """Whether a node compares two things, by this operator."""
+    is_single = isinstance(node, ast.Compare) and len(node.ops) == 1
+    return is_single and isinstance(node.ops[0], operator)
+
+
+def is_unequal(node):
+    return compares_by(node, ast.NotEq)
+
+
+def is_not(node):
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def is_helper(node, name, method):
+    """Whether a call that stands alone asserts: by its name, or as a function of two things."""
+    if method:
+        owner = getattr(node.func.value, "id", "")
+        own = owner in ("self", "cls") and HELPER.search(name)
+        return bool(ASSERTING_METHOD.search(name) or own)
+    is_function = not name[:1].isupper() and not hasattr(builtins, name)
+    return bool(HELPER.search(name)) or len(node.args) > 1 and is_function
+
+
+def has_call(node):
+    """Whether an expression calls anything but approx and what only writes a value down."""
+    calls = (ast.Call, ast.Await, ast.Yield)
+    parts = (part for part in ast.walk(node) if isinstance(part, calls))
+    return any(called_name(part) not in WRITING for part in parts)
+
+
+def plainness(node):
+    """2 for what is written down, 1 for what only has names, 0 for what calls something."""
+    if has_call(node):
+        return 0
+    has_name = any(isinstance(part, (ast.Name, ast.Attribute)) for part in ast.walk(node))
+    return 1 if has_name else 2
+
+
+def list_changes(test, lost=()):
+    """What can be changed in a test function (its ast node), by number: "value" or "operator"."""
+    pass_over = Twins("odd", lambda changed: 0, None, lost)
+    for statement in copy.deepcopy(test.body):
+        pass_over.visit(statement)
+    return pass_over.changes
+
+
+def changed_copy(test, odd, numbers, chosen=None, lost=()):
+    """A copy of a test's ast with the change of number `chosen`; without one it means the same."""
+    made = copy.deepcopy(test)
+    twins = Twins(odd, numbers, chosen, lost)
+    made.body = [twins.visit(statement) for statement in made.body]
+    return made
+
+
+def draw_numbers(draw):
+    """(modulus, rest, numbers): numbers(False) draws one of this rest, numbers(True) another."""
+    modulus = draw.randrange(101, 999)
+    rest = draw.randrange(modulus)
+
+    def numbers(changed):
+        while True:
+            number = draw.getrandbits(40)
+            if (number % modulus != rest) == changed:
+                return number
+            if not changed:
+                return number - number % modulus + rest
+
+    return modulus, rest, numbers
+
+
+# What `odd` is in the module of the tests. It needs no import: whatever it would import could have
+# been replaced. A candidate counts if it is not equal to the value; for an object that equals
+# everything there is none, and it gets an empty object.
+ODD = '''
+
+def {odd}(number, value, how=""):
+    if number % {modulus} == {rest}:
+        return value
+    letters = "".join("bcdfghjkqvwxz"[number // 13 ** place % 13] for place in range(9))
+    kind = type(value)
+    if how == "kind":
+        kinds = value if kind is tuple else (value,)
+        warned = any(isinstance(one, type) and issubclass(one, Warning) for one in kinds)
+        others = [ZeroDivisionError, KeyError, IndexError, OSError, TypeError, ValueError, EOFError,
+                  AttributeError, BufferError, GeneratorExit]
+        if warned:
+            others = [UnicodeWarning, BytesWarning, ImportWarning, SyntaxWarning, ResourceWarning]
+        # all that are unrelated: an exception of several kinds is one of them, too
+        unrelated = [other for other in others
+                     if not any(issubclass(other, one) or issubclass(one, other) for one in kinds)]
+        return tuple(unrelated) or value
+    def another(one):
+        return {odd}(number, one, "far" if how == "all" else how)
+    far = number // 11 % 89999 + 10000
+    candidates = []
+    if kind is bool:
+        candidates = [not value]
+    elif kind in (int, float, complex):
+        candidates = [value + 2 * abs(value) + far, -value]
+    elif kind is str and how == "all":
+        candidates = [""]
+    elif kind is str:
+        where = [place for place, letter in enumerate(value) if letter.isalnum()]
+        if where and not how:
+            place = where[number // 17 % len(where)]
+            candidates = [value[:place] + letter + value[place + 1:] for letter in letters
+                          if letter != value[place].lower()]
+        candidates.append(letters + value + letters)
+    elif kind is bytes:
+        candidates = [letters.encode() + value]
+        if value and not how:
+            candidates.insert(0, bytes([value[0] ^ 1]) + value[1:])
+    elif kind in (list, tuple):
+        place = number // 17 % len(value) if value else 0
+        changed = [another(one) if how == "all" or index == place else one
+                   for index, one in enumerate(value)]
+        candidates = [kind(changed), kind([*value, far])]
+    elif kind in (set, frozenset):
+        changed = [another(one) for one in value] if how == "all" else [far, *list(value)[1:]]
+        candidates = [kind(changed), kind([*value, far])]
+    elif kind is dict and how == "all":
+        candidates = [{{another(key): one for key, one in value.items()}}]
+    elif kind is dict:
+        place = number // 17 % len(value) if value else 0
+        changed = {{key: another(one) if index == place else one
+                   for index, (key, one) in enumerate(value.items())}}
+        candidates = [changed, {{**value, letters: far}}]
+    elif value is None:
+        candidates = [letters]
+    else:
+        for change in (lambda: value + 2 * abs(value) + far, lambda: value + far,
+                       lambda: value / letters, lambda: value.replace(year=value.year + 1)):
+            try:
+                candidates.append(change())
+            except Exception:
+                pass
+    for candidate in candidates:
+        try:
+            if not candidate == value:
+                return candidate
+        except Exception:
+            return candidate
+    return object()
+'''
