@@ -2359,6 +2359,7 @@ def audit_sandbox(task, mounts):
     key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
     sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
     sandbox.mounts = dict(mounts)
+    sandbox.output = max(sandbox.output, 4 << 20)   # what many variants of a submission return is long
     return sandbox
 
 

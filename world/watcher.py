@@ -107,8 +107,10 @@ class Folders:
     """Several folders below one root, watched until `close`."""
 
     def __init__(self, watcher, root, masks):
-        """masks: {folder relative to the root: mask}; a folder that is not there is left out."""
-        self.watcher, self.numbers = watcher, {}
+        """masks: {folder relative to the root: mask}; a folder that is not there is left out. watcher: None where nothing is watched."""
+        self.watcher, self.numbers, self.lost = watcher, {}, 0
+        if watcher is None:
+            return
         for folder, mask in masks.items():
             number = watcher.add(os.path.join(root, folder), mask)
             if number is not None:
@@ -125,7 +127,8 @@ class Folders:
 
     def complete(self):
         """Whether no event was lost since it began."""
-        return self.watcher.lost == self.lost
+        return self.watcher is None or self.watcher.lost == self.lost
 
     def close(self):
-        self.watcher.remove(self.numbers)
+        if self.watcher is not None:
+            self.watcher.remove(self.numbers)
