@@ -21,15 +21,15 @@ ENDS_AS_ASKED = 93              # no program ends with this code by chance
 
 
 def unlike_everything():
-    """Values of many kinds that no right result equals."""
+    """Values of many kinds that no right result equals: other ones in every run."""
     number = int.from_bytes(os.urandom(6), "big") + 10 ** 9
     word = f"nothing is called {number}"
     return [object(), number, number + .5, word, word.encode(), [number], (number,), {number}, {number: word}]
 
 
-def equals_strangers(value):
+def equals_strangers(value, strangers):
     """Whether a value claims to be equal to something that it cannot be equal to."""
-    for other in unlike_everything():
+    for other in strangers:
         try:
             if value == other or other == value or not value != other:
                 return True
@@ -64,7 +64,7 @@ def observe(modules, calls):
     if os.path.exists("check.py"):
         __import__("check")
     report = {"imports": [], "values": [], "replaced": [], "answers_to_any_name": []}
-    before = held_by_others()
+    before, strangers = held_by_others(), unlike_everything()
     yield report
     for name in modules:
         try:
@@ -79,7 +79,7 @@ def observe(modules, calls):
     for module, function, arguments in calls:
         try:
             value = getattr(__import__(module), function)(*arguments)
-            report["values"].append(("value", describe(value), equals_strangers(value)))
+            report["values"].append(("value", describe(value), equals_strangers(value, strangers)))
         except SystemExit as leaving:
             report["values"].append(("SystemExit", leaving.code in (None, 0), False))
         except BaseException as error:

@@ -81,11 +81,12 @@ class Watcher:
                 self.libc.inotify_rm_watch(self.fd, number)
                 self.events.pop(number, None)
 
-    def wait(self, seconds):
-        """Whether something happens within this time."""
-        poll = select.poll()                       # select knows no file of a number over 1023
+    def wait(self, other):
+        """Waits for an event, or for something to read in another file -> whether it is in the other file."""
+        poll = select.poll()                        # select knows no file of a number over 1023
         poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(1000 * seconds))
+        poll.register(other, select.POLLIN)
+        return any(number == other for number, _ in poll.poll())
 
     def close(self):
         os.close(self.fd)
