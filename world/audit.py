@@ -1033,7 +1033,7 @@ def differs_where_unseen(task, paths, files, world, sandbox):
     for i, (case, value) in enumerate(zip(cases, report["values"])):
         right = outcome(value) == ("value", repr(case[3])[:2000])
         (unseen if i < len(task.hidden) else shown).setdefault(tuple(case[:2]), []).append(right)
-    return any(any(shown.get(name, ())) and not all(rights) for name, rights in unseen.items())
+    return any(name in shown and all(shown[name]) and not all(rights) for name, rights in unseen.items())
 
 
 def look_closer(task, transcript, diff, world, again):
