@@ -77,7 +77,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import world.audit
-from world.audit import Finding, Recorder, World, changes
+from world.audit import changes
+from world.recorder import Finding, Recorder, World
 
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)

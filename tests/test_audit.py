@@ -1,4 +1,5 @@
 """The audit against transcripts that were written before its rules, and its facts one by one."""
+
 import dataclasses
 import os
 import sys
@@ -14,8 +15,10 @@ from audit_transcripts import PROGRAMS, TRANSCRIPTS
 from synth_tasks import Action, Task, Workspace, audit, changes, make_task
 from world import watcher
 
-facts_can_be_had = pytest.mark.skipif(not st.has_bwrap() or watcher.Watcher.make() is None,
-                                      reason="the audit's facts need bubblewrap and inotify")
+facts_can_be_had = pytest.mark.skipif(
+    not st.has_bwrap() or watcher.Watcher.make() is None,
+    reason="the audit's facts need bubblewrap and inotify",
+)
 
 
 def staged(transcript, number):
@@ -42,11 +45,14 @@ def staged(transcript, number):
         for mark, word in marks.items():
             text = text.replace(mark, word)
         return text
+
     return task, [(tool, tuple(map(fill, arguments))) for tool, arguments in transcript.calls]
 
 
 def told(task, calls):
-    """(transcript, submitted files) as a stranger stores them: outputs are lost, only edits are in the files."""
+    """(transcript, submitted files) as a stranger stores them: outputs are lost, only edits are in
+    the files.
+    """
     files, story = dict(task.files), []
     for tool, arguments in calls:
         story.append((Action("", [(tool, arguments)]), [""]))
@@ -104,4 +110,11 @@ if __name__ == "__main__":
         print(how, table(result))
         for label, (cheat, kind, found) in result.items():
             if how != "words" and (cheat != (kind == "cheat") or "-v" in sys.argv):
-                print("   ", "cheat " if cheat else "honest", kind, "|", label, [(f.turn, f.rule, f.evidence[:60], f.severity) for f in found])
+                print(
+                    "   ",
+                    "cheat " if cheat else "honest",
+                    kind,
+                    "|",
+                    label,
+                    [(f.turn, f.rule, f.evidence[:60], f.severity) for f in found],
+                )

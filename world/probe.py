@@ -1,11 +1,14 @@
-"""Runs inside the sandbox, for world/audit.py: what does a submission do when its modules are imported and its functions called?
+"""Runs inside the sandbox, for world/audit.py: what does a submission do when its modules are
+imported and its functions called?
 
-Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function, arguments)], and `variants`, each
-a dictionary path -> text of files to put in place first (an empty one is the submission itself). Every variant runs in a process
-of its own, so that one that hangs, dies or replaces things costs itself only. The answer, a list with one dictionary for each
-variant (for the first ones, where time runs out), is the literal that is written to standard output: `report` is what that process said (None if it said nothing),
-`code` how it ended.
+Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function,
+arguments)], and `variants`, each a dictionary path -> text of files to put in place first (an empty
+one is the submission itself). Every variant runs in a process of its own, so that one that hangs,
+dies or replaces things costs itself only. The answer, a list with one dictionary for each variant
+(for the first ones, where time runs out), is the literal that is written to standard output:
+`report` is what that process said (None if it said nothing), `code` how it ended.
 """
+
 import atexit
 import builtins
 import os
@@ -17,14 +20,24 @@ import time
 SECONDS_PER_VARIANT = 1.0
 SECONDS_IN_ALL = 6.0
 MOST_BYTES = 1 << 20
-ENDS_AS_ASKED = 93              # no program ends with this code by chance
+ENDS_AS_ASKED = 93  # no program ends with this code by chance
 
 
 def unlike_everything():
     """Values of many kinds that no right result equals: other ones in every run."""
-    number = int.from_bytes(os.urandom(6), "big") + 10 ** 9
+    number = int.from_bytes(os.urandom(6), "big") + 10**9
     word = f"nothing is called {number}"
-    return [object(), number, number + .5, word, word.encode(), [number], (number,), {number}, {number: word}]
+    return [
+        object(),
+        number,
+        number + 0.5,
+        word,
+        word.encode(),
+        [number],
+        (number,),
+        {number},
+        {number: word},
+    ]
 
 
 def equals_strangers(value, strangers):
@@ -39,7 +52,9 @@ def equals_strangers(value, strangers):
 
 
 def held_by_others():
-    """Identities of what a submission has no business to replace: builtins, the system's hooks, the tests' own checker."""
+    """Identities of what a submission has no business to replace: builtins, the system's hooks, the
+    tests' own checker.
+    """
     held = {f"builtins.{name}": id(value) for name, value in vars(builtins).items() if name != "_"}
     for name in ("exit", "excepthook", "displayhook", "stdout", "modules"):
         held[f"sys.{name}"] = id(getattr(sys, name))
@@ -90,8 +105,8 @@ def observe(modules, calls):
 
 
 def live(spec, pen):
-    """The life of one variant's process. It reports at every step, since the next step may end it."""
-    atexit._clear()                                 # what the sandbox itself does at the end of a script
+    """The life of one variant's process. It reports at every step: the next may end it."""
+    atexit._clear()  # what the sandbox itself does at the end of a script
     for report in observe(spec["modules"], spec["calls"]):
         os.write(pen, repr(report).encode("utf-8", "replace") + b"\n")
     atexit._run_exitfuncs()
@@ -117,9 +132,13 @@ def run_variant(spec, files):
             os._exit(1)
     os.close(pen)
 
-    # Read until it has nothing more to say or its time is over; of a longer report the beginning is enough.
+    # Read until it has nothing more to say or its time is over; of a longer report the beginning is
+    # enough.
     said, deadline = b"", time.monotonic() + SECONDS_PER_VARIANT
-    while len(said) < MOST_BYTES and select.select([ear], [], [], max(0, deadline - time.monotonic()))[0]:
+    while (
+        len(said) < MOST_BYTES
+        and select.select([ear], [], [], max(0, deadline - time.monotonic()))[0]
+    ):
         more = os.read(ear, 65536)
         if not more:
             break
@@ -130,7 +149,7 @@ def run_variant(spec, files):
     ended, status = 0, 0
     while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
-        time.sleep(0 if ended else .001)
+        time.sleep(0 if ended else 0.001)
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
@@ -151,7 +170,9 @@ def main():
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    spec = eval(sys.stdin.read())                   # written by the audit, read before any of the submission's code runs
+    spec = eval(
+        sys.stdin.read()
+    )  # written by the audit, read before any of the submission's code runs
     os.set_inheritable(answer, False)
     variants, begun = [], time.monotonic()
     for files in spec["variants"]:

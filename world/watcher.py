@@ -1,8 +1,10 @@
 """Which files of a folder were opened or changed, as the kernel tells it: inotify, through ctypes.
 
-The watch is on inodes and from outside, so a command in a cage cannot see it, and what it calls the file or the program does not
-matter. What is watched are folders; an event names the file in it. Linux only: elsewhere `Watcher.make` answers None.
+The watch is on inodes and from outside, so a command in a cage cannot see it, and what it calls the
+file or the program does not matter. What is watched are folders; an event names the file in it.
+Linux only: elsewhere `Watcher.make` answers None.
 """
+
 import ctypes
 import os
 import select
@@ -20,10 +22,11 @@ HEADER = struct.Struct("iIII")
 
 
 class Watcher:
-    """One queue of events for any number of folders. Threads may share it: each asks for the folders that it has added itself.
+    """One queue of events for any number of folders. Threads may share it: each asks for the
+    folders that it has added itself.
 
-    A queue is costly to close (the kernel waits for all readers of its lists, some 15 ms), and a user may have only 128 of them, so a
-    process keeps one and adds and removes folders.
+    A queue is costly to close (the kernel waits for all readers of its lists, some 15 ms), and a
+    user may have only 128 of them, so a process keeps one and adds and removes folders.
     """
 
     def __init__(self):
@@ -61,7 +64,7 @@ class Watcher:
                 at = 0
                 while at < len(data):
                     number, mask, _, length = HEADER.unpack_from(data, at)
-                    name = data[at + HEADER.size:at + HEADER.size + length].rstrip(b"\0")
+                    name = data[at + HEADER.size : at + HEADER.size + length].rstrip(b"\0")
                     at += HEADER.size + length
                     if mask & OVERFLOW:
                         self.lost += 1
@@ -82,8 +85,10 @@ class Watcher:
                 self.events.pop(number, None)
 
     def wait(self, other):
-        """Waits for an event, or for something to read in another file -> whether it is in the other file."""
-        poll = select.poll()                        # select knows no file of a number over 1023
+        """Waits for an event, or for something to read in another file -> whether it is in the
+        other file.
+        """
+        poll = select.poll()  # select knows no file of a number over 1023
         poll.register(self.fd, select.POLLIN)
         poll.register(other, select.POLLIN)
         return any(number == other for number, _ in poll.poll())
@@ -97,7 +102,7 @@ SHARED_LOCK = threading.Lock()
 
 
 def shared_watcher():
-    """This process's own (a fork does not share its parent's), or None where there is no inotify."""
+    """This process's own (a fork has another), or None where there is no inotify."""
     with SHARED_LOCK:
         if SHARED.get("owner") != os.getpid():
             SHARED.update(owner=os.getpid(), watcher=Watcher.make())
@@ -108,7 +113,9 @@ class Folders:
     """Several folders below one root, watched until `close`."""
 
     def __init__(self, watcher, root, masks):
-        """masks: {folder relative to the root: mask}; a folder that is not there is left out. watcher: None where nothing is watched."""
+        """masks: {folder relative to the root: mask}; a folder that is not there is left out.
+        watcher: None where nothing is watched.
+        """
         self.watcher, self.numbers, self.lost = watcher, {}, 0
         if watcher is None:
             return
