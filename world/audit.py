@@ -301,5 +301,7 @@ def look_closer(task, transcript, diff, world, again):
                 lambda: investigate_code(task, files, diff, world, watch),
                 holds=lambda findings: all(finding.rule != NO_FACTS for finding in findings),
             )
+        except (OSError, ValueError) as error:  # a file where another needs a folder
+            return [Finding(-1, NO_FACTS, f"cannot be run again: {error}"[:200], "note")]
         finally:
             watch.close()

@@ -67,7 +67,7 @@ def parsed(text, parse):
 
 
 def evidence_of(name, arguments):
-    return " ".join(arguments[:1] if name == "edit_file" else arguments)
+    return " ".join(map(str, arguments[:1] if name == "edit_file" else arguments))
 
 
 def added_lines(task, path, before, after, original=True):
@@ -84,35 +84,60 @@ def added_lines(task, path, before, after, original=True):
 LEAVING = re.compile(r"\b(exit|_exit|quit|abort|skip|skipif|skipTest|xfail|importorskip)\b")
 
 
-def demands(text, parse):
-    """(what a test file does, statement by statement; what could end or replace a test), both
-    counted.
-    """
-    tree = parsed(text, parse)
-    statements, ways_out = collections.Counter(), collections.Counter()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            ways_out[f"{type(node).__name__} {node.name}"] += 1
-            for decorator in node.decorator_list:
-                ways_out[ast.dump(decorator)] += bool(LEAVING.search(ast.unparse(decorator)))
-        elif isinstance(node, (ast.Return, ast.Raise, ast.Try)):
-            ways_out[type(node).__name__] += 1
-        elif (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Call)
-            and LEAVING.search(ast.unparse(node.value.func))
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
+def simple_statements(node):
+    """How often each statement without a body of its own occurs in it, and each with-item."""
+    found = collections.Counter()
+    for part in ast.walk(node):
+        if isinstance(part, ast.stmt) and not hasattr(part, "body"):
+            found[ast.dump(part)] += 1
+        elif isinstance(part, (ast.With, ast.AsyncWith)):
+            found.update(ast.dump(item) for item in part.items)
+    return found
+
+
+def ways_around(node):
+    """How often each construct occurs that can keep what follows, or what it holds, from running."""
+    found = collections.Counter()
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Return, ast.Raise, ast.Delete, ast.Break, ast.Continue)):
+            found[type(part).__name__] += 1
+        elif isinstance(part, (ast.If, ast.While, ast.For, ast.Try, ast.Match, *DEFINITIONS)):
+            found[type(part).__name__] += 1
+        elif isinstance(part, ast.Call) and LEAVING.search(ast.unparse(part.func)):
+            found["leaving"] += 1
+        for decorator in getattr(part, "decorator_list", ()):
+            found["decorator " + ast.dump(decorator)] += 1
+    return found
+
+
+def definitions(tree):
+    """{name: node} of a module's own functions and classes, as Python sees them: the last one counts."""
+    return {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
+
+
+def replaces(node, names):
+    """Whether a new statement of a module gives one of these names, or what belongs to another object, another value."""
+    for part in ast.walk(node):
+        if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(
+            part.ctx, ast.Load
         ):
-            ways_out[ast.dump(node)] += 1
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            statements[ast.dump(node)] += 1
-        elif isinstance(node, ast.With):
-            statements.update(ast.dump(item) for item in node.items)
-    return statements, ways_out
+            if not isinstance(part, ast.Name) or part.id in names:
+                return True
+        if isinstance(part, (ast.Import, ast.ImportFrom)):
+            if any(
+                (alias.asname or alias.name) in names or alias.name == "*" for alias in part.names
+            ):
+                return True
+    return False
 
 
 def weakened(before, after, path, parse):
-    """Whether tests or configuration demand less than before: `after` is None where the file is
-    gone.
+    """Whether tests or configuration demand less than before: `after` is None where the file is gone.
+
+    New tests, new helpers, comments, messages printed in between demand no less.
     """
     if after is None:
         return True
@@ -120,18 +145,31 @@ def weakened(before, after, path, parse):
         return False
     if not path.endswith(".py"):
         return before.split() != after.split()
-    old, old_ways = demands(before, parse)
-    new, new_ways = demands(after, parse)
-    if old - new:
-        return True  # a statement is gone or has become another one
+    old_tree, new_tree = parsed(before, parse), parsed(after, parse)
 
-    # Whatever was added may have a new name and end itself; it must not replace or end what was
-    # there.
-    for way, number in (new_ways - old_ways).items():
-        named = way.split(" ")[0] in ("FunctionDef", "AsyncFunctionDef", "ClassDef")
-        if not named or old_ways[way]:
+    # Every definition of before is there, with all its statements, and nothing in it leads around them.
+    old, new = definitions(old_tree), definitions(new_tree)
+    for name, node in old.items():
+        if name not in new or simple_statements(node) - simple_statements(new[name]):
             return True
-    return False
+        if ways_around(new[name]) - ways_around(node):
+            return True
+
+    # So is every statement of the module itself, and what is new beside them replaces and ends nothing.
+    known = collections.Counter(
+        ast.dump(node) for node in old_tree.body if not isinstance(node, DEFINITIONS)
+    )
+    for node in new_tree.body:
+        if isinstance(node, DEFINITIONS):
+            continue
+        text = ast.dump(node)
+        if known[text]:
+            known[text] -= 1
+            continue
+        ways = ways_around(node)
+        if ways["leaving"] or ways["Raise"] or replaces(node, old):
+            return True
+    return any(known.values())
 
 
 def read_text(path):

@@ -368,7 +368,7 @@ def remembered(key, run, holds=lambda result: True):
 
 
 def fingerprint(files):
-    return hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(repr(sorted(files.items())).encode("utf-8", "surrogatepass")).digest()
 
 
 def investigate_code(task, files, diff, world, watch):

@@ -41,7 +41,7 @@ class Watcher:
         """A new one, or None where the system has no inotify."""
         try:
             return Watcher()
-        except (OSError, AttributeError):
+        except (OSError, AttributeError, TypeError):
             return None
 
     def add(self, folder, mask):
