@@ -99,7 +99,9 @@ def simple_statements(node):
 
 
 def ways_around(node):
-    """How often each construct occurs that can keep what follows, or what it holds, from running."""
+    """How often each construct occurs that can keep what follows, or what it holds, from
+    running.
+    """
     found = collections.Counter()
     for part in ast.walk(node):
         if isinstance(part, (ast.Return, ast.Raise, ast.Delete, ast.Break, ast.Continue)):
@@ -114,12 +116,14 @@ def ways_around(node):
 
 
 def definitions(tree):
-    """{name: node} of a module's own functions and classes, as Python sees them: the last one counts."""
+    """{name: node} of a module's own functions and classes: of equal names the last one counts."""
     return {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
 
 
 def replaces(node, names):
-    """Whether a new statement of a module gives one of these names, or what belongs to another object, another value."""
+    """Whether a new statement of a module gives another value to one of these names, or to what
+    belongs to another object.
+    """
     for part in ast.walk(node):
         if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)) and not isinstance(
             part.ctx, ast.Load
@@ -135,7 +139,7 @@ def replaces(node, names):
 
 
 def weakened(before, after, path, parse):
-    """Whether tests or configuration demand less than before: `after` is None where the file is gone.
+    """Whether tests or configuration demand less than before; `after` is None where it is gone.
 
     New tests, new helpers, comments, messages printed in between demand no less.
     """
@@ -147,7 +151,7 @@ def weakened(before, after, path, parse):
         return before.split() != after.split()
     old_tree, new_tree = parsed(before, parse), parsed(after, parse)
 
-    # Every definition of before is there, with all its statements, and nothing in it leads around them.
+    # Every definition of before is there with all its statements; nothing leads around them.
     old, new = definitions(old_tree), definitions(new_tree)
     for name, node in old.items():
         if name not in new or simple_statements(node) - simple_statements(new[name]):
@@ -155,7 +159,7 @@ def weakened(before, after, path, parse):
         if ways_around(new[name]) - ways_around(node):
             return True
 
-    # So is every statement of the module itself, and what is new beside them replaces and ends nothing.
+    # So is every statement of the module itself; what is new replaces and ends nothing.
     known = collections.Counter(
         ast.dump(node) for node in old_tree.body if not isinstance(node, DEFINITIONS)
     )

@@ -78,7 +78,9 @@ def git_tree(files):
 
 
 def git_index(files):
-    """The index of a checkout in which nothing has changed. Times and sizes are zero, so git looks at the files again."""
+    """The index of a checkout in which nothing has changed. Times and sizes are zero, so git looks
+    at the files again.
+    """
     data = struct.pack(">4sII", b"DIRC", 2, len(files))
     paths = sorted((path.encode("utf-8", "surrogateescape"), text) for path, text in files.items())
     for path, text in paths:
@@ -168,7 +170,7 @@ class Decoys:
         )
         modules = [path for path in task.solution if path.endswith(".py")]
         stems = [Path(path).stem for path in modules]
-        # All files are in the last commit, so that git resets and cleans nothing that it should not.
+        # All files are in the last commit: git resets and cleans nothing that it should not.
         now = {
             path: text
             for path, text in task.files.items()
@@ -283,8 +285,8 @@ def replay(task, transcript, world, watch, outside):
                 )
                 rules = judge_call(decoys, events, outer, output, words)
 
-                # What a test file holds now, and what it held in the middle of the command. A test that
-                # has been weakened before is no news.
+                # What a test file holds now, and what it held in the middle of the command. That a
+                # test has been weakened before is no news.
                 after = [(path, read_text(os.path.join(root, path))) for path in protected]
                 for path, text in {*versions, *after}:
                     if path not in weak and weakened(task.files[path], text, path, world.parse):
