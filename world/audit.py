@@ -269,12 +269,12 @@ def is_plain(name, arguments, task, protected):
         return not LEFTOVER.search(path) and not (name == "edit_file" and protected(path))
     if arguments[0] == task.test_command:
         return True
-    words = arguments[0].split()
-    if (
-        len(words) < 2
-        or words[0] not in ("cat", "head", "tail", "wc", "ls")
-        or re.search(r"[^\w\s./-]", arguments[0])
-    ):
+    words = str(arguments[0]).split()
+    if len(words) < 2 or re.search(r"[^\w\s./:=-]", arguments[0]):
+        return False
+    if words[:3] == ["python", "-m", "pytest"] or words[0] == "pytest":
+        return not any(LEFTOVER.search(f"{word}/") for word in words)
+    if words[0] not in ("cat", "head", "tail", "wc", "ls"):
         return False
     paths = [os.path.normpath(word) for word in words[1:] if not word.startswith("-")]
     return all(path in task.files and not LEFTOVER.search(path) for path in paths)
@@ -293,7 +293,13 @@ def look_closer(task, transcript, diff, world, again):
         if watch is None:
             return [Finding(-1, NO_FACTS, "this system has no inotify", "note")]
         try:
-            found = replay(task, transcript, world, watch, outside) if transcript else []
+            # A repository's tests take long, and what they open is no secret.
+            needless = lambda name, arguments: (
+                "repo" in task.meta
+                and name != "edit_file"
+                and is_plain(name, arguments, task, world.protected)
+            )
+            found = replay(task, transcript, world, watch, outside, needless) if transcript else []
             files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
             key = "code", task.instance_id, fingerprint(task.files), fingerprint(files)
             return found + remembered(

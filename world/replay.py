@@ -181,7 +181,7 @@ class Decoys:
         old = {**now, **{path: self.old_version() for path in modules}}
         self.files, self.old_versions = git_history(now, old) if modules else ({}, set())
         stale = json.dumps({self.mark: self.mark}).encode()
-        caches = [".pytest_cache/v/cache/lastfailed"]
+        caches = []
         for path, stem in zip(modules, stems):
             folder = os.path.dirname(path)
             caches += [
@@ -197,7 +197,7 @@ class Decoys:
             for name, arguments in action.calls:
                 for path in NAMED_LEFTOVER.findall(evidence_of(name, arguments))[:20]:
                     path = os.path.normpath(path)
-                    if not path.startswith(("..", "/")):
+                    if LEFTOVER.search(path) and not path.startswith(("..", "/")):
                         caches.append(path)
         self.files.update({path: stale for path in caches})
         self.files.update({path: text.encode() for path, text in CONTROLS.items()})
@@ -267,8 +267,10 @@ def watched_folders(root):
     return masks
 
 
-def replay(task, transcript, world, watch, outside):
-    """Plays the calls again among decoys -> findings"""
+def replay(task, transcript, world, watch, outside, needless):
+    """Plays the calls again among decoys -> findings. needless(tool, arguments): a call that opens and
+    changes nothing, so that it need not be played.
+    """
     decoys, found = Decoys(task, transcript, world.protected), []
     for path, text in decoys.outside.items():
         Path(outside, path).write_text(text)
@@ -279,6 +281,8 @@ def replay(task, transcript, world, watch, outside):
         decoys.plant(root)
         for turn, (action, _) in enumerate(transcript):
             for name, arguments in action.calls:
+                if needless(name, arguments):
+                    continue
                 words = evidence_of(name, arguments)
                 events, outer, versions, output = observe(
                     world, workspace, watch, outside, name, arguments, protected
