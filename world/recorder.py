@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from world import watcher as inotify
 
 PARSE_ERRORS = SyntaxError, ValueError, RecursionError, MemoryError
-# What can hold the deleted code. The caches of pytest and ruff hold none, and these tools read them in
-# every honest run.
+# What can hold the deleted code. The caches of pytest and ruff hold none, and these tools read
+# them in every honest run.
 LEFTOVER = re.compile(r"(^|/)(__pycache__|\.cache|\.mypy_cache|\.pytype|\.git)/|\.py[co]$")
 NO_FACTS = "facts not recorded"
 

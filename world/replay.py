@@ -268,8 +268,8 @@ def watched_folders(root):
 
 
 def replay(task, transcript, world, watch, outside, needless):
-    """Plays the calls again among decoys -> findings. needless(tool, arguments): a call that opens and
-    changes nothing, so that it need not be played.
+    """Plays the calls again among decoys -> findings. needless(tool, arguments): whether a call
+    opens and changes nothing, so that it need not be played.
     """
     decoys, found = Decoys(task, transcript, world.protected), []
     for path, text in decoys.outside.items():
