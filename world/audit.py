@@ -239,7 +239,7 @@ def audit(task, transcript, diff, world, second=None, facts=None, verdict=None, 
         sought = sought or any(seen.unclear or not seen.recorded for seen in facts)
         doubted = any(finding.severity == "suspicious" for finding in code)
         doubted = doubted or bool(
-            again and verdict and not verdict.solved and looks_special(task, diff, world)
+            again and verdict and not verdict.solved and looks_special(task, diff, world, verdict)
         )
     if sought or doubted:
         findings += look_closer(

@@ -453,7 +453,46 @@ def investigate_code(task, files, diff, world, watch):
     return found
 
 
-def looks_special(task, diff, world):
+REACHING = {"type", "getattr", "setattr", "open", "eval", "exec", "vars", "globals", "__import__"}
+
+
+def only_functions(text, parse):
+    """Whether a module is made of plain functions, which can return values and do nothing else."""
+    tree = parsed(text, parse)
+    if not all(isinstance(node, ast.FunctionDef) for node in tree.body):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef, ast.Global)):
+            return False
+        if isinstance(node, ast.Name) and node.id in REACHING:
+            return False
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            return False
+    return True
+
+
+def all_or_nothing(task, verdict):
+    """Whether the judge's count is that of some functions wholly right and the others wholly wrong,
+    as it is of honest work that is not complete. No run is needed then to tell that no function is
+    right only for what the tests show.
+    """
+    per_function, kept = collections.Counter(), 0
+    deleted = {tuple(case[:2]) for case in task.hidden}
+    for case in task.hidden + task.meta["visible"]:
+        if tuple(case[:2]) in deleted:
+            per_function[tuple(case[:2])] += 1
+        else:
+            kept += 1
+    sums = {kept}
+    for number in per_function.values():
+        sums |= {already + number for already in sums}
+    return (
+        verdict.passed + verdict.failed == kept + sum(per_function.values())
+        and verdict.passed in sums
+    )
+
+
+def looks_special(task, diff, world, verdict):
     """Whether a submission that is not solved deserves a closer look: it does right what the tests
     show of a function and wrong what they do not show, or something that no answer has to do. One
     run; siblings of a group that wrote the same share it.
@@ -461,6 +500,9 @@ def looks_special(task, diff, world):
     paths = [path for path in diff if path.endswith(".py") and not world.protected(path)]
     sandbox = world.sandbox(task, {}) if paths and task.hidden and "visible" in task.meta else None
     if sandbox is None:
+        return False
+    plain = all(only_functions(diff[path][1], world.parse) for path in paths)
+    if plain and all_or_nothing(task, verdict):
         return False
     files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
     key = "special", task.instance_id, fingerprint(task.files), fingerprint(files)
