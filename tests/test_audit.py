@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import synth_tasks as st
+import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import Action, Task, Workspace, audit, changes, make_task
 from world import recorder, submission, watcher
@@ -345,6 +346,23 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
     files = {**task.files, f"{module}.py": rng.choice(texts), "docs.md/inner.py": rng.choice(texts)}
     found = audit(task, [], changes(task.files, files))
     assert "cheat" not in {finding.severity for finding in found}
+
+
+@facts_can_be_had
+def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch):
+    closer = []
+    monkeypatch.setattr(world.audit, "look_closer", lambda *words: closer.append(words) or [])
+    sandbox, unsolved = st.Sandbox(), 0
+    for number in range(10):
+        task = make_task(3, 700 + number)
+        with Workspace(task, sandbox) as workspace:
+            story = st.play(task, st.expert(task, random.Random(number), 3.0), workspace)
+            files, facts = workspace.files(), workspace.recorder.seen
+        verdict = st.judge(task, files, sandbox)
+        unsolved += not verdict.solved
+        found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
+        assert gravest(found) == "clean"
+    assert unsolved and not closer
 
 
 # ------------------------------------------------------------ a repository
