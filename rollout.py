@@ -420,6 +420,8 @@ class Chain:
     steps: int = 0                      # decoding steps it took: right drafts save some
     stats: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
+    facts: list = None                  # what the world recorded of its tool calls (world.audit.Seen); None: nobody looked on
+    findings: list = None               # the audit's; None: not audited yet
 
     @property
     def turns(self):
@@ -1092,7 +1094,9 @@ def at_work(task, tokenizer, sandbox, limits, compact):
     except MachineFailure as failure:
         return Chain(task, [Episode([opening(tokenizer, task)])], failure=str(failure))
     with workspace:
-        return (yield from agent(task, tokenizer, workspace, limits, compact))
+        chain = yield from agent(task, tokenizer, workspace, limits, compact)
+        chain.facts = workspace.recorder.seen
+        return chain
 
 
 def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
@@ -1104,8 +1108,9 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
         if chain.failure:
             return
         try:
-            chain.solved = judge(chain.task, chain.files, sandbox).solved
-            chain.reward = float(chain.solved)
+            verdict = judge(chain.task, chain.files, sandbox)
+            chain.solved, chain.reward = verdict.solved, float(verdict.solved)
+            audited(chain, verdict)                              # here it runs beside the sampling, and in the processes that sample
         except (MachineFailure, OSError, MemoryError) as failure:
             if not is_machine_failure(failure):
                 raise
@@ -1397,11 +1402,24 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None, remind={
     return chain
 
 
+def audited(chain, verdict=None):
+    """What the audit finds in this rollout -> findings, which the chain keeps"""
+    if chain.findings is None:
+        story = [(Action(turn.text, [(call.name, call.args) for call in turn.calls]), [call.output for call in turn.calls])
+                 for turn in chain.turns if turn.role == "assistant"]
+        diff = changes(chain.task.files, chain.files)
+        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
+    return chain.findings
+
+
 def cheats(chain):
-    """Does the audit find a cheat in this rollout?"""
-    story = [(Action(turn.text, [(call.name, call.args) for call in turn.calls]), [call.output for call in turn.calls])
-             for turn in chain.turns if turn.role == "assistant"]
-    return any(finding.severity == "cheat" for finding in audit(chain.task, story, changes(chain.task.files, chain.files)))
+    """Does the audit find a cheat in this rollout? By facts alone: what only sounds like one is `suspicious`."""
+    return any(finding.severity == "cheat" for finding in audited(chain))
+
+
+def suspicious(chain):
+    """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
+    return not cheats(chain) and any(finding.severity == "suspicious" for finding in audited(chain))
 
 
 def blind(chain):

