@@ -76,6 +76,11 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from world import leftovers
+from world.source import (FUNCTIONS, SourceText, code_lines, encode_source, find_definitions, find_test, first_line, is_python,
+                          package_root, parsed, remove_names, remove_statements, remove_tests, replace_bodies, syntax)
+from world.tree import FileText, Link, as_stored, has_own_mode, read_link, tree_meta, with_links, with_mode, write_links
+
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")      # tools an agent believes in and nobody offers
@@ -96,6 +101,12 @@ class Task:
     FAIL_TO_PASS: list = field(default_factory=list)
     PASS_TO_PASS: list = field(default_factory=list)
     meta: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        # JSON forgets which files are executable and which are links.
+        if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
+            self.files, self.solution = as_stored(self.files, self.meta), as_stored(self.solution, self.meta)
+            self.meta = {**self.meta, "pristine": as_stored(self.meta.get("pristine", {}), self.meta)}
 
     def to_json(self):
         return json.dumps(asdict(self))
@@ -663,8 +674,15 @@ def write_tree(files, root):
         place = Path(root) / path
         if os.path.isabs(path) or ".." in place.parts:      # a file of tasks may come from a stranger
             raise Refusal(f"{path!r} leads out of its tree")
+        if isinstance(text, Link):
+            continue
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(text.encode("utf-8", "surrogateescape"))
+        if isinstance(text, FileText):
+            place.chmod(text.mode)
+    outside = write_links(files, root)
+    if outside:
+        raise Refusal(f"the link {outside!r} leads out of its tree")
 
 
 # -------------------------------------------------------------------------------- the workspace
@@ -787,7 +805,9 @@ class Workspace:
                 place = Path(folder, name)
                 with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
                     if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
-                        path = str(place.relative_to(self.root)).encode("utf-8", "replace").decode()
+                        path = str(place.relative_to(self.root))
+                        if path not in self.task.files:         # a name of the repository's own is kept, UTF-8 or not
+                            path = path.encode("utf-8", "replace").decode()
                         left -= place.stat().st_size
                         if left >= 0:
                             found[path] = self.text(place)
@@ -934,16 +954,6 @@ def trivial(function, inputs):
     """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
     values = [function.value(xs) for xs in inputs]
     return values == inputs or all(value == values[0] for value in values) and len(values) > 1 or values[0] in ([], 0)
-
-
-ONE_AT_A_TIME = threading.Lock()
-
-
-def syntax(text, mode="exec"):
-    """ast.parse, one thread at a time: the threads of Python 3.11 share one counter of the depth, and a collection of garbage in the
-    middle of one tree lets another thread at it (SystemError: AST constructor recursion depth mismatch)."""
-    with ONE_AT_A_TIME:
-        return ast.parse(text, mode=mode)
 
 
 def delete(text, names):
@@ -1449,33 +1459,50 @@ class Refusal(ValueError):
 
 
 def copy_repository(repo):
-    """path -> text of everything an agent may see; bytes that are no text survive as surrogates."""
+    """path -> text of everything an agent may see; bytes that are no text survive as surrogates, and so do modes and links.
+
+    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no feature is taken from it."""
     root, files, size = Path(repo), {}, 0
     if not repo or not root.is_dir():
         raise Refusal(f"{repo or '--repo'}: no such directory")
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not JUNK.search(Path(folder, name).relative_to(root).as_posix() + "/"))
+        inside = lambda name: Path(folder, name).relative_to(root).as_posix()
+        # A link to a folder is listed among the folders, but it is one entry of this folder and is not walked into.
+        names += [name for name in folders if Path(folder, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if not JUNK.search(inside(name) + "/") and name not in names)
         for place in (Path(folder, name) for name in sorted(names)):
             path = place.relative_to(root).as_posix()
-            if not JUNK.search(path) and place.is_file() and not place.is_symlink():
-                size += place.stat().st_size
-                if len(files) >= MOST_FILES or size > MOST_BYTES:
-                    raise Refusal(f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)")
-                files[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+            if JUNK.search(path):
+                continue
+            if place.is_symlink():
+                link = read_link(place, root)
+                target = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
+                if link is None or JUNK.search(target):
+                    continue
+                files[path] = link
+            elif place.is_file():
+                status = place.stat()
+                size += status.st_size
+                data = place.read_bytes() if size <= MOST_BYTES else b""
+                if leftovers.is_bytecode(data):
+                    continue
+                files[path] = data.decode("utf-8", "surrogateescape")
+                if has_own_mode(status.st_mode):
+                    files[path] = with_mode(files[path], status.st_mode)
+            if len(files) > MOST_FILES or size > MOST_BYTES:
+                raise Refusal(f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)")
     if not any(path.endswith(".py") for path in files):
         raise Refusal(f"{repo}: holds no Python files")
-    for path in sources(files):
-        try:
-            syntax(files[path])
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Refusal(f"{repo}: {path} does not parse: {error}") from None
+    candidates = sources(files)
+    if candidates and not any(is_python(files[path]) for path in candidates):
+        raise Refusal(f"{repo}: {candidates[0]} does not parse as Python 3, and no other source does")
     return files
 
 
 def sources(files):
     """The paths features are deleted from: Python that is neither test nor configuration nor documentation."""
-    return [path for path in files
-            if path.endswith(".py") and not PROTECTED.search(path) and not re.match(r"docs?/|examples?/", path)]
+    return [path for path in files if path.endswith(".py") and not isinstance(files[path], Link)
+            and not PROTECTED.search(path) and not re.match(r"docs?/|examples?/", path)]
 
 
 def packages(files):
@@ -1514,25 +1541,12 @@ def places(names):
             for name in names & {*folders, *files}]
 
 
-def unpacked(data):
-    """The bytes themselves and, for an archive, those of its members."""
-    yield data
-    try:
-        if zipfile.is_zipfile(io.BytesIO(data)):
-            archive = zipfile.ZipFile(io.BytesIO(data))
-            yield from (archive.read(name) for name in archive.namelist() if archive.getinfo(name).file_size < MOST_BYTES)
-        elif data[:2] == b"\x1f\x8b":
-            yield zlib.decompressobj(31).decompress(data, MOST_BYTES)
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError):
-        return
-
-
 def telltales(files, names):
     """Files that are neither source nor prose and still hold a deleted identifier, in text, bytes or inside an archive."""
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
     words = [re.compile(rb"\b" + name.encode() + rb"\b") for name in names]
     return [path for path, text in files.items() if not path.endswith(prose) and any(
-        word.search(data) for data in unpacked(text.encode("utf-8", "surrogateescape")) for word in words)]
+        word.search(data) for data in leftovers.unpacked(text.encode("utf-8", "surrogateescape")) for word in words)]
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
@@ -1547,7 +1561,7 @@ outcomes, seconds, touched, now = {}, {}, {}, set()
 def trace(frame, event, argument):
     code = frame.f_code
     if code.co_filename.startswith(root):
-        now.add(code.co_filename[len(root) + 1:] + ":" + str(code.co_firstlineno))
+        now.add("%s:%d:%s" % (code.co_filename[len(root) + 1:], code.co_firstlineno, code.co_name))
 
 def late(*_):
     raise TimeoutError
@@ -1611,6 +1625,7 @@ class Repository:
     stable: list
     definitions: list
     patience: float     # seconds for one run of the stable tests
+    importable: dict = field(default_factory=dict)      # module -> what import_outcomes says of it
 
 
 @dataclass
@@ -1622,6 +1637,7 @@ class Definition:
     last: int
     node: object
     tests: set = field(default_factory=set)
+    nodes: list = field(default_factory=list)   # every definition of this name in its scope: a property's setter, overloads, ...
     early: bool = False     # runs while the package is imported: nothing works without it
     wanted: bool = False    # tests import it by name: they are not collected without it
 
@@ -1629,23 +1645,24 @@ class Definition:
         return self.last - self.first + 1
 
 
-def first_line(node):
-    """From 0, decorators included."""
-    return min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", ())]) - 1
-
-
-def definitions(files):
-    """Functions, classes and their methods, outside tests."""
+def definitions(files, paths=None):
+    """Functions, classes and their methods, outside tests. Those of one name in one scope are one; its node is the last of them."""
     found = []
-    for path in sources(files):
-        for node in syntax(files[path]).body:
-            inner = [(item, f"{node.name}.{item.name}", "method") for item in getattr(node, "body", ())
-                     if isinstance(node, ast.ClassDef) and isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            outer = [(node, node.name, kind)] if hasattr(node, "decorator_list") else []
-            for item, name, kind in outer + inner:
-                found.append(Definition(path, name, kind, first_line(item) + 1, item.end_lineno, item))
+    for path in paths if paths is not None else sources(files):
+        if not is_text(path):
+            continue
+        for name, kind, nodes in find_definitions(files[path]):
+            last = nodes[-1]
+            found.append(Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes))
     return found
+
+
+def is_text(path):
+    """False for a name that is not UTF-8: no prompt and no log can spell it."""
+    try:
+        return bool(path.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def study(repo, sandbox=None, time_limit=60.0, say=print):
@@ -1678,7 +1695,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     found, wanted = definitions(files), imported_names(files)
     for one in found:
         parts = [one] if one.kind != "class" else methods(one, found)
-        keys = {f"{part.path}:{part.first}" for part in parts}
+        keys = {f"{part.path}:{first_line(node)}:{node.name}" for part in parts for node in part.nodes}
         one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
         one.early = bool(keys & set(touched.get("import", ())))
         one.wanted = one.name in wanted
@@ -1686,7 +1703,29 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     name, run = Path(repo).resolve().name, sum(bool(one.tests) for one in found)
     say(f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
         f"{run} of {len(found)} definitions are run by a test")
-    return Repository(name, files, stable, found, patience)
+    return Repository(name, files, stable, found, patience, import_outcomes(files, sandbox))
+
+
+def import_outcomes(files, sandbox):
+    """{module: outcome} of importing every module of the sources in one process: "" where all is well, else the exception's
+    name or what `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
+    paths = set(sources(files))
+    places = [package_root(path, paths) for path in sorted(paths) if not path.endswith("__main__.py")]
+    names = sorted({name for _, name in places if all(part.isidentifier() for part in name.split("."))})
+    order = dict(modules=names, roots=sorted({root or "." for root, _ in places}))
+    program = (Path(__file__).parent / "world" / "import_check.py").read_text()
+    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
+    outcomes = {}
+    for line in result.output.split("\n"):
+        with contextlib.suppress(ValueError):
+            name, outcome = json.loads(line)
+            outcomes[name] = outcome
+    return outcomes
+
+
+def import_broken(before, after):
+    """The first module that can be imported no longer, or whose `__all__` lists more than it holds; None if there is none."""
+    return next((name for name, outcome in before.items() if outcome == "" and after.get(name) != ""), None)
 
 
 def methods(one, found):
@@ -1697,15 +1736,6 @@ def imported_names(files):
     """Names that tests and configuration import by `from ... import name`."""
     return {alias.name for path, text in files.items() if path.endswith(".py") and PROTECTED.search(path)
             for node in ast.walk(parsed(text)) if isinstance(node, ast.ImportFrom) for alias in node.names}
-
-
-@functools.lru_cache(64)
-def parsed(text):
-    """The syntax tree (shared: not to be changed), empty where the text has none."""
-    try:
-        return syntax(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return syntax("")
 
 
 def repository_sandbox(files, time_limit=60.0):
@@ -1726,35 +1756,19 @@ REPO_LEVELS = [dict(kind="function", docstring=True), dict(kind="function", docs
                dict(kind="multi-file", docstring=False), dict(kind="module", docstring=False)]
 
 
-def body_span(lines, node, keep_docstring):
-    """(first, last) lines of the body to be deleted, from 0, end exclusive; None where body and def share a line."""
-    start = node.body[0]
-    if not lines[start.lineno - 1][:start.col_offset].isspace():
-        return None
-    if ast.get_docstring(node, clean=False) is not None:
-        if len(node.body) == 1:
-            return None
-        if keep_docstring:
-            return start.end_lineno, node.end_lineno
-    first = first_line(start)
-    while not lines[first - 1].strip() or lines[first - 1].lstrip().startswith("#"):
-        first -= 1
-    return first, node.end_lineno
+def by_path(chosen):
+    """path -> the nodes of these definitions in that file."""
+    found = {}
+    for one in chosen:
+        found.setdefault(one.path, []).extend(one.nodes)
+    return found
 
 
 def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
     """The files with these bodies replaced; every other byte stays."""
     out = dict(files)
-    for one in sorted(functions_of(chosen), key=lambda one: -one.first):
-        lines = out[one.path].split("\n")
-        span = body_span(lines, one.node, keep_docstring)
-        if span:
-            arguments = one.node.args.posonlyargs + one.node.args.args
-            names = [argument.arg for argument in arguments if argument.arg != "self"]
-            first = one.node.body[0]
-            indent = lines[first.lineno - 1][:first.col_offset]
-            lines[span[0]:span[1]] = [indent + body.format(first=(names or ["None"])[0])]
-            out[one.path] = "\n".join(lines)
+    for path, nodes in by_path(functions_of(chosen)).items():
+        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
     return out
 
 
@@ -1765,41 +1779,14 @@ def functions_of(chosen):
 def removed(files, chosen):
     """The files without these definitions, and without their names in imports and __all__ of other sources."""
     out = dict(files)
-    for one in sorted(chosen, key=lambda one: -one.first):
-        lines = out[one.path].split("\n")
-        end = one.last
-        while end < len(lines) - 1 and not lines[end].strip():
-            end += 1
-        out[one.path] = "\n".join(lines[:one.first - 1] + lines[end:])
-    names = {one.name for one in chosen}
-    for path in sources(out):
-        if any(name in out[path] for name in names):
-            out[path] = without_names(out[path], names, packages(files))
-    return out
-
-
-def without_names(text, names, own):
-    """The source with deleted names taken out of `__all__` and of `from module import ...`, for modules of these packages."""
-    lines = text.split("\n")
-    for node in reversed(syntax(text).body):
-        span, piece = slice(node.lineno - 1, node.end_lineno), None
-        if isinstance(node, ast.ImportFrom) and (node.level or node.module.split(".")[0] in own) and any(
-                alias.name in names for alias in node.names):
-            node.names = [alias for alias in node.names if alias.name not in names]
-            piece = [ast.unparse(node)] if node.names else []
-        elif isinstance(node, (ast.Assign, ast.AugAssign)) and "__all__" in ast.unparse(node)[:10]:
-            source = "\n".join(lines[span])
-            for name in names:
-                source = re.sub(rf"""[ \t]*(['"]){name}\1,?[ \t]*\n?""", "", source)
-            piece = source.split("\n")
-        if piece is not None:
-            lines[span] = piece
-    return "\n".join(lines)
+    for path, nodes in by_path(chosen).items():
+        out[path] = remove_statements(files[path], nodes)
+    return remove_names(out, sources(out), {(one.path, one.name) for one in chosen}) if chosen else out
 
 
 def dead_helpers(files, base, chosen, found):
     """Top-level functions that only the deleted code used: they would give the answer away."""
-    lost = "\n".join("\n".join(files[one.path].split("\n")[one.first - 1:one.last]) for one in chosen)
+    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
     words = set(re.findall(r"\w+", lost))
     left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
     paths = {one.path for one in chosen}
@@ -1831,16 +1818,6 @@ def draw_feature(repository, level, rng, taken):
     return None
 
 
-def find_test(text, node_id):
-    """The ast node of a test function by its node id, or None (inherited, generated)."""
-    body, node = parsed(text).body, None
-    names = node_id.split("[")[0].split("::")[1:]
-    for name in names:
-        node = next((node for node in body if getattr(node, "name", None) == name), None)
-        body = getattr(node, "body", [])
-    return node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-
-
 def hideable(text, node_id):
     """True if the test function is here and no other test calls it by name."""
     name = node_id.split("[")[0].split("::")[-1]
@@ -1851,12 +1828,7 @@ def without_tests(files, groups):
     """The files without these test functions."""
     out = dict(files)
     for path in {group.split("::")[0] for group in groups}:
-        lines = files[path].split("\n")
-        nodes = [find_test(files[path], group) for group in groups if group.split("::")[0] == path]
-        for node in sorted(nodes, key=lambda node: -node.lineno):
-            indent = lines[node.lineno - 1][:node.col_offset]
-            lines[first_line(node):node.end_lineno] = [indent + "pass"] if indent else []
-        out[path] = "\n".join(lines)
+        out[path] = remove_tests(files[path], [group for group in groups if group.split("::")[0] == path])
     return out
 
 
@@ -1903,10 +1875,12 @@ def with_twins(text, groups, draw):
     Only the parent knows which is which, so code that makes every test pass gives itself away; and results that claim to equal
     everything, or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the two apart, and
     results that equal, say, any string of that length, or everything from the tenth time on."""
-    lines, names, plain = text.split("\n"), {}, f"same_{draw.getrandbits(32):08x}"
+    read, names, plain = SourceText(text), {}, f"same_{draw.getrandbits(32):08x}"
+    # Nobody reads these bytes but Python, to which all line ends are one.
+    lines = [line.rstrip("\r\n") for line in read.lines] + [""]
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
-        start, one, two, copies = first_line(node), *draw.sample(range(10, 100), 2), []
+        start, one, two, copies = read.line_number(read.span(node)[0]) - 1, *draw.sample(range(10, 100), 2), []
         old, node = node.name, copy.deepcopy(node)
         new, twin = (f"{old}_{draw.getrandbits(32):08x}" for _ in range(2))
         body = [Wary(plain).visit(statement) for statement in node.body]     # not the decorators: they run before `plain` exists
@@ -1917,7 +1891,8 @@ def with_twins(text, groups, draw):
         draw.shuffle(copies)
         lines[start:node.end_lineno] = copies[0] + copies[1]
         names[group] = (group.removesuffix(old) + new, group.removesuffix(old) + twin)
-    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)), names
+    text = "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48))
+    return encode_source(text, read.encoding, "backslashreplace"), names
 
 
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
@@ -1927,12 +1902,22 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     base, helpers = delete_feature(files, chosen, dials, repository.definitions)
     if base == files:
         return "nothing to delete"
+    deleted_from = {path for path in files if path in base and base[path] != files[path]}
+    base, copied = without_copies(files, base, chosen + helpers, dials["kind"] == "gone")
+    if copied:
+        return "its code stands elsewhere, too"
     outcomes = run_suite(base, sandbox, repository.stable)["outcomes"]
     broken = {node for node in repository.stable if outcomes.get(node) != "passed"}
     if not broken:
         return "no test fails"
     if broken - touching:
         return "other tests fail"
+    dropped_modules = {package_root(path, set(files))[1] for path in files.keys() - base.keys() if path.endswith(".py")}
+    before = {name: outcome for name, outcome in repository.importable.items() if name not in dropped_modules}
+    if import_broken(before, import_outcomes(base, sandbox) if before else {}):
+        return "the package does not import without it"
+    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing. A doctest may even have gone.
+    broken = {node for node in broken if node.split("::")[0] not in deleted_from}
     groups = sorted({node.split("[")[0] for node in broken})
     groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
     if not groups:
@@ -1942,14 +1927,17 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     inherited = {node for node in repository.stable for group in hidden if node.split("[")[0] != group
                  and node.split("[")[0].split("::")[::2] == group.split("::")[::2] and node.count("::") == 2
                  and not find_test(files[node.split("::")[0]], node)}      # the same test, run again by a subclass
-    visible = without_tests(base, hidden)
-    solution = {path: text for path, text in files.items() if base.get(path) != text}
-    pristine = {path: text for path, text in files.items() if visible.get(path) != text and path not in solution}
+    visible = keep_modes(without_tests(without_test_copies(files, base, hidden), hidden), files)
+    # What was left out for what it gives away is in no tree: the original, too, has to pass without it.
+    solution = {path: text for path, text in files.items() if path in base and base[path] != text}
+    pristine = {path: text for path, text in files.items()
+                if path in visible and visible[path] != text and path not in solution}
     task = Task(feature_id(repository, chosen, level), repository_prompt(chosen, prompt, set(groups) - set(hidden)), visible,
                 solution, TOOLS, level, judged, "python -m pytest -q", sorted(broken - inherited),
-                sorted(set(repository.stable) - broken - inherited),
+                sorted(node for node in repository.stable if outcomes.get(node) == "passed" and node not in inherited),
                 {"repo": repository.name, "kind": dials["kind"], "hidden_groups": hidden, "pristine": pristine,
-                 "names": [one.name for one in chosen], "statistics": statistics_of(repository, chosen, helpers)})
+                 "names": [one.name for one in chosen], "statistics": statistics_of(repository, chosen, helpers),
+                 **tree_meta(files)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
     # the original is the tree whose suite was run twice already: only its feature's tests, renamed beside their twins, are new
@@ -1970,9 +1958,50 @@ def delete_feature(files, chosen, dials, found):
     return base, helpers
 
 
+def without_copies(files, base, lost, gone):
+    """(base without the files that hold the deleted code, whether a file that has to stay holds it).
+
+    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives, and docs that quote a body
+    are left out. A module that holds the very same code for a purpose of its own has to stay, and so have the tests."""
+    base, copied, origins = dict(base), False, {one.path for one in lost}
+    code_paths = set(sources(files))
+    for one in lost:
+        # The code of a class is that of its methods; where they are stubs, each is listed by itself.
+        nodes = one.nodes if one.kind != "class" else [inner for node in one.nodes for inner in node.body if gone]
+        for node in (node for node in nodes if isinstance(node, FUNCTIONS)):
+            lines = code_lines(files[one.path], [node])
+            several = len(leftovers.distinctive(lines)) > 1
+            for path, text in list(base.items()):
+                may_go = path not in origins and not PROTECTED.search(path)
+                may_go = may_go and (path not in code_paths or leftovers.is_copy(text, files[one.path]))
+                if may_go and leftovers.holds_code(text, lines, node.name):
+                    del base[path]
+                elif not may_go and several and leftovers.holds_code(text, lines, node.name, every=True):
+                    copied = True
+    return base, copied
+
+
+def without_test_copies(files, base, hidden):
+    """The tree without files that are no Python and hold the code of a hidden test."""
+    base = dict(base)
+    for group in hidden:
+        node = find_test(files[group.split("::")[0]], group)
+        lines = code_lines(files[group.split("::")[0]], [node])
+        for path in [path for path in base if not path.endswith(".py")]:
+            if leftovers.holds_code(base[path], lines, node.name, every=True):
+                del base[path]
+    return base
+
+
+def keep_modes(tree, files):
+    """The tree with the modes that its files have in the repository: an edit makes a plain text of a file."""
+    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+    return {path: with_mode(text, modes[path]) if path in modes else text for path, text in tree.items()}
+
+
 def moved(files, chosen):
     """The same definitions at their lines in the changed files."""
-    now = {(one.path, one.name): one for one in definitions(files)}
+    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
     return [now[one.path, one.name] for one in chosen]
 
 
@@ -1996,7 +2025,7 @@ def statistics_of(repository, chosen, helpers):
         return max([depth(child) + isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node)], default=0)
     names = {one.name.split(".")[-1] for one in chosen}
     paths = sources(repository.files)
-    nodes = (node for path in paths for node in ast.walk(syntax(repository.files[path])))
+    nodes = (node for path in paths for node in ast.walk(parsed(repository.files[path])))
     called = (getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes if isinstance(node, ast.Call))
     outer = [one for one in chosen + helpers if one.kind != "method" or not any(other.kind == "class" for other in chosen)]
     return dict(lines=sum(one.size() for one in outer), files=len({one.path for one in chosen}),
@@ -2038,6 +2067,7 @@ def overlay(task, files, draw):
 def judge_repository(task, files, sandbox):
     """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+    tree = keep_modes(with_links(tree, task.files), {**task.files, **task.solution, **task.meta["pristine"]})
     answer = run_suite(tree, sandbox, must + twins)
     outcomes = answer["outcomes"]
     lost = [node for node in must if outcomes.get(node) != "passed"]
