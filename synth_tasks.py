@@ -1506,32 +1506,56 @@ def sources(files):
 
 
 def packages(files):
-    """Names under which the sources can be imported."""
-    return sorted({Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in sources(files)} - {"setup"})
+    """Names under which the sources can be imported: of the folders at the root or in src/, and of packages further down."""
+    paths = set(sources(files))
+    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
+    return sorted((first | {package_root(path, paths)[1].split(".")[0] for path in paths}) - {"setup", "__init__"})
 
 
 def installed_copies(files):
     """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for this Python or for
-    another, or inside another package. By name, and half of the names defined, as `utils` may be anybody's."""
-    defined = {}
-    for path in sources(files):
-        defined.setdefault(Path(path.removeprefix("src/")).parts[0], set()).update(names_defined(files[path]))
-    found, names = [], packages(files)
+    another, inside another package, or in an archive of packages; of a module its bytecode, too.
+
+    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside site-packages, half of the
+    names defined have to agree as well: `utils` may be anybody's."""
+    paths = set(sources(files))
+    by_name = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths} - {"setup"}
+    defined = {}                                    # folder of a package, or file of a module -> names that it defines
+    for path in paths:
+        root, _ = package_root(path, paths)
+        name = Path(path).relative_to(root or ".").parts[0]
+        defined.setdefault(name, set()).update(names_defined(files[path]))
+    defined.pop("__init__.py", None)
+    found = []
     for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
         for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
             stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
-            if stem in names:
-                found.append(str(place))
+            if stem in by_name:
+                found.append(place)
+    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     for name, place in places(frozenset(defined)):
-        texts = place.glob("*.py*") if place.is_dir() else [place]
-        own = set().union(*(names_defined(text.read_text(errors="replace")) for text in texts if text.suffix in (".py", ".pyi")))
-        if 2 * len(own & defined[name]) > min(len(own), len(defined[name])):
-            found.append(str(place))
-    return sorted(set(found))
+        inside = place.rglob("*.py*") if place.is_dir() else [place]
+        texts = {text: text.read_text(errors="replace") for text in inside if text.suffix in (".py", ".pyi") and text.is_file()}
+        outermost = [text for path, text in texts.items() if not place.is_dir() or path.parent == place]
+        if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), .25):
+            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
+                found.append(place)
+    found += [archive for archive in archives() if archive_holds(archive, defined)]
+    # What Python has compiled lies beside a module, in a folder that it shares with others.
+    for place in [place for place in found if place.suffix == ".py"]:
+        found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
+    return sorted({str(place) for place in found})
 
 
 def names_defined(text):
     return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
+
+
+def same_names(own, texts, share=0.0):
+    """True if half of the names in `own` or half of those that these texts define are common, and `share` of the longer list."""
+    theirs = set().union(*map(names_defined, texts))
+    common = len(theirs & own)
+    return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
 
 
 @functools.lru_cache(16)
@@ -1539,6 +1563,27 @@ def places(names):
     """(name, place) of every folder or module so named in what a sandbox shows of this machine."""
     return [(name, Path(folder, name)) for top in {"/usr", sys.prefix, sys.base_prefix} for folder, folders, files in os.walk(top)
             for name in names & {*folders, *files}]
+
+
+@functools.lru_cache(1)
+def archives():
+    """Archives of Python packages in what a sandbox shows of this machine: wheels that ensurepip carries, zipped eggs."""
+    return [Path(folder, file) for top in {"/usr", sys.prefix, sys.base_prefix} for folder, _, files in os.walk(top)
+            for file in files if file.endswith((".whl", ".egg", ".pyz"))]
+
+
+def archive_holds(place, defined):
+    """True if an archive holds a copy of one of these packages or modules, wherever in it."""
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = [member for member in archive.namelist() if member.endswith(".py")]
+            for name, own in defined.items():
+                inside = [member for member in members if name in member.split("/")]
+                if inside and same_names(own, [archive.read(member).decode("utf-8", "replace") for member in inside], .25):
+                    return True
+    except (OSError, zipfile.BadZipFile):
+        pass
+    return False
 
 
 def telltales(files, names):
