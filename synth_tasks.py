@@ -682,7 +682,7 @@ def write_tree(files, root):
             place.chmod(text.mode)
     outside = write_links(files, root)
     if outside:
-        raise Refusal(f"the link {outside!r} leads out of its tree")
+        raise Refusal(f"the link {outside!r} leads out of its tree or cannot be made")
 
 
 # -------------------------------------------------------------------------------- the workspace
@@ -1587,11 +1587,21 @@ def archive_holds(place, defined):
 
 
 def telltales(files, names):
-    """Files that are neither source nor prose and still hold a deleted identifier, in text, bytes or inside an archive."""
+    """Files that are neither source nor prose and still hold a deleted identifier, in text, bytes or inside an archive.
+
+    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds `def name`, too."""
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
-    words = [re.compile(rb"\b" + name.encode() + rb"\b") for name in names]
-    return [path for path, text in files.items() if not path.endswith(prose) and any(
-        word.search(data) for data in leftovers.unpacked(text.encode("utf-8", "surrogateescape")) for word in words)]
+    found = []
+    for path, text in files.items():
+        if path.endswith(prose) or isinstance(text, Link):
+            continue
+        is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
+        before = rb"(?:def|class)\s+" if is_plain else rb"\b"
+        words = [re.compile(before + name.encode() + rb"\b") for name in names]
+        data = text.encode("utf-8", "surrogateescape")
+        if any(word.search(part) for part in leftovers.unpacked(data) for word in words):
+            found.append(path)
+    return found
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
@@ -1964,7 +1974,7 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing. A doctest may even have gone.
     broken = {node for node in broken if node.split("::")[0] not in deleted_from}
     groups = sorted({node.split("[")[0] for node in broken})
-    groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
+    groups = [group for group in groups if is_text(group) and hideable(files[group.split("::")[0]], group)]
     if not groups:
         return "its tests cannot be hidden"
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))

@@ -107,13 +107,16 @@ def distinctive(lines):
 
 
 def holds_code(stored, lines, name, every=False):
-    """True if a file holds more than half (`every`: all) of the distinctive lines of a deleted body.
+    """True if a file holds a deleted body: all of it in one piece, or more than half (`every`: all) of its distinctive lines.
 
     lines: the body's lines of code; name: of the function. One line alone may be chance: then the name has to be there, too."""
-    wanted = distinctive(lines)
-    for text in readings(stored) if wanted else ():
+    wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
+    one_piece = len(lines) > 1 and len(whole) >= 12
+    for text in readings(stored) if wanted or one_piece else ():
+        if one_piece and whole in text:
+            return True
         found = sum(line in text for line in wanted)
-        enough = found == len(wanted) or (not every and 2 * found > len(wanted))
+        enough = 0 < found == len(wanted) or (not every and 2 * found > len(wanted))
         if enough and (len(wanted) > 1 or name in text):
             return True
     return False

@@ -334,14 +334,15 @@ def cut_statements(source, body, unwanted):
 def after_definition(source, node, end):
     """The end of a definition with the comments of its own indentation and the blank lines that follow it."""
     own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
-    number, last_comment = node.end_lineno + 1, node.end_lineno
+    last_comment = node.end_lineno
     for number in range(node.end_lineno + 1, len(source.lines) + 1):
         line = source.lines[number - 1]
         if line.strip().startswith("#") and len(line) - len(line.lstrip()) > own_column:
             last_comment = number
         elif line.strip():
             break
-    while last_comment < len(source.lines) and not source.lines[last_comment].strip():
+    # A line with a form feed is empty to Python, and a page break to its authors.
+    while last_comment < len(source.lines) and not source.lines[last_comment].strip(" \t\r\n"):
         last_comment += 1
     return max(end, source.starts[last_comment])
 

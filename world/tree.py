@@ -34,7 +34,10 @@ def read_link(place, root):
     if target != inside and not target.startswith(inside + os.sep):
         return None
     written = os.readlink(place)
-    if os.path.isabs(written):
+    # `link/..` is not the folder above `link`: where reading the words gives another place than following them, the
+    # place is kept and not the words.
+    by_words = os.path.normpath(os.path.join(os.path.realpath(place.parent), written))
+    if os.path.isabs(written) or os.path.realpath(by_words) != target:
         written = os.path.relpath(target, os.path.realpath(place.parent))
     return Link(written)
 
@@ -60,6 +63,8 @@ def as_stored(files, meta):
     for path in links:
         if path in out:
             out[path] = Link(out[path])
+            if not out[path] or "\0" in out[path]:
+                raise ValueError(f"{path!r} is a link to nothing")
     return out
 
 
@@ -73,7 +78,8 @@ def with_links(tree, files):
 
 
 def write_links(files, root):
-    """Writes the links of a tree whose files are written already -> the first path that leads out of the tree, or None.
+    """Writes the links of a tree whose files are written already -> the first path that cannot be a link or leads out of the
+    tree, or None.
 
     They come last: no file is ever written through one. Whether one leads out is asked of the file system, since links
     that each look harmless may lead out together."""
@@ -82,8 +88,11 @@ def write_links(files, root):
     for path, target in files.items():
         if isinstance(target, Link):
             place = Path(root) / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.symlink(target, place)
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.symlink(target, place)
+            except OSError:
+                return path
             places.append((path, place))
     for path, place in places:
         leads_to = os.path.realpath(place)
