@@ -1519,11 +1519,12 @@ def installed_copies(files):
     At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside site-packages, half of the
     names defined have to agree as well: `utils` may be anybody's."""
     paths = set(sources(files))
-    by_name = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths} - {"setup"}
+    by_name = set()
     defined = {}                                    # folder of a package, or file of a module -> names that it defines
     for path in paths:
         root, _ = package_root(path, paths)
         name = Path(path).relative_to(root or ".").parts[0]
+        by_name |= {name.removesuffix(".py")} if root in ("", "src") else set()
         defined.setdefault(name, set()).update(names_defined(files[path]))
     defined.pop("__init__.py", None)
     found = []
@@ -1680,7 +1681,7 @@ class Repository:
     stable: list
     definitions: list
     patience: float     # seconds for one run of the stable tests
-    importable: dict = field(default_factory=dict)      # module -> what import_outcomes says of it
+    importable: list = field(default_factory=list)      # names of the modules that can be imported
 
 
 @dataclass
@@ -1758,16 +1759,31 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     name, run = Path(repo).resolve().name, sum(bool(one.tests) for one in found)
     say(f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
         f"{run} of {len(found)} definitions are run by a test")
-    return Repository(name, files, stable, found, patience, import_outcomes(files, sandbox))
+    ran = {place.rsplit(":", 2)[0] for places in touched.values() for place in places}
+    outcomes = import_outcomes(files, sandbox, module_names(files, ran))
+    importable = [module for module, outcome in outcomes.items() if outcome == ""]
+    return Repository(name, files, stable, found, patience, importable)
 
 
-def import_outcomes(files, sandbox):
-    """{module: outcome} of importing every module of the sources in one process: "" where all is well, else the exception's
-    name or what `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
+def module_names(files, ran):
+    """Dotted names of the sources that are meant to be imported: in a package, at the root or in src/, or run by a test (`ran`,
+    paths). A script somewhere else may do anything when it is imported."""
+    paths, names = set(sources(files)), set()
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        if path.endswith("__main__.py") or not (folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran):
+            continue
+        name = package_root(path, paths)[1]
+        if all(part.isidentifier() for part in name.split(".")):
+            names.add(name)
+    return sorted(names)
+
+
+def import_outcomes(files, sandbox, names):
+    """{module: outcome} of importing these modules in one process: "" where all is well, else the exception's name or what
+    `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
     paths = set(sources(files))
-    places = [package_root(path, paths) for path in sorted(paths) if not path.endswith("__main__.py")]
-    names = sorted({name for _, name in places if all(part.isidentifier() for part in name.split("."))})
-    order = dict(modules=names, roots=sorted({root or "." for root, _ in places}))
+    order = dict(modules=names, roots=sorted({package_root(path, paths)[0] or "." for path in paths}))
     program = (Path(__file__).parent / "world" / "import_check.py").read_text()
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
     outcomes = {}
@@ -1776,11 +1792,6 @@ def import_outcomes(files, sandbox):
             name, outcome = json.loads(line)
             outcomes[name] = outcome
     return outcomes
-
-
-def import_broken(before, after):
-    """The first module that can be imported no longer, or whose `__all__` lists more than it holds; None if there is none."""
-    return next((name for name, outcome in before.items() if outcome == "" and after.get(name) != ""), None)
 
 
 def methods(one, found):
@@ -1967,9 +1978,11 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
         return "no test fails"
     if broken - touching:
         return "other tests fail"
-    dropped_modules = {package_root(path, set(files))[1] for path in files.keys() - base.keys() if path.endswith(".py")}
-    before = {name: outcome for name, outcome in repository.importable.items() if name not in dropped_modules}
-    if import_broken(before, import_outcomes(base, sandbox) if before else {}):
+    # The tests may not import every module; what could be imported before can be imported now.
+    left_out = {package_root(path, set(files))[1] for path in files.keys() - base.keys() if path.endswith(".py")}
+    modules = [name for name in repository.importable if name not in left_out]
+    imported = import_outcomes(base, sandbox, modules) if modules else {}
+    if any(imported.get(name) != "" for name in modules):
         return "the package does not import without it"
     # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing. A doctest may even have gone.
     broken = {node for node in broken if node.split("::")[0] not in deleted_from}

@@ -1,7 +1,9 @@
-"""Runs inside the sandbox: which modules of a repository can be imported, and do they hold what their `__all__` says.
+"""Runs inside the sandbox: which modules of a repository can be imported, and do they hold what
+their `__all__` says.
 
-Standard input is JSON: {"roots": folders to import from, "modules": names}. One JSON line per module on standard output as
-soon as it is known, [name, outcome]: "" if all is well, else the name of the exception or the names that are missing."""
+Standard input is JSON: {"roots": folders to import from, "modules": names}. One JSON line per
+module on standard output as soon as it is known, [name, outcome]: "" if all is well, else the name
+of the exception or the names that are missing."""
 import importlib
 import json
 import os
@@ -12,7 +14,8 @@ output = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 os.dup2(0, 1)
 os.dup2(0, 2)
-sys.path[:] = [path for path in sys.path if path] + [os.path.abspath(root) for root in order["roots"]]
+sys.path[:] = [path for path in sys.path if path]
+sys.path += [os.path.abspath(root) for root in order["roots"]]
 
 for name in order["modules"]:
     try:

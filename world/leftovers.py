@@ -1,9 +1,10 @@
 """What still gives a deleted feature away, found by content and not by name.
 
-A repository holds more than its sources: editors' backups, notebooks' checkpoints, builds, archives, docs that quote the
-code. `holds_code` looks for the deleted lines in any of them: as text in any white space, as UTF-16, between HTML tags, in
-JSON strings, in archives and compressed files. Bytecode is told by its first bytes. Not found: code that was
-rewritten, encrypted, or encoded in any other way."""
+A repository holds more than its sources: editors' backups, notebooks' checkpoints, builds,
+archives, docs that quote the code. `holds_code` looks for the deleted lines in any of them: as text
+in any white space, as UTF-16, between HTML tags, in JSON strings, in archives and compressed files.
+Bytecode is told by its first bytes. Not found: code that was rewritten, encrypted, or encoded in
+any other way."""
 import bz2
 import functools
 import html
@@ -20,9 +21,12 @@ MOST_UNPACKED = 32 << 20        # bytes of one archive that are looked at
 
 
 def is_bytecode(data):
-    """True for a compiled Python file, whatever it is called: a magic number of CPython 3, then a CR and an LF."""
-    own = data[:4] == importlib.util.MAGIC_NUMBER
-    return own or (data[2:4] == b"\r\n" and 3000 <= int.from_bytes(data[:2], "little") < 4000 and b"\0" in data[4:16])
+    """True for a compiled Python file, whatever it is called: a magic number of CPython 3, then a
+    CR and an LF."""
+    if data[:4] == importlib.util.MAGIC_NUMBER:
+        return True
+    number = int.from_bytes(data[:2], "little")
+    return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
 
 
 def unpacked(data, depth=2):
@@ -49,8 +53,8 @@ def unpacked(data, depth=2):
                 for member in archive:
                     if member.isfile() and member.size < MOST_UNPACKED:
                         yield from unpacked(archive.extractfile(member).read(), depth - 1)
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError,
-            RuntimeError, NotImplementedError):
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError,
+            ValueError, RuntimeError, NotImplementedError):
         return
 
 
@@ -74,11 +78,13 @@ def squeeze(text):
 
 @functools.lru_cache(4096)
 def readings(stored):
-    """The texts that a file (as text, its odd bytes as surrogates) may be read as, each without white space."""
+    """The texts that a file (as text, its odd bytes as surrogates) may be read as, each without
+    white space."""
     found, room = [], MOST_UNPACKED
     for part in unpacked(stored.encode("utf-8", "surrogateescape")):
         room -= len(part)
-        if room < 0 and found:                      # an archive may hold a thousand times its own size
+        # An archive may hold a thousand times its own size.
+        if room < 0 and found:
             break
         text = part.decode("utf-8", "replace")
         found.append(squeeze(text))
@@ -100,16 +106,18 @@ def distinctive(lines):
     found = []
     for line in lines:
         short = squeeze(line)
-        plain = re.fullmatch(r"(return|raise|yield|del|assert|import|pass|else|try|finally)\w*:?", short)
+        plain = re.fullmatch(r"(return|raise|yield|del|assert|import|pass|else|try)\w*:?", short)
         if len(short) >= 8 and not plain and short not in found:
             found.append(short)
     return found
 
 
 def holds_code(stored, lines, name, every=False):
-    """True if a file holds a deleted body: all of it in one piece, or more than half (`every`: all) of its distinctive lines.
+    """True if a file holds a deleted body: all of it in one piece, or more than half (`every`: all)
+    of its distinctive lines.
 
-    lines: the body's lines of code; name: of the function. One line alone may be chance: then the name has to be there, too."""
+    lines: the body's lines of code; name: of the function. One line alone may be chance: then the
+    name has to be there, too."""
     wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
     one_piece = len(lines) > 1 and len(whole) >= 12
     for text in readings(stored) if wanted or one_piece else ():
@@ -123,7 +131,8 @@ def holds_code(stored, lines, name, every=False):
 
 
 def is_copy(text, original):
-    """True if at least 60 % of a file's lines are lines of the original: a backup, a build, another version of it."""
+    """True if at least 60 % of a file's lines are lines of the original: a backup, a build, another
+    version of it."""
     lines = [line for line in (squeeze(line) for line in text.split("\n")) if line]
     known = {squeeze(line) for line in original.split("\n")}
     return bool(lines) and sum(line in known for line in lines) >= .6 * len(lines)

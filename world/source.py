@@ -1,13 +1,14 @@
-"""Reads a repository's Python as Python itself reads it, and changes it without touching another byte.
+"""Reads a repository's Python as Python itself reads it, and changes it without touching another
+byte.
 
-A file of a repository is kept as "stored" text: its bytes as UTF-8, with every byte that is no UTF-8 as a surrogate. Stored
-text gives back the file's bytes exactly, but it is not always what Python reads: a byte-order mark, a PEP 263 cookie
-(`# -*- coding: latin-1 -*-`) and the three kinds of line ends are part of the language. `SourceText` decodes a file as
-Python does, finds places in it by the line and column of a syntax tree, and encodes it again after the edits.
+A file of a repository is kept as "stored" text: its bytes as UTF-8, with every byte that is no
+UTF-8 as a surrogate. Stored text gives back the file's bytes exactly, but it is not always what
+Python reads: a byte-order mark, a PEP 263 cookie (`# -*- coding: latin-1 -*-`) and the three kinds
+of line ends are part of the language. `SourceText` decodes a file as Python does, finds places in
+it by the line and column of a syntax tree, and encodes it again after the edits.
 
-All edits here are cuts in the text, never a new print of the tree, so comments and layout of everything else survive.
-Every function takes and returns stored text.
-"""
+All edits here are cuts in the text, never a new print of the tree, so comments and layout of
+everything else survive. Every function takes and returns stored text. """
 import ast
 import bisect
 import functools
@@ -20,27 +21,31 @@ from pathlib import PurePosixPath
 
 ONE_AT_A_TIME = threading.Lock()
 
-# What reading a stranger's Python may raise. A codec that nobody knows is a SyntaxError or a LookupError.
+# What reading a stranger's Python may raise. A codec that nobody knows is a SyntaxError or a
+# LookupError.
 PARSE_ERRORS = SyntaxError, ValueError, LookupError, RecursionError, MemoryError
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 
 
-# -------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------ reading
 def syntax(text, mode="exec"):
     """ast.parse, one thread at a time.
 
-    The threads of Python 3.11 share one counter of the depth, and a collection of garbage in the middle of one tree lets
-    another thread at it (SystemError: AST constructor recursion depth mismatch)."""
+    The threads of Python 3.11 share one counter of the depth, and a collection of garbage in the
+    middle of one tree lets another thread at it (SystemError: AST constructor recursion depth
+    mismatch)."""
     with ONE_AT_A_TIME:
         return ast.parse(text, mode=mode)
 
 
 def decode_source(stored):
-    """(text, encoding) as Python decodes this file (PEP 263). Raises one of PARSE_ERRORS where Python could not.
+    """(text, encoding) as Python decodes this file (PEP 263). Raises one of PARSE_ERRORS where
+    Python could not.
 
-    A file whose bytes would not come back is refused, too: an edit would change more than it says."""
+    A file whose bytes would not come back is refused, too: an edit would change more than it
+    says."""
     data = stored.encode("utf-8", "surrogateescape")
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     text = data.decode(encoding)
@@ -73,12 +78,14 @@ def is_python(stored):
 
 
 def split_lines(text):
-    """Lines with their ends, cut where Python's tokenizer cuts: at \\n, \\r\\n and \\r. A form feed ends no line."""
+    """Lines with their ends, cut where Python's tokenizer cuts: at \\n, \\r\\n and \\r. A form feed
+    ends no line."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
 class SourceText:
-    """A file, decoded, with places by line (from 1) and column (in UTF-8 bytes) as syntax trees give them."""
+    """A file, decoded, with places by line (from 1) and column (in UTF-8 bytes) as syntax trees
+    give them."""
 
     def __init__(self, stored):
         self.text, self.encoding = decode_source(stored)
@@ -98,7 +105,8 @@ class SourceText:
         start = self.index(node.lineno, node.col_offset)
         decorators = getattr(node, "decorator_list", None)
         if decorators:
-            # `@(` may stand on a line above the expression itself: only brackets, space and comments lie between.
+            # `@(` may stand on a line above the expression itself: only brackets, space and
+            # comments lie between.
             first = self.index(decorators[0].lineno, decorators[0].col_offset)
             before = self.text[max(0, first - 2000):first]
             sign = re.search(r"@(?:[\s(\\]|#[^\r\n]*)*$", before)
@@ -119,7 +127,8 @@ class SourceText:
         return found.end() if found else len(self.text)
 
     def apply(self, edits):
-        """Stored text after the edits (start, end, replacement). An edit inside another one is dropped."""
+        """Stored text after the edits (start, end, replacement). An edit inside another one is
+        dropped."""
         text, free_from = self.text, len(self.text) + 1
         kept = []
         for start, end, new in sorted(set(edits), key=lambda edit: (edit[0], -edit[1])):
@@ -131,12 +140,14 @@ class SourceText:
         return encode_source(text, self.encoding)
 
 
-# -------------------------------------------------------------------------------- modules
+# ------------------------------------------------------------ modules
 def package_root(path, paths):
-    """(folder that a source is imported from, dotted name of its module) for a path of the repository.
+    """(folder that a source is imported from, dotted name of its module) for a path of the
+    repository.
 
-    The folder is the one above the topmost package: `lib` for lib/shop/price.py where lib holds no __init__.py. Where
-    there is no package at all, it is the root or src/, as for a namespace package or a single module."""
+    The folder is the one above the topmost package: `lib` for lib/shop/price.py where lib holds no
+    __init__.py. Where there is no package at all, it is the root or src/, as for a namespace
+    package or a single module."""
     parts = list(PurePosixPath(path).parts)
     top = len(parts) - 1
     while top > 0 and "/".join([*parts[:top], "__init__.py"]) in paths:
@@ -150,9 +161,10 @@ def package_root(path, paths):
     return "/".join(parts[:top]), ".".join(names)
 
 
-# -------------------------------------------------------------------------------- scopes and definitions
+# ------------------------------------------------------------ scopes and definitions
 def scope_blocks(body):
-    """Every list of statements that runs in the same scope as `body`: itself, and the arms of if, try, with, for, while, match."""
+    """Every list of statements that runs in the same scope as `body`: itself, and the arms of if,
+    try, with, for, while, match."""
     yield body
     for statement in body:
         if isinstance(statement, DEFINITIONS):
@@ -170,10 +182,12 @@ def scope_statements(body):
 
 
 def registered_with(node):
-    """The name of the generic function that `@name.register` or `@name.register(type)` adds this definition to, or None."""
+    """The name of the generic function that `@name.register` or `@name.register(type)` adds this
+    definition to, or None."""
     for decorator in node.decorator_list:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if isinstance(target, ast.Attribute) and target.attr == "register" and isinstance(target.value, ast.Name):
+        is_register = isinstance(target, ast.Attribute) and target.attr == "register"
+        if is_register and isinstance(target.value, ast.Name):
             return target.value.id
     return None
 
@@ -181,8 +195,9 @@ def registered_with(node):
 def named_definitions(body, kinds=DEFINITIONS):
     """name -> [nodes] of the definitions of one scope, in the order of the file.
 
-    Equal names are one entry: a property with its setter and deleter, overloads, a redefinition, the arms of an `if` or `try`.
-    A registration of a singledispatch that is called `_` belongs to its generic function."""
+    Equal names are one entry: a property with its setter and deleter, overloads, a redefinition,
+    the arms of an `if` or `try`. A registration of a singledispatch that is called `_` belongs to
+    its generic function."""
     nodes = [node for node in scope_statements(body) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: node.lineno)
     names = {node.name for node in nodes}
@@ -198,8 +213,8 @@ def named_definitions(body, kinds=DEFINITIONS):
 
 
 def find_definitions(stored):
-    """[(qualified name, kind, nodes)]: functions, classes and their methods. A name that is a class in one arm and a function in
-    another is left out."""
+    """[(qualified name, kind, nodes)]: functions, classes and their methods. A name that is a class
+    in one arm and a function in another is left out."""
     found = []
     for name, nodes in named_definitions(parsed(stored).body).items():
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
@@ -215,13 +230,16 @@ def find_definitions(stored):
 
 
 def first_line(node):
-    """The number (from 1) that the code object of this definition carries: that of its first decorator."""
-    return min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", ())])
+    """The number (from 1) that the code object of this definition carries: that of its first
+    decorator."""
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno] + [decorator.lineno for decorator in decorators])
 
 
 def is_overload(node):
     """True for a signature of `typing.overload`, which has no body to delete."""
-    return any(ast.unparse(decorator).split(".")[-1] == "overload" for decorator in node.decorator_list)
+    names = [ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list]
+    return "overload" in names
 
 
 def bound_names(body):
@@ -241,23 +259,26 @@ def bound_names(body):
     return found
 
 
-# -------------------------------------------------------------------------------- bodies
+# ------------------------------------------------------------ bodies
 def body_span(source, node, keep_docstring):
-    """(start, end, indent) of a function's body, from the start of its first line to the end of its last without the line end;
-    None where there is nothing to delete or where body and `def` share a line.
+    """(start, end, indent) of a function's body, from the start of its first line to the end of its
+    last without the line end; None where there is nothing to delete or where body and `def` share a
+    line.
 
     Comments above the first statement and below the last one belong to the body."""
-    first, indent = node.body[0], ""
+    first = node.body[0]
     line = source.lines[first.lineno - 1]
     indent = line[:len(line) - len(line.lstrip())]
-    if source.index(first.lineno, first.col_offset) != source.starts[first.lineno - 1] + len(indent):
+    line_start = source.starts[first.lineno - 1]
+    if source.index(first.lineno, first.col_offset) != line_start + len(indent):
         return None
     has_docstring = ast.get_docstring(node, clean=False) is not None
     if has_docstring and len(node.body) == 1:
         return None
     last = node.end_lineno
 
-    # Comments that are indented as the body is go with it, wherever they stand after its last statement.
+    # Comments that are indented as the body is go with it, wherever they stand after its last
+    # statement.
     own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
     for number in range(last + 1, len(source.lines) + 1):
         text = source.lines[number - 1].strip()
@@ -273,26 +294,31 @@ def body_span(source, node, keep_docstring):
         begin = first.end_lineno + 1
     else:
         begin = source.line_number(source.span(first)[0])
-        while not source.lines[begin - 2].strip() or source.lines[begin - 2].lstrip().startswith("#"):
+        above = source.lines[begin - 2].strip()
+        while not above or above.startswith("#"):
             begin -= 1
-    end = source.starts[last] - len(source.lines[last - 1]) + len(source.lines[last - 1].rstrip("\r\n"))
+            above = source.lines[begin - 2].strip()
+    end = source.starts[last - 1] + len(source.lines[last - 1].rstrip("\r\n"))
     return source.starts[begin - 1], end, indent
 
 
 def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedError"):
-    """The file with these functions' bodies replaced. `{first}` in `body` stands for the function's first argument."""
+    """The file with these functions' bodies replaced. `{first}` in `body` stands for the function's
+    first argument."""
     source, edits = SourceText(stored), []
     for node in nodes:
         span = None if is_overload(node) else body_span(source, node, keep_docstring)
         if span:
             start, end, indent = span
-            names = [argument.arg for argument in node.args.posonlyargs + node.args.args if argument.arg != "self"]
+            arguments = node.args.posonlyargs + node.args.args
+            names = [argument.arg for argument in arguments if argument.arg != "self"]
             edits.append((start, end, indent + body.format(first=(names or ["None"])[0])))
     return source.apply(edits) if edits else stored
 
 
 def code_lines(stored, nodes):
-    """The lines of these definitions' bodies that are code: no docstring, no comment, no blank line. Stripped."""
+    """The lines of these definitions' bodies that are code: no docstring, no comment, no blank
+    line. Stripped."""
     try:
         source = SourceText(stored)
     except PARSE_ERRORS:
@@ -309,12 +335,13 @@ def code_lines(stored, nodes):
     return found
 
 
-# -------------------------------------------------------------------------------- cutting out statements
+# ------------------------------------------------------------ cutting out statements
 def cut_statements(source, body, unwanted):
-    """Edits that take these statements (nodes) out of a scope. A block that would be empty gets a `pass`."""
-    edits, unwanted_ids = [], {id(node) for node in unwanted}
+    """Edits that take these statements (nodes) out of a scope. A block that would be empty gets a
+    `pass`."""
+    edits, places = [], {(node.lineno, node.col_offset) for node in unwanted}
     for block in scope_blocks(body):
-        gone = [node for node in block if id(node) in unwanted_ids]
+        gone = [node for node in block if (node.lineno, node.col_offset) in places]
         # The arm of an `if` needs a statement; a module does not.
         stays_empty = len(gone) == len(block) and block is not body
         for node in gone:
@@ -332,7 +359,8 @@ def cut_statements(source, body, unwanted):
 
 
 def after_definition(source, node, end):
-    """The end of a definition with the comments of its own indentation and the blank lines that follow it."""
+    """The end of a definition with the comments of its own indentation and the blank lines that
+    follow it."""
     own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
     last_comment = node.end_lineno
     for number in range(node.end_lineno + 1, len(source.lines) + 1):
@@ -353,9 +381,10 @@ def remove_statements(stored, nodes):
     return source.apply(cut_statements(source, parsed(stored).body, nodes))
 
 
-# -------------------------------------------------------------------------------- names in imports and in __all__
+# ------------------------------------------------------------ names in imports and in __all__
 def is_bracketed(text, start):
-    """True if the next sign before this place, but for names, commas, space and comments, is an opening bracket."""
+    """True if the next sign before this place, but for names, commas, space and comments, is an
+    opening bracket."""
     before = re.sub(r"#[^\r\n]*", "", text[:start])
     opening, closing = (max(before.rfind(sign) for sign in signs) for signs in ("([{", ")]}"))
     return opening > closing
@@ -389,13 +418,16 @@ def names_export(node, name):
     """True for an element of `__all__` that names this: `"name"` or `name.__name__`."""
     if isinstance(node, ast.Constant):
         return node.value == name
-    return isinstance(node, ast.Attribute) and node.attr == "__name__" and getattr(node.value, "id", "") == name
+    is_name = isinstance(node, ast.Attribute) and node.attr == "__name__"
+    return is_name and getattr(node.value, "id", "") == name
 
 
 def changes_exports(statement):
-    """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append, insert."""
+    """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
+    insert."""
     if isinstance(statement, ast.Assign):
-        return any(isinstance(node, ast.Name) and node.id == "__all__" for target in statement.targets for node in ast.walk(target))
+        nodes = [node for target in statement.targets for node in ast.walk(target)]
+        return any(isinstance(node, ast.Name) and node.id == "__all__" for node in nodes)
     if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
         return getattr(statement.target, "id", "") == "__all__"
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -404,24 +436,29 @@ def changes_exports(statement):
 
 
 def export_edits(source, statement, names):
-    """(edits, whole): what takes these names out of a statement on `__all__`; whole if the statement has nothing left to say."""
+    """(edits, whole): what takes these names out of a statement on `__all__`; whole if the
+    statement has nothing left to say."""
     edits = []
     listed = lambda node: any(names_export(node, name) for name in names)
     if isinstance(statement, ast.Expr) and statement.value.func.attr in ("append", "insert"):
         return [], bool(statement.value.args) and listed(statement.value.args[-1])
     for node in ast.walk(statement):
-        if isinstance(node, (ast.List, ast.Tuple, ast.Set)) and any(listed(element) for element in node.elts):
-            left = [element for element in node.elts if not listed(element)]
+        is_display = isinstance(node, (ast.List, ast.Tuple, ast.Set))
+        gone = [element for element in node.elts if listed(element)] if is_display else []
+        if gone:
+            left = [element for element in node.elts if element not in gone]
             if left and (not isinstance(node, ast.Tuple) or len(left) > 1):
-                edits += cut_elements(source, node.elts, [element for element in node.elts if listed(element)])
+                edits += cut_elements(source, node.elts, gone)
                 continue
-            # Nothing is left, or a tuple of one, which needs its comma: the whole display is written anew.
+            # Nothing is left, or a tuple of one, which needs its comma: the whole display is
+            # written anew.
             start, end = source.span(node)
             if left:
                 begin, stop = source.span(left[0])
                 edits.append((start, end, f"({source.text[begin:stop]},)"))
             else:
-                edits.append((start, end, {ast.List: "[]", ast.Tuple: "()", ast.Set: "set()"}[type(node)]))
+                empty = {ast.List: "[]", ast.Tuple: "()", ast.Set: "set()"}
+                edits.append((start, end, empty[type(node)]))
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "split":
             # "one two three".split()
             start, end = source.span(node.func.value)
@@ -436,7 +473,9 @@ def export_edits(source, statement, names):
 def catches_import_error(statement):
     """True for a try that goes on when an import in it fails."""
     for handler in getattr(statement, "handlers", ()):
-        caught = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"Exception"}
+        caught = {"Exception"}
+        if handler.type:
+            caught = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
         if caught & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}:
             return True
     return False
@@ -450,8 +489,9 @@ def module_paths(paths, path, node):
         folder = list(PurePosixPath(path).parent.parts)
         folder = folder[:len(folder) - (node.level - 1)] if node.level > 1 else folder
         wanted = "/".join([*folder, *tail])
-        return {found for found in (f"{wanted}.py", f"{wanted}/__init__.py".lstrip("/")) if found in paths}
-    # Absolute: the folder that the name starts from is on the path (the root, src/, lib/), so it is no package itself.
+        return {f"{wanted}.py", f"{wanted}/__init__.py".lstrip("/")} & paths
+    # Absolute: the folder that the name starts from is on the path (the root, src/, lib/), so it is
+    # no package itself.
     found = set()
     for ending in ("/".join(tail) + ".py", "/".join(tail) + "/__init__.py"):
         for other in paths:
@@ -465,9 +505,10 @@ def module_paths(paths, path, node):
 def remove_names(files, paths, lost):
     """The files without the imports and exports of names that are no longer defined.
 
-    files: path -> stored text, already without the definitions; paths: the sources among them; lost: {(path, name), ...}.
-    A name that a module imported from where it is lost is lost in that module, too, unless something else binds it there; so
-    re-exports are followed. An import that stands alone in a `try` with a fallback stays: the fallback is what it is for."""
+    files: path -> stored text, already without the definitions; paths: the sources among them;
+    lost: {(path, name), ...}. A name that a module imported from where it is lost is lost in that
+    module, too, unless something else binds it there; so re-exports are followed. An import that
+    stands alone in a `try` with a fallback stays: the fallback is what it is for."""
     out, lost, paths = dict(files), set(lost), set(paths)
     trees = {path: parsed(files[path]) for path in paths}
     unwanted = {}                                   # path -> aliases to be taken out
@@ -485,10 +526,12 @@ def remove_names(files, paths, lost):
 
 
 def follow_imports(path, tree, paths, lost, unwanted):
-    """Notes which imported names of one module are lost: in `unwanted` their aliases, in `lost` the names they were bound to."""
+    """Notes which imported names of one module are lost: in `unwanted` their aliases, in `lost` the
+    names they were bound to."""
     with_fallback = set()
     for statement in scope_statements(tree.body):
-        if isinstance(statement, ast.Try) and len(statement.body) == 1 and catches_import_error(statement):
+        stands_alone = isinstance(statement, ast.Try) and len(statement.body) == 1
+        if stands_alone and catches_import_error(statement):
             with_fallback.add(id(statement.body[0]))
     gone_here = unwanted.setdefault(path, [])
     local_gone = Counter()
@@ -505,7 +548,7 @@ def follow_imports(path, tree, paths, lost, unwanted):
                 if target in targets and not bound_names(tree.body)[name]:
                     lost.add((path, name))
             continue
-        aliases = [alias for alias in node.names if any((target, alias.name) in lost for target in targets)]
+        aliases = [alias for alias in node.names if lost & {(path, alias.name) for path in targets}]
         stays = id(node) in with_fallback and len(aliases) == len(node.names)
         for alias in aliases:
             local_gone[alias.asname or alias.name] += 1
@@ -536,14 +579,16 @@ def without_names(stored, tree, aliases, names):
     return source.apply(edits) if edits else stored
 
 
-# -------------------------------------------------------------------------------- tests
+# ------------------------------------------------------------ tests
 def find_test(stored, node_id):
-    """The ast node of a test function by its node id; None where it is inherited, generated, or where it is not certain which
-    definition the name means. Of several definitions in one block the last is the one that Python keeps."""
+    """The ast node of a test function by its node id; None where it is inherited, generated, or
+    where it is not certain which definition the name means. Of several definitions in one block the
+    last is the one that Python keeps."""
     body, node = parsed(stored).body, None
     for name in node_id.split("[")[0].split("::")[1:]:
         named = [node for node in body if getattr(node, "name", None) == name]
-        # A further binding in an arm of an `if`, or by an assignment or an import, may be the one that counts.
+        # A further binding in an arm of an `if`, or by an assignment or an import, may be the one
+        # that counts.
         if not named or bound_names(body)[name] > len(named):
             return None
         node = named[-1]
@@ -552,8 +597,8 @@ def find_test(stored, node_id):
 
 
 def remove_tests(stored, node_ids):
-    """The file without these test functions. Earlier definitions of the same name go with them: without the last one Python
-    would keep the one before, which nobody ever ran."""
+    """The file without these test functions. Earlier definitions of the same name go with them:
+    without the last one Python would keep the one before, which nobody ever ran."""
     source, edits = SourceText(stored), []
     for node_id in node_ids:
         body = parsed(stored).body

@@ -1,7 +1,9 @@
-"""A repository's files in memory: path -> text, where a text may know that it is executable or that it is a link.
+"""A repository's files in memory: path -> text, where a text may know that it is executable or that
+it is a link.
 
-Both are strings, so that a tree stays a plain dictionary that every function can read, compare and write as JSON. What JSON
-forgets is kept in two fields of the task's `meta`: `modes` (path -> permission bits) and `links` (a list of paths)."""
+Both are strings, so that a tree stays a plain dictionary that every function can read, compare and
+write as JSON. What JSON forgets is kept in two fields of the task's `meta`: `modes` (path ->
+permission bits) and `links` (a list of paths)."""
 import os
 import stat
 from pathlib import Path
@@ -24,18 +26,20 @@ def with_mode(text, mode):
 
 
 def has_own_mode(mode):
-    """True for bits that a new file does not have by itself: executable, or closed to its owner's pen."""
+    """True for bits that a new file does not have by itself: executable, or closed to its owner's
+    pen."""
     return bool(mode & 0o111) or not mode & stat.S_IWUSR
 
 
 def read_link(place, root):
-    """Link of a symbolic link that stays inside the folder `root` (absolute ones become relative); None for any other."""
+    """Link of a symbolic link that stays inside the folder `root` (absolute ones become relative);
+    None for any other."""
     inside, target = os.path.realpath(root), os.path.realpath(place)
     if target != inside and not target.startswith(inside + os.sep):
         return None
     written = os.readlink(place)
-    # `link/..` is not the folder above `link`: where reading the words gives another place than following them, the
-    # place is kept and not the words.
+    # `link/..` is not the folder above `link`: where reading the words gives another place than
+    # following them, the place is kept and not the words.
     by_words = os.path.normpath(os.path.join(os.path.realpath(place.parent), written))
     if os.path.isabs(written) or os.path.realpath(by_words) != target:
         written = os.path.relpath(target, os.path.realpath(place.parent))
@@ -50,7 +54,8 @@ def tree_meta(files):
 
 
 def as_stored(files, meta):
-    """The tree with the modes and links that `meta` names. Raises TypeError or ValueError where meta is not of that form."""
+    """The tree with the modes and links that `meta` names. Raises TypeError or ValueError where
+    meta is not of that form."""
     modes, links = meta.get("modes", {}), meta.get("links", [])
     if not modes and not links:
         return files
@@ -69,20 +74,22 @@ def as_stored(files, meta):
 
 
 def with_links(tree, files):
-    """The tree with the links of `files` that it lacks; what an agent hands in is regular files only."""
+    """The tree with the links of `files` that it lacks; what an agent hands in is regular files
+    only."""
     out = dict(tree)
     for path, text in files.items():
-        if isinstance(text, Link) and path not in tree and not any(other.startswith(path + "/") for other in tree):
+        replaced = path in tree or any(other.startswith(path + "/") for other in tree)
+        if isinstance(text, Link) and not replaced:
             out[path] = text
     return out
 
 
 def write_links(files, root):
-    """Writes the links of a tree whose files are written already -> the first path that cannot be a link or leads out of the
-    tree, or None.
+    """Writes the links of a tree whose files are written already -> the first path that cannot be a
+    link or leads out of the tree, or None.
 
-    They come last: no file is ever written through one. Whether one leads out is asked of the file system, since links
-    that each look harmless may lead out together."""
+    They come last: no file is ever written through one. Whether one leads out is asked of the file
+    system, since links that each look harmless may lead out together."""
     inside = os.path.realpath(root)
     places = []
     for path, target in files.items():
