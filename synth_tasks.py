@@ -77,9 +77,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from world import leftovers
-from world.source import (FUNCTIONS, SourceText, code_lines, encode_source, find_definitions, find_test, first_line, is_python,
-                          package_root, parsed, remove_names, remove_statements, remove_tests, replace_bodies, syntax)
-from world.tree import FileText, Link, as_stored, has_own_mode, read_link, tree_meta, with_links, with_mode, write_links
+from world.source import (FUNCTIONS, SourceText, code_lines, encode_source, find_definitions, find_test,
+                          first_line, is_python, package_root, parsed, remove_names, remove_statements,
+                          remove_tests, replace_bodies, syntax)
+from world.tree import (FileText, Link, as_stored, has_own_mode, read_link, tree_meta, with_links, with_mode,
+                        write_links)
 
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)
@@ -105,8 +107,10 @@ class Task:
     def __post_init__(self):
         # JSON forgets which files are executable and which are links.
         if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
-            self.files, self.solution = as_stored(self.files, self.meta), as_stored(self.solution, self.meta)
-            self.meta = {**self.meta, "pristine": as_stored(self.meta.get("pristine", {}), self.meta)}
+            pristine = self.meta.get("pristine", {})
+            self.files = as_stored(self.files, self.meta)
+            self.solution = as_stored(self.solution, self.meta)
+            self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
 
     def to_json(self):
         return json.dumps(asdict(self))
@@ -806,7 +810,8 @@ class Workspace:
                 with contextlib.suppress(OSError, ToolError):        # closed by chmod, or too large
                     if not place.is_symlink() and place.is_file() and "__pycache__" not in place.parts:
                         path = str(place.relative_to(self.root))
-                        if path not in self.task.files:         # a name of the repository's own is kept, UTF-8 or not
+                        # A name of the repository's own is kept, UTF-8 or not.
+                        if path not in self.task.files:
                             path = path.encode("utf-8", "replace").decode()
                         left -= place.stat().st_size
                         if left >= 0:
@@ -1459,17 +1464,19 @@ class Refusal(ValueError):
 
 
 def copy_repository(repo):
-    """path -> text of everything an agent may see; bytes that are no text survive as surrogates, and so do modes and links.
+    """path -> text of everything an agent may see, with modes and links; bytes that are no text are surrogates.
 
-    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no feature is taken from it."""
+    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no feature is
+    taken from it."""
     root, files, size = Path(repo), {}, 0
     if not repo or not root.is_dir():
         raise Refusal(f"{repo or '--repo'}: no such directory")
     for folder, folders, names in os.walk(root):
         inside = lambda name: Path(folder, name).relative_to(root).as_posix()
-        # A link to a folder is listed among the folders, but it is one entry of this folder and is not walked into.
-        names += [name for name in folders if Path(folder, name).is_symlink()]
-        folders[:] = sorted(name for name in folders if not JUNK.search(inside(name) + "/") and name not in names)
+        # A link to a folder is listed among the folders, but it is an entry like a file and is not walked into.
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        names += linked
+        folders[:] = sorted(name for name in folders if not JUNK.search(inside(name) + "/") and name not in linked)
         for place in (Path(folder, name) for name in sorted(names)):
             path = place.relative_to(root).as_posix()
             if JUNK.search(path):
@@ -1506,21 +1513,22 @@ def sources(files):
 
 
 def packages(files):
-    """Names under which the sources can be imported: of the folders at the root or in src/, and of packages further down."""
+    """Names under which the sources can be imported: folders at the root or in src/, and packages further down."""
     paths = set(sources(files))
     first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
-    return sorted((first | {package_root(path, paths)[1].split(".")[0] for path in paths}) - {"setup", "__init__"})
+    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
+    return sorted(first - {"setup", "__init__"})
 
 
 def installed_copies(files):
-    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for this Python or for
-    another, inside another package, or in an archive of packages; of a module its bytecode, too.
+    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for
+    this Python or for another, inside another package, or in an archive of packages; of a module its bytecode, too.
 
-    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside site-packages, half of the
-    names defined have to agree as well: `utils` may be anybody's."""
+    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside site-packages,
+    half of the names defined have to agree as well: `utils` may be anybody's."""
     paths = set(sources(files))
     by_name = set()
-    defined = {}                                    # folder of a package, or file of a module -> names that it defines
+    defined = {}                    # folder of a package, or file of a module -> names that it defines
     for path in paths:
         root, _ = package_root(path, paths)
         name = Path(path).relative_to(root or ".").parts[0]
@@ -1536,7 +1544,9 @@ def installed_copies(files):
     python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     for name, place in places(frozenset(defined)):
         inside = place.rglob("*.py*") if place.is_dir() else [place]
-        texts = {text: text.read_text(errors="replace") for text in inside if text.suffix in (".py", ".pyi") and text.is_file()}
+        readable_files = [path for path in inside if path.suffix in (".py", ".pyi") and path.is_file()]
+        texts = {path: path.read_text(errors="replace") for path in readable_files}
+        # Another version, or a part of the package that was copied, may agree in the outermost folder only.
         outermost = [text for path, text in texts.items() if not place.is_dir() or path.parent == place]
         if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), .25):
             if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
@@ -1553,7 +1563,8 @@ def names_defined(text):
 
 
 def same_names(own, texts, share=0.0):
-    """True if half of the names in `own` or half of those that these texts define are common, and `share` of the longer list."""
+    """True if half of the names in `own`, or of those that these texts define, are common, and `share` of the longer
+    list."""
     theirs = set().union(*map(names_defined, texts))
     common = len(theirs & own)
     return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
@@ -1568,9 +1579,12 @@ def places(names):
 
 @functools.lru_cache(1)
 def archives():
-    """Archives of Python packages in what a sandbox shows of this machine: wheels that ensurepip carries, zipped eggs."""
-    return [Path(folder, file) for top in {"/usr", sys.prefix, sys.base_prefix} for folder, _, files in os.walk(top)
-            for file in files if file.endswith((".whl", ".egg", ".pyz"))]
+    """Archives of Python packages in what a sandbox shows of this machine: ensurepip's wheels, zipped eggs."""
+    found = []
+    for top in {"/usr", sys.prefix, sys.base_prefix}:
+        for folder, _, names in os.walk(top):
+            found += [Path(folder, name) for name in names if name.endswith((".whl", ".egg", ".pyz"))]
+    return found
 
 
 def archive_holds(place, defined):
@@ -1580,7 +1594,8 @@ def archive_holds(place, defined):
             members = [member for member in archive.namelist() if member.endswith(".py")]
             for name, own in defined.items():
                 inside = [member for member in members if name in member.split("/")]
-                if inside and same_names(own, [archive.read(member).decode("utf-8", "replace") for member in inside], .25):
+                texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
+                if texts and same_names(own, texts, .25):
                     return True
     except (OSError, zipfile.BadZipFile):
         pass
@@ -1588,9 +1603,9 @@ def archive_holds(place, defined):
 
 
 def telltales(files, names):
-    """Files that are neither source nor prose and still hold a deleted identifier, in text, bytes or inside an archive.
+    """Files that are neither source nor prose and still hold a deleted identifier: as text, bytes, in an archive.
 
-    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds `def name`, too."""
+    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds `def name`."""
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
     found = []
     for path, text in files.items():
@@ -1693,7 +1708,7 @@ class Definition:
     last: int
     node: object
     tests: set = field(default_factory=set)
-    nodes: list = field(default_factory=list)   # every definition of this name in its scope: a property's setter, overloads, ...
+    nodes: list = field(default_factory=list)   # every definition of this name in its scope: setters, overloads
     early: bool = False     # runs while the package is imported: nothing works without it
     wanted: bool = False    # tests import it by name: they are not collected without it
 
@@ -1702,7 +1717,8 @@ class Definition:
 
 
 def definitions(files, paths=None):
-    """Functions, classes and their methods, outside tests. Those of one name in one scope are one; its node is the last of them."""
+    """Functions, classes and their methods, outside tests. Those of one name in one scope are one; its node is the
+    last of them."""
     found = []
     for path in paths if paths is not None else sources(files):
         if not is_text(path):
@@ -1766,12 +1782,13 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
 
 
 def module_names(files, ran):
-    """Dotted names of the sources that are meant to be imported: in a package, at the root or in src/, or run by a test (`ran`,
-    paths). A script somewhere else may do anything when it is imported."""
+    """Dotted names of the sources that are meant to be imported: in a package, at the root or in src/, or run by a
+    test (`ran`, paths). A script somewhere else may do anything when it is imported."""
     paths, names = set(sources(files)), set()
     for path in paths:
         folder = path.rpartition("/")[0]
-        if path.endswith("__main__.py") or not (folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran):
+        is_module = folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran
+        if path.endswith("__main__.py") or not is_module:
             continue
         name = package_root(path, paths)[1]
         if all(part.isidentifier() for part in name.split(".")):
@@ -1780,10 +1797,11 @@ def module_names(files, ran):
 
 
 def import_outcomes(files, sandbox, names):
-    """{module: outcome} of importing these modules in one process: "" where all is well, else the exception's name or what
-    `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
+    """{module: outcome} of importing these modules in one process: "" where all is well, else the exception's name
+    or what `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
     paths = set(sources(files))
-    order = dict(modules=names, roots=sorted({package_root(path, paths)[0] or "." for path in paths}))
+    roots = {package_root(path, paths)[0] or "." for path in paths}
+    order = dict(modules=names, roots=sorted(roots))
     program = (Path(__file__).parent / "world" / "import_check.py").read_text()
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
     outcomes = {}
@@ -1847,7 +1865,8 @@ def removed(files, chosen):
     out = dict(files)
     for path, nodes in by_path(chosen).items():
         out[path] = remove_statements(files[path], nodes)
-    return remove_names(out, sources(out), {(one.path, one.name) for one in chosen}) if chosen else out
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost) if lost else out
 
 
 def dead_helpers(files, base, chosen, found):
@@ -1894,7 +1913,8 @@ def without_tests(files, groups):
     """The files without these test functions."""
     out = dict(files)
     for path in {group.split("::")[0] for group in groups}:
-        out[path] = remove_tests(files[path], [group for group in groups if group.split("::")[0] == path])
+        own = [group for group in groups if group.split("::")[0] == path]
+        out[path] = remove_tests(files[path], own)
     return out
 
 
@@ -1979,15 +1999,17 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     if broken - touching:
         return "other tests fail"
     # The tests may not import every module; what could be imported before can be imported now.
-    left_out = {package_root(path, set(files))[1] for path in files.keys() - base.keys() if path.endswith(".py")}
+    dropped = [path for path in files.keys() - base.keys() if path.endswith(".py")]
+    left_out = {package_root(path, set(files))[1] for path in dropped}
     modules = [name for name in repository.importable if name not in left_out]
     imported = import_outcomes(base, sandbox, modules) if modules else {}
     if any(imported.get(name) != "" for name in modules):
         return "the package does not import without it"
-    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing. A doctest may even have gone.
+    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing; a doctest may
+    # have gone with its docstring.
     broken = {node for node in broken if node.split("::")[0] not in deleted_from}
     groups = sorted({node.split("[")[0] for node in broken})
-    groups = [group for group in groups if is_text(group) and hideable(files[group.split("::")[0]], group)]
+    groups = [group for group in filter(is_text, groups) if hideable(files[group.split("::")[0]], group)]
     if not groups:
         return "its tests cannot be hidden"
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))
@@ -2029,8 +2051,9 @@ def delete_feature(files, chosen, dials, found):
 def without_copies(files, base, lost, gone):
     """(base without the files that hold the deleted code, whether a file that has to stay holds it).
 
-    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives, and docs that quote a body
-    are left out. A module that holds the very same code for a purpose of its own has to stay, and so have the tests."""
+    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives, and docs that quote
+    a body are left out. A module that holds the very same code for a purpose of its own has to stay, and so have the
+    tests."""
     base, copied, origins = dict(base), False, {one.path for one in lost}
     code_paths = set(sources(files))
     for one in lost:
@@ -2064,7 +2087,8 @@ def without_test_copies(files, base, hidden):
 def keep_modes(tree, files):
     """The tree with the modes that its files have in the repository: an edit makes a plain text of a file."""
     modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
-    return {path: with_mode(text, modes[path]) if path in modes else text for path, text in tree.items()}
+    changed = {path: with_mode(tree[path], mode) for path, mode in modes.items() if path in tree}
+    return {**tree, **changed}
 
 
 def moved(files, chosen):
@@ -2135,7 +2159,8 @@ def overlay(task, files, draw):
 def judge_repository(task, files, sandbox):
     """pytest in a fresh copy; every expected node id must be collected and pass, and every twin must fail."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
-    tree = keep_modes(with_links(tree, task.files), {**task.files, **task.solution, **task.meta["pristine"]})
+    original = {**task.files, **task.solution, **task.meta["pristine"]}
+    tree = keep_modes(with_links(tree, task.files), original)
     answer = run_suite(tree, sandbox, must + twins)
     outcomes = answer["outcomes"]
     lost = [node for node in must if outcomes.get(node) != "passed"]
