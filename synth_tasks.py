@@ -51,7 +51,6 @@ import errno
 import functools
 import hashlib
 import importlib.util
-import io
 import json
 import marshal
 import os
@@ -80,13 +79,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import world.audit
+from world import leftovers
 from world import suite as suites
 from world import twins as changed_tests
 from world.audit import changes
 from world.edits import ToolError, edited, without_middle
-from world.machine import (EXHAUSTED, Directory, MachineFailure, as_machine_failure, fresh_directory, is_machine_failure, resource, room_left,
+from world.machine import (EXHAUSTED, MachineFailure, as_machine_failure, fresh_directory, is_machine_failure, resource, room_left,
                            try_again)
-from world.recorder import Finding, Recorder, World
+from world.recorder import Recorder, World
+from world.source import (FUNCTIONS, SourceText, code_lines, encode_source, find_definitions, find_test,
+                          first_line, is_python, package_root, parsed, remove_names, remove_statements,
+                          remove_tests, replace_bodies, syntax)
+from world.tree import (FileText, Link, as_stored, has_own_mode, read_link, tree_meta, with_links, with_mode,
+                        write_links)
 
 ARGUMENTS = {"edit_file": ("path", "old", "new"), "read_file": ("path",), "run_command": ("command",), "search_codebase": ("query",)}
 TOOLS = tuple(ARGUMENTS)
@@ -108,6 +113,14 @@ class Task:
     FAIL_TO_PASS: list = field(default_factory=list)
     PASS_TO_PASS: list = field(default_factory=list)
     meta: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        # JSON forgets which files are executable and which are links.
+        if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
+            pristine = self.meta.get("pristine", {})
+            self.files = as_stored(self.files, self.meta)
+            self.solution = as_stored(self.solution, self.meta)
+            self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
 
     def to_json(self):
         return json.dumps(asdict(self))
@@ -794,8 +807,15 @@ def write_tree(files, root):
         place = Path(root) / path
         if os.path.isabs(path) or ".." in place.parts:      # a file of tasks may come from a stranger
             raise Refusal(f"{path!r} leads out of its tree")
+        if isinstance(text, Link):
+            continue
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(text.encode("utf-8", "surrogateescape"))
+        if isinstance(text, FileText):
+            place.chmod(text.mode)
+    outside = write_links(files, root)
+    if outside:
+        raise Refusal(f"the link {outside!r} leads out of its tree or cannot be made")
 
 
 # -------------------------------------------------------------------------------- the workspace
@@ -927,7 +947,10 @@ class Workspace:
                 inside = Path(folder).relative_to(self.root)
                 if len(inside.parts) < 100 and "__pycache__" not in inside.parts:
                     for name in names:
-                        path = str(inside / name).encode("utf-8", "replace").decode()
+                        path = str(inside / name)
+                        # A name of the repository's own is kept, UTF-8 or not.
+                        if path not in self.task.files:
+                            path = path.encode("utf-8", "replace").decode()
                         places[path] = Path(folder, name)
                 if len(places) > 20 * most:         # whoever made so many was stopped, and more would only take time
                     break
@@ -1092,7 +1115,6 @@ PURE = set("""abs all any ascii bool bytearray bytes chr classmethod dict divmod
     zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split())
 PURE |= {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
 FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")         # attributes that lead to the interpreter's own
-ONE_AT_A_TIME = threading.Lock()
 
 
 def is_function_of_files(files, command):
@@ -1138,14 +1160,6 @@ def is_pure(text, modules, checked):
         elif isinstance(node, ast.ImportFrom) and (node.level or node.module not in modules | {"math", "itertools"}):
             return False
     return True
-
-
-
-def syntax(text, mode="exec"):
-    """ast.parse, one thread at a time: the threads of Python 3.11 share one counter of the depth, and a collection of garbage in the
-    middle of one tree lets another thread at it (SystemError: AST constructor recursion depth mismatch)."""
-    with ONE_AT_A_TIME:
-        return ast.parse(text, mode=mode)
 
 
 def delete(text, names):
@@ -1707,62 +1721,110 @@ class Refusal(ValueError):
 
 
 def copy_repository(repo):
-    """path -> text of everything an agent may see; bytes that are no text survive as surrogates."""
+    """path -> text of everything an agent may see, with modes and links; bytes that are no text are surrogates.
+
+    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no feature is
+    taken from it."""
     root, files, size = Path(repo), {}, 0
     if not repo or not root.is_dir():
         raise Refusal(f"{repo or '--repo'}: no such directory")
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not JUNK.search(Path(folder, name).relative_to(root).as_posix() + "/"))
+        inside = lambda name: Path(folder, name).relative_to(root).as_posix()
+        # A link to a folder is listed among the folders, but it is an entry like a file and is not walked into.
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        names += linked
+        folders[:] = sorted(name for name in folders if not JUNK.search(inside(name) + "/") and name not in linked)
         for place in (Path(folder, name) for name in sorted(names)):
             path = place.relative_to(root).as_posix()
-            if not JUNK.search(path) and place.is_file() and not place.is_symlink():
-                size += place.stat().st_size
-                if len(files) >= MOST_FILES or size > MOST_BYTES:
-                    raise Refusal(f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)")
-                files[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+            if JUNK.search(path):
+                continue
+            if place.is_symlink():
+                link = read_link(place, root)
+                target = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
+                if link is None or JUNK.search(target):
+                    continue
+                files[path] = link
+            elif place.is_file():
+                status = place.stat()
+                size += status.st_size
+                data = place.read_bytes() if size <= MOST_BYTES else b""
+                if leftovers.is_bytecode(data):
+                    continue
+                files[path] = data.decode("utf-8", "surrogateescape")
+                if has_own_mode(status.st_mode):
+                    files[path] = with_mode(files[path], status.st_mode)
+            if len(files) > MOST_FILES or size > MOST_BYTES:
+                raise Refusal(f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)")
     if not any(path.endswith(".py") for path in files):
         raise Refusal(f"{repo}: holds no Python files")
-    for path in sources(files):
-        try:
-            syntax(files[path])
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise Refusal(f"{repo}: {path} does not parse: {error}") from None
+    candidates = sources(files)
+    if candidates and not any(is_python(files[path]) for path in candidates):
+        raise Refusal(f"{repo}: {candidates[0]} does not parse as Python 3, and no other source does")
     return files
 
 
 def sources(files):
     """The paths features are deleted from: Python that is neither test nor configuration nor documentation."""
-    return [path for path in files
-            if path.endswith(".py") and not PROTECTED.search(path) and not re.match(r"docs?/|examples?/", path)]
+    return [path for path in files if path.endswith(".py") and not isinstance(files[path], Link)
+            and not PROTECTED.search(path) and not re.match(r"docs?/|examples?/", path)]
 
 
 def packages(files):
-    """Names under which the sources can be imported."""
-    return sorted({Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in sources(files)} - {"setup"})
+    """Names under which the sources can be imported: folders at the root or in src/, and packages further down."""
+    paths = set(sources(files))
+    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
+    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
+    return sorted(first - {"setup", "__init__"})
 
 
 def installed_copies(files):
-    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for this Python or for
-    another, or inside another package. By name, and half of the names defined, as `utils` may be anybody's."""
-    defined = {}
-    for path in sources(files):
-        defined.setdefault(Path(path.removeprefix("src/")).parts[0], set()).update(names_defined(files[path]))
-    found, names = [], packages(files)
+    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original: installed for
+    this Python or for another, inside another package, or in an archive of packages; of a module its bytecode, too.
+
+    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside site-packages,
+    half of the names defined have to agree as well: `utils` may be anybody's."""
+    paths = set(sources(files))
+    by_name = set()
+    defined = {}                    # folder of a package, or file of a module -> names that it defines
+    for path in paths:
+        root, _ = package_root(path, paths)
+        name = Path(path).relative_to(root or ".").parts[0]
+        by_name |= {name.removesuffix(".py")} if root in ("", "src") else set()
+        defined.setdefault(name, set()).update(names_defined(files[path]))
+    defined.pop("__init__.py", None)
+    found = []
     for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
         for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
             stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
-            if stem in names:
-                found.append(str(place))
+            if stem in by_name:
+                found.append(place)
+    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     for name, place in places(frozenset(defined)):
-        texts = place.glob("*.py*") if place.is_dir() else [place]
-        own = set().union(*(names_defined(text.read_text(errors="replace")) for text in texts if text.suffix in (".py", ".pyi")))
-        if 2 * len(own & defined[name]) > min(len(own), len(defined[name])):
-            found.append(str(place))
-    return sorted(set(found))
+        inside = place.rglob("*.py*") if place.is_dir() else [place]
+        readable_files = [path for path in inside if path.suffix in (".py", ".pyi") and path.is_file()]
+        texts = {path: path.read_text(errors="replace") for path in readable_files}
+        # Another version, or a part of the package that was copied, may agree in the outermost folder only.
+        outermost = [text for path, text in texts.items() if not place.is_dir() or path.parent == place]
+        if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), .25):
+            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
+                found.append(place)
+    found += [archive for archive in archives() if archive_holds(archive, defined)]
+    # What Python has compiled lies beside a module, in a folder that it shares with others.
+    for place in [place for place in found if place.suffix == ".py"]:
+        found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
+    return sorted({str(place) for place in found})
 
 
 def names_defined(text):
     return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
+
+
+def same_names(own, texts, share=0.0):
+    """True if half of the names in `own`, or of those that these texts define, are common, and `share` of the longer
+    list."""
+    theirs = set().union(*map(names_defined, texts))
+    common = len(theirs & own)
+    return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
 
 
 @functools.lru_cache(16)
@@ -1772,25 +1834,47 @@ def places(names):
             for name in names & {*folders, *files}]
 
 
-def unpacked(data):
-    """The bytes themselves and, for an archive, those of its members."""
-    yield data
+@functools.lru_cache(1)
+def archives():
+    """Archives of Python packages in what a sandbox shows of this machine: ensurepip's wheels, zipped eggs."""
+    found = []
+    for top in {"/usr", sys.prefix, sys.base_prefix}:
+        for folder, _, names in os.walk(top):
+            found += [Path(folder, name) for name in names if name.endswith((".whl", ".egg", ".pyz"))]
+    return found
+
+
+def archive_holds(place, defined):
+    """True if an archive holds a copy of one of these packages or modules, wherever in it."""
     try:
-        if zipfile.is_zipfile(io.BytesIO(data)):
-            archive = zipfile.ZipFile(io.BytesIO(data))
-            yield from (archive.read(name) for name in archive.namelist() if archive.getinfo(name).file_size < MOST_BYTES)
-        elif data[:2] == b"\x1f\x8b":
-            yield zlib.decompressobj(31).decompress(data, MOST_BYTES)
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError):
-        return
+        with zipfile.ZipFile(place) as archive:
+            members = [member for member in archive.namelist() if member.endswith(".py")]
+            for name, own in defined.items():
+                inside = [member for member in members if name in member.split("/")]
+                texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
+                if texts and same_names(own, texts, .25):
+                    return True
+    except (OSError, zipfile.BadZipFile):
+        pass
+    return False
 
 
 def telltales(files, names):
-    """Files that are neither source nor prose and still hold a deleted identifier, in text, bytes or inside an archive."""
+    """Files that are neither source nor prose and still hold a deleted identifier: as text, bytes, in an archive.
+
+    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds `def name`."""
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
-    words = [re.compile(rb"\b" + name.encode() + rb"\b") for name in names]
-    return [path for path, text in files.items() if not path.endswith(prose) and any(
-        word.search(data) for data in unpacked(text.encode("utf-8", "surrogateescape")) for word in words)]
+    found = []
+    for path, text in files.items():
+        if path.endswith(prose) or isinstance(text, Link):
+            continue
+        is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
+        before = rb"(?:def|class)\s+" if is_plain else rb"\b"
+        words = [re.compile(before + name.encode() + rb"\b") for name in names]
+        data = text.encode("utf-8", "surrogateescape")
+        if any(word.search(part) for part in leftovers.unpacked(data) for word in words):
+            found.append(path)
+    return found
 
 
 # -------------------------------------------------------------------------------- real repositories: the suite
@@ -1929,6 +2013,7 @@ class Repository:
     plan: object        # how its suite is run (world/suite.py)
     ignored: list       # test files that cannot be collected here
     left_out: list      # tests that fail, or pass now and then, in the original: a green command has to leave them out
+    importable: list = field(default_factory=list)      # names of the modules that can be imported
 
 
 @dataclass
@@ -1940,6 +2025,7 @@ class Definition:
     last: int
     node: object
     tests: set = field(default_factory=set)
+    nodes: list = field(default_factory=list)   # every definition of this name in its scope: setters, overloads
     early: bool = False     # runs while the package is imported: nothing works without it
     wanted: bool = False    # tests import it by name: they are not collected without it
 
@@ -1947,27 +2033,29 @@ class Definition:
         return self.last - self.first + 1
 
 
-def first_line(node):
-    """From 0, decorators included."""
-    return min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", ())]) - 1
-
-
-def definitions(files):
-    """Functions, classes and their methods, outside tests."""
+def definitions(files, paths=None):
+    """Functions, classes and their methods, outside tests. Those of one name in one scope are one; its node is the
+    last of them."""
     found = []
-    for path in sources(files):
-        for node in syntax(files[path]).body:
-            inner = [(item, f"{node.name}.{item.name}", "method") for item in getattr(node, "body", ())
-                     if isinstance(node, ast.ClassDef) and isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            kind = "class" if isinstance(node, ast.ClassDef) else "function"
-            outer = [(node, node.name, kind)] if hasattr(node, "decorator_list") else []
-            for item, name, kind in outer + inner:
-                found.append(Definition(path, name, kind, first_line(item) + 1, item.end_lineno, item))
+    for path in paths if paths is not None else sources(files):
+        if not is_text(path):
+            continue
+        for name, kind, nodes in find_definitions(files[path]):
+            last = nodes[-1]
+            found.append(Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes))
     return found
 
 
 FEWEST_RUNS, MOST_RUNS = 4, 8           # of a suite before a task is made of it
 SECONDS_OF_RUNS = 10.0                  # more than FEWEST_RUNS while all of them together have taken less
+
+
+def is_text(path):
+    """False for a name that is not UTF-8: no prompt and no log can spell it."""
+    try:
+        return bool(path.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def study(repo, sandbox=None, time_limit=60.0, say=print):
@@ -2027,7 +2115,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     found, wanted = definitions(files), imported_names(files)
     for one in found:
         parts = [one] if one.kind != "class" else methods(one, found)
-        keys = {f"{part.path}:{part.first}" for part in parts}
+        keys = {f"{part.path}:{first_line(node)}:{node.name}" for part in parts for node in part.nodes}
         one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
         one.early = bool(keys & set(touched.get("import", ())))
         one.wanted = one.name in wanted
@@ -2041,7 +2129,10 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         say(f"{name}: {line}")
     for path in ignored[:3]:
         say(f"{name}: not collected: {suites.explain_error(path, first['errors'][path], files, packages(files), repo)}")
-    return Repository(name, files, stable, found, patience, plan, ignored, left_out)
+    ran = {place.rsplit(":", 2)[0] for places in touched.values() for place in places}
+    imported = import_outcomes(files, sandbox, module_names(files, ran))
+    modules = [module for module, outcome in imported.items() if outcome == ""]
+    return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
 
 
 def find_plan(repo, files, sandbox):
@@ -2207,6 +2298,37 @@ def is_green(result):
     return result.exit_code == 0 and not result.timed_out and bool(re.search(r"\b[1-9]\d* passed\b", result.output[-2000:]))
 
 
+def module_names(files, ran):
+    """Dotted names of the sources that are meant to be imported: in a package, at the root or in src/, or run by a
+    test (`ran`, paths). A script somewhere else may do anything when it is imported."""
+    paths, names = set(sources(files)), set()
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        is_module = folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran
+        if path.endswith("__main__.py") or not is_module:
+            continue
+        name = package_root(path, paths)[1]
+        if all(part.isidentifier() for part in name.split(".")):
+            names.add(name)
+    return sorted(names)
+
+
+def import_outcomes(files, sandbox, names):
+    """{module: outcome} of importing these modules in one process: "" where all is well, else the exception's name
+    or what `__all__` lists and the module lacks. Modules after one that ends the process are not in it."""
+    paths = set(sources(files))
+    roots = {package_root(path, paths)[0] or "." for path in paths}
+    order = dict(modules=names, roots=sorted(roots))
+    program = (Path(__file__).parent / "world" / "import_check.py").read_text()
+    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
+    outcomes = {}
+    for line in result.output.split("\n"):
+        with contextlib.suppress(ValueError):
+            name, outcome = json.loads(line)
+            outcomes[name] = outcome
+    return outcomes
+
+
 def methods(one, found):
     return [other for other in found if other.path == one.path and other.name.startswith(one.name + ".")]
 
@@ -2215,15 +2337,6 @@ def imported_names(files):
     """Names that tests and configuration import by `from ... import name`."""
     return {alias.name for path, text in files.items() if path.endswith(".py") and PROTECTED.search(path)
             for node in ast.walk(parsed(text)) if isinstance(node, ast.ImportFrom) for alias in node.names}
-
-
-@functools.lru_cache(64)
-def parsed(text):
-    """The syntax tree (shared: not to be changed), empty where the text has none."""
-    try:
-        return syntax(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return syntax("")
 
 
 def repository_sandbox(files, time_limit=60.0):
@@ -2244,35 +2357,19 @@ REPO_LEVELS = [dict(kind="function", docstring=True), dict(kind="function", docs
                dict(kind="multi-file", docstring=False), dict(kind="module", docstring=False)]
 
 
-def body_span(lines, node, keep_docstring):
-    """(first, last) lines of the body to be deleted, from 0, end exclusive; None where body and def share a line."""
-    start = node.body[0]
-    if not lines[start.lineno - 1][:start.col_offset].isspace():
-        return None
-    if ast.get_docstring(node, clean=False) is not None:
-        if len(node.body) == 1:
-            return None
-        if keep_docstring:
-            return start.end_lineno, node.end_lineno
-    first = first_line(start)
-    while not lines[first - 1].strip() or lines[first - 1].lstrip().startswith("#"):
-        first -= 1
-    return first, node.end_lineno
+def by_path(chosen):
+    """path -> the nodes of these definitions in that file."""
+    found = {}
+    for one in chosen:
+        found.setdefault(one.path, []).extend(one.nodes)
+    return found
 
 
 def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
     """The files with these bodies replaced; every other byte stays."""
     out = dict(files)
-    for one in sorted(functions_of(chosen), key=lambda one: -one.first):
-        lines = out[one.path].split("\n")
-        span = body_span(lines, one.node, keep_docstring)
-        if span:
-            arguments = one.node.args.posonlyargs + one.node.args.args
-            names = [argument.arg for argument in arguments if argument.arg != "self"]
-            first = one.node.body[0]
-            indent = lines[first.lineno - 1][:first.col_offset]
-            lines[span[0]:span[1]] = [indent + body.format(first=(names or ["None"])[0])]
-            out[one.path] = "\n".join(lines)
+    for path, nodes in by_path(functions_of(chosen)).items():
+        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
     return out
 
 
@@ -2283,41 +2380,15 @@ def functions_of(chosen):
 def removed(files, chosen):
     """The files without these definitions, and without their names in imports and __all__ of other sources."""
     out = dict(files)
-    for one in sorted(chosen, key=lambda one: -one.first):
-        lines = out[one.path].split("\n")
-        end = one.last
-        while end < len(lines) - 1 and not lines[end].strip():
-            end += 1
-        out[one.path] = "\n".join(lines[:one.first - 1] + lines[end:])
-    names = {one.name for one in chosen}
-    for path in sources(out):
-        if any(name in out[path] for name in names):
-            out[path] = without_names(out[path], names, packages(files))
-    return out
-
-
-def without_names(text, names, own):
-    """The source with deleted names taken out of `__all__` and of `from module import ...`, for modules of these packages."""
-    lines = text.split("\n")
-    for node in reversed(syntax(text).body):
-        span, piece = slice(node.lineno - 1, node.end_lineno), None
-        if isinstance(node, ast.ImportFrom) and (node.level or node.module.split(".")[0] in own) and any(
-                alias.name in names for alias in node.names):
-            node.names = [alias for alias in node.names if alias.name not in names]
-            piece = [ast.unparse(node)] if node.names else []
-        elif isinstance(node, (ast.Assign, ast.AugAssign)) and "__all__" in ast.unparse(node)[:10]:
-            source = "\n".join(lines[span])
-            for name in names:
-                source = re.sub(rf"""[ \t]*(['"]){name}\1,?[ \t]*\n?""", "", source)
-            piece = source.split("\n")
-        if piece is not None:
-            lines[span] = piece
-    return "\n".join(lines)
+    for path, nodes in by_path(chosen).items():
+        out[path] = remove_statements(files[path], nodes)
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost) if lost else out
 
 
 def dead_helpers(files, base, chosen, found):
     """Top-level functions that only the deleted code used: they would give the answer away."""
-    lost = "\n".join("\n".join(files[one.path].split("\n")[one.first - 1:one.last]) for one in chosen)
+    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
     words = set(re.findall(r"\w+", lost))
     left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
     paths = {one.path for one in chosen}
@@ -2349,16 +2420,6 @@ def draw_feature(repository, level, rng, taken):
     return None
 
 
-def find_test(text, node_id):
-    """The ast node of a test function by its node id, or None (inherited, generated)."""
-    body, node = parsed(text).body, None
-    names = node_id.split("[")[0].split("::")[1:]
-    for name in names:
-        node = next((node for node in body if getattr(node, "name", None) == name), None)
-        body = getattr(node, "body", [])
-    return node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
-
-
 def hideable(text, node_id):
     """True if the test function is here and no other test calls it by name."""
     name = node_id.split("[")[0].split("::")[-1]
@@ -2369,12 +2430,8 @@ def without_tests(files, groups):
     """The files without these test functions."""
     out = dict(files)
     for path in {group.split("::")[0] for group in groups}:
-        lines = files[path].split("\n")
-        nodes = [find_test(files[path], group) for group in groups if group.split("::")[0] == path]
-        for node in sorted(nodes, key=lambda node: -node.lineno):
-            indent = lines[node.lineno - 1][:node.col_offset]
-            lines[first_line(node):node.end_lineno] = [indent + "pass"] if indent else []
-        out[path] = "\n".join(lines)
+        own = [group for group in groups if group.split("::")[0] == path]
+        out[path] = remove_tests(files[path], own)
     return out
 
 
@@ -2422,12 +2479,14 @@ def with_twins(text, groups, draw, sites=None, lost=()):
     without sites a test has one twin, which fails at its end. Only the parent knows which copy is which, so code that makes
     every test pass gives itself away, as does code that replaces what compares; and results that claim to equal everything,
     or everything of a kind, fail. What remains: code that reads the bytecode of the running test to tell the copies apart."""
-    lines, names, plain = text.split("\n"), {}, f"same_{draw.getrandbits(32):08x}"
+    read, names, plain = SourceText(text), {}, f"same_{draw.getrandbits(32):08x}"
+    # Nobody reads these bytes but Python, to which all line ends are one.
+    lines = [line.rstrip("\r\n") for line in read.lines] + [""]
     odd = f"same_{draw.getrandbits(32):08x}"
     modulus, rest, numbers = changed_tests.draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
-        start, old = first_line(node), node.name
+        start, old = read.line_number(read.span(node)[0]) - 1, node.name
         chosen = (sites or {}).get(group)
         if chosen:
             made = [changed_tests.changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
@@ -2447,7 +2506,8 @@ def with_twins(text, groups, draw, sites=None, lost=()):
         draw.shuffle(copies)
         lines[start:node.end_lineno] = [line for copied in copies for line in copied]
     helper = changed_tests.ODD.format(odd=odd, modulus=modulus, rest=rest)
-    return "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper, names
+    text = "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper
+    return encode_source(text, read.encoding, "backslashreplace"), names
 
 
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
@@ -2457,6 +2517,10 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     base, helpers = delete_feature(files, chosen, dials, repository.definitions)
     if base == files:
         return "nothing to delete"
+    deleted_from = {path for path in files if path in base and base[path] != files[path]}
+    base, copied = without_copies(files, base, chosen + helpers, dials["kind"] == "gone")
+    if copied:
+        return "its code stands elsewhere, too"
     stable = repository.stable
     answer = run_suite(base, sandbox, stable, plan=repository.plan)
     outcomes = answer["outcomes"]
@@ -2467,13 +2531,24 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
         return "no test fails"
     if broken - touching:
         return "other tests fail"
+    # The tests may not import every module; what could be imported before can be imported now.
+    dropped = [path for path in files.keys() - base.keys() if path.endswith(".py")]
+    left_out = {package_root(path, set(files))[1] for path in dropped}
+    modules = [name for name in repository.importable if name not in left_out]
+    imported = import_outcomes(base, sandbox, modules) if modules else {}
+    if any(imported.get(name) != "" for name in modules):
+        return "the package does not import without it"
     # A test whose setup or teardown broke has not failed: it must pass with the feature in place, and is no test of it.
     unready = {node for node in broken if outcomes.get(node) != "failed"}
     broken -= unready
+    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing; a doctest may
+    # have gone with its docstring.
+    broken = {node for node in broken if node.split("::")[0] not in deleted_from}
     if not broken:
-        return "its tests cannot be set up without it"
+        return "its tests cannot be set up without it" if unready else "its tests are in its own file"
+    unready = {node for node in unready if node.split("::")[0] not in deleted_from}
     groups = sorted({node.split("[")[0] for node in broken})
-    groups = [group for group in groups if hideable(files[group.split("::")[0]], group)]
+    groups = [group for group in filter(is_text, groups) if hideable(files[group.split("::")[0]], group)]
     groups = [group for group in groups if not any(node.split("[")[0] == group for node in unready)]
     if not groups:
         return "its tests cannot be hidden"
@@ -2490,16 +2565,18 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
     inherited = {node for node in repository.stable for group in groups if node.split("[")[0] != group
                  and node.split("[")[0].split("::")[::2] == group.split("::")[::2] and node.count("::") == 2
                  and not find_test(files[node.split("::")[0]], node)}      # the same test, run again by a subclass
-    visible = without_tests(base, hidden)
-    solution = {path: text for path, text in files.items() if base.get(path) != text}
-    pristine = {path: text for path, text in files.items() if visible.get(path) != text and path not in solution}
+    visible = keep_modes(without_tests(without_test_copies(files, base, hidden), hidden), files)
+    # What was left out for what it gives away is in no tree: the original, too, has to pass without it.
+    solution = {path: text for path, text in files.items() if path in base and base[path] != text}
+    pristine = {path: text for path, text in files.items()
+                if path in visible and visible[path] != text and path not in solution}
     task = Task(feature_id(repository, chosen, level), repository_prompt(chosen, prompt, set(groups) - set(hidden)), visible,
                 solution, TOOLS, level, judged, "python -m pytest -q", sorted(broken - inherited),
-                sorted(set(stable) - broken - unready - inherited),
+                sorted(node for node in stable if outcomes.get(node) == "passed" and node not in inherited),
                 {"repo": repository.name, "kind": dials["kind"], "hidden_groups": hidden, "pristine": pristine,
                  "twins": {group: changes[group] for group in groups}, "names": names,
                  "ERROR_TO_PASS": sorted(unready - inherited), "suite": repository.plan.to_meta(),
-                 "statistics": statistics_of(repository, chosen, helpers)})
+                 "statistics": statistics_of(repository, chosen, helpers), **tree_meta(files)})
     if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         return "a trivial body passes"
     if universal_passes(files, chosen, task, patient):
@@ -2542,9 +2619,52 @@ def delete_feature(files, chosen, dials, found):
     return base, helpers
 
 
+def without_copies(files, base, lost, gone):
+    """(base without the files that hold the deleted code, whether a file that has to stay holds it).
+
+    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives, and docs that quote
+    a body are left out. A module that holds the very same code for a purpose of its own has to stay, and so have the
+    tests."""
+    base, copied, origins = dict(base), False, {one.path for one in lost}
+    code_paths = set(sources(files))
+    for one in lost:
+        # The code of a class is that of its methods; where they are stubs, each is listed by itself.
+        nodes = one.nodes if one.kind != "class" else [inner for node in one.nodes for inner in node.body if gone]
+        for node in (node for node in nodes if isinstance(node, FUNCTIONS)):
+            lines = code_lines(files[one.path], [node])
+            several = len(leftovers.distinctive(lines)) > 1
+            for path, text in list(base.items()):
+                may_go = path not in origins and not PROTECTED.search(path)
+                may_go = may_go and (path not in code_paths or leftovers.is_copy(text, files[one.path]))
+                if may_go and leftovers.holds_code(text, lines, node.name):
+                    del base[path]
+                elif not may_go and several and leftovers.holds_code(text, lines, node.name, every=True):
+                    copied = True
+    return base, copied
+
+
+def without_test_copies(files, base, hidden):
+    """The tree without files that are no Python and hold the code of a hidden test."""
+    base = dict(base)
+    for group in hidden:
+        node = find_test(files[group.split("::")[0]], group)
+        lines = code_lines(files[group.split("::")[0]], [node])
+        for path in [path for path in base if not path.endswith(".py")]:
+            if leftovers.holds_code(base[path], lines, node.name, every=True):
+                del base[path]
+    return base
+
+
+def keep_modes(tree, files):
+    """The tree with the modes that its files have in the repository: an edit makes a plain text of a file."""
+    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+    changed = {path: with_mode(tree[path], mode) for path, mode in modes.items() if path in tree}
+    return {**tree, **changed}
+
+
 def moved(files, chosen):
     """The same definitions at their lines in the changed files."""
-    now = {(one.path, one.name): one for one in definitions(files)}
+    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
     return [now[one.path, one.name] for one in chosen]
 
 
@@ -2640,7 +2760,7 @@ def statistics_of(repository, chosen, helpers):
         return max([depth(child) + isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node)], default=0)
     names = {one.name.split(".")[-1] for one in chosen}
     paths = sources(repository.files)
-    nodes = (node for path in paths for node in ast.walk(syntax(repository.files[path])))
+    nodes = (node for path in paths for node in ast.walk(parsed(repository.files[path])))
     called = (getattr(node.func, "id", getattr(node.func, "attr", "")) for node in nodes if isinstance(node, ast.Call))
     outer = [one for one in chosen + helpers if one.kind != "method" or not any(other.kind == "class" for other in chosen)]
     return dict(lines=sum(one.size() for one in outer), files=len({one.path for one in chosen}),
@@ -2740,6 +2860,8 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
     What passed is run again in a new process and in the opposite order, unless `repeated` is off: code that forges from its
     second call on, or up to its last, would otherwise win where the test and its twins happen to stand in that order."""
     tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+    original = {**task.files, **task.solution, **task.meta["pristine"]}
+    tree = keep_modes(with_links(tree, task.files), original)
     named = dict(zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])))
     plan = suites.plan_of_task(task.meta.get("suite"))
     for nodes, reverse in ((must, False), (must[:len(task.FAIL_TO_PASS)], True))[:1 + repeated]:

@@ -112,7 +112,8 @@ SEVERITY = {"failed": 4, "error": 3, "xfail": 2, "skipped": 1, "passed": 0}
 def trace(frame, event, argument):
     code = frame.f_code
     if code.co_filename.startswith(root):
-        now.add(code.co_filename[len(root) + 1 :] + ":" + str(code.co_firstlineno))
+        place = code.co_filename[len(root) + 1 :] + ":" + str(code.co_firstlineno)
+        now.add(place + ":" + code.co_name)
 
 
 class Late(BaseException):

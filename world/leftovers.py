@@ -1,0 +1,138 @@
+"""What still gives a deleted feature away, found by content and not by name.
+
+A repository holds more than its sources: editors' backups, notebooks' checkpoints, builds,
+archives, docs that quote the code. `holds_code` looks for the deleted lines in any of them: as text
+in any white space, as UTF-16, between HTML tags, in JSON strings, in archives and compressed files.
+Bytecode is told by its first bytes. Not found: code that was rewritten, encrypted, or encoded in
+any other way."""
+import bz2
+import functools
+import html
+import importlib.util
+import io
+import json
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+
+MOST_UNPACKED = 32 << 20        # bytes of one archive that are looked at
+
+
+def is_bytecode(data):
+    """True for a compiled Python file, whatever it is called: a magic number of CPython 3, then a
+    CR and an LF."""
+    if data[:4] == importlib.util.MAGIC_NUMBER:
+        return True
+    number = int.from_bytes(data[:2], "little")
+    return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
+
+
+def unpacked(data, depth=2):
+    """The bytes themselves and, for an archive or a compressed file, those of what is in it."""
+    yield data
+    if depth == 0:
+        return
+    try:
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            archive = zipfile.ZipFile(io.BytesIO(data))
+            members = [member for member in archive.infolist() if member.file_size < MOST_UNPACKED]
+            for member in members:
+                yield from unpacked(archive.read(member), depth - 1)
+        elif data[:2] == b"\x1f\x8b":
+            yield from unpacked(zlib.decompressobj(31).decompress(data, MOST_UNPACKED), depth - 1)
+        elif data[:2] in (b"\x78\x01", b"\x78\x9c", b"\x78\xda"):
+            yield from unpacked(zlib.decompressobj().decompress(data, MOST_UNPACKED), depth - 1)
+        elif data[:3] == b"BZh":
+            yield from unpacked(bz2.BZ2Decompressor().decompress(data, MOST_UNPACKED), depth - 1)
+        elif data[:6] == b"\xfd7zXZ\0":
+            yield from unpacked(lzma.LZMADecompressor().decompress(data, MOST_UNPACKED), depth - 1)
+        elif data[257:262] == b"ustar":
+            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                for member in archive:
+                    if member.isfile() and member.size < MOST_UNPACKED:
+                        yield from unpacked(archive.extractfile(member).read(), depth - 1)
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError,
+            ValueError, RuntimeError, NotImplementedError):
+        return
+
+
+def json_strings(value):
+    """Every string in a value that was read from JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from json_strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from json_strings(item)
+
+
+def squeeze(text):
+    """Without any white space, so that indentation, wrapping and line ends do not hide a copy."""
+    return re.sub(r"\s+", "", text)
+
+
+@functools.lru_cache(4096)
+def readings(stored):
+    """The texts that a file (as text, its odd bytes as surrogates) may be read as, each without
+    white space."""
+    found, room = [], MOST_UNPACKED
+    for part in unpacked(stored.encode("utf-8", "surrogateescape")):
+        room -= len(part)
+        # An archive may hold a thousand times its own size.
+        if room < 0 and found:
+            break
+        text = part.decode("utf-8", "replace")
+        found.append(squeeze(text))
+        if b"\0" in part[:200]:
+            found.append(squeeze(part.decode("utf-16-le", "replace")))
+            found.append(squeeze(part.decode("utf-16-be", "replace")))
+        if "</" in text or "&lt;" in text or "&quot;" in text or "&#" in text:
+            found.append(squeeze(html.unescape(re.sub(r"<[^<>]*>", "", text))))
+        if text.lstrip()[:1] in ("{", "["):
+            try:
+                found.append(squeeze("".join(json_strings(json.loads(text)))))
+            except (ValueError, RecursionError):
+                pass
+    return tuple(found)
+
+
+def distinctive(lines):
+    """Of lines of code those that say something by themselves, without white space."""
+    found = []
+    for line in lines:
+        short = squeeze(line)
+        plain = re.fullmatch(r"(return|raise|yield|del|assert|import|pass|else|try)\w*:?", short)
+        if len(short) >= 8 and not plain and short not in found:
+            found.append(short)
+    return found
+
+
+def holds_code(stored, lines, name, every=False):
+    """True if a file holds a deleted body: all of it in one piece, or more than half (`every`: all)
+    of its distinctive lines.
+
+    lines: the body's lines of code; name: of the function. One line alone may be chance: then the
+    name has to be there, too."""
+    wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
+    one_piece = len(lines) > 1 and len(whole) >= 12
+    for text in readings(stored) if wanted or one_piece else ():
+        if one_piece and whole in text:
+            return True
+        found = sum(line in text for line in wanted)
+        enough = 0 < found == len(wanted) or (not every and 2 * found > len(wanted))
+        if enough and (len(wanted) > 1 or name in text):
+            return True
+    return False
+
+
+def is_copy(text, original):
+    """True if at least 60 % of a file's lines are lines of the original: a backup, a build, another
+    version of it."""
+    lines = [line for line in (squeeze(line) for line in text.split("\n")) if line]
+    known = {squeeze(line) for line in original.split("\n")}
+    return bool(lines) and sum(line in known for line in lines) >= .6 * len(lines)

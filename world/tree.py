@@ -1,0 +1,110 @@
+"""A repository's files in memory: path -> text, where a text may know that it is executable or that
+it is a link.
+
+Both are strings, so that a tree stays a plain dictionary that every function can read, compare and
+write as JSON. What JSON forgets is kept in two fields of the task's `meta`: `modes` (path ->
+permission bits) and `links` (a list of paths)."""
+import os
+import stat
+from pathlib import Path
+
+
+class FileText(str):
+    """A file's text with permission bits other than the usual ones."""
+    mode = None
+
+
+class Link(str):
+    """Where a symbolic link points to, relative to its own folder."""
+
+
+def with_mode(text, mode):
+    """The text of a file with these permission bits; its owner may always read it."""
+    text = FileText(text)
+    text.mode = stat.S_IMODE(mode) & 0o777 | stat.S_IRUSR
+    return text
+
+
+def has_own_mode(mode):
+    """True for bits that a new file does not have by itself: executable, or closed to its owner's
+    pen."""
+    return bool(mode & 0o111) or not mode & stat.S_IWUSR
+
+
+def read_link(place, root):
+    """Link of a symbolic link that stays inside the folder `root` (absolute ones become relative);
+    None for any other."""
+    inside, target = os.path.realpath(root), os.path.realpath(place)
+    if target != inside and not target.startswith(inside + os.sep):
+        return None
+    written = os.readlink(place)
+    # `link/..` is not the folder above `link`: where reading the words gives another place than
+    # following them, the place is kept and not the words.
+    by_words = os.path.normpath(os.path.join(os.path.realpath(place.parent), written))
+    if os.path.isabs(written) or os.path.realpath(by_words) != target:
+        written = os.path.relpath(target, os.path.realpath(place.parent))
+    return Link(written)
+
+
+def tree_meta(files):
+    """The fields `modes` and `links` of a tree, each only where there is something to say."""
+    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+    links = sorted(path for path, text in files.items() if isinstance(text, Link))
+    return {**({"modes": modes} if modes else {}), **({"links": links} if links else {})}
+
+
+def as_stored(files, meta):
+    """The tree with the modes and links that `meta` names. Raises TypeError or ValueError where
+    meta is not of that form."""
+    modes, links = meta.get("modes", {}), meta.get("links", [])
+    if not modes and not links:
+        return files
+    if type(modes) is not dict or type(links) is not list:
+        raise TypeError("modes is a dictionary, links a list")
+    out = dict(files)
+    for path, mode in modes.items():
+        if path in out:
+            out[path] = with_mode(out[path], int(mode))
+    for path in links:
+        if path in out:
+            out[path] = Link(out[path])
+            if not out[path] or "\0" in out[path]:
+                raise ValueError(f"{path!r} is a link to nothing")
+    return out
+
+
+def with_links(tree, files):
+    """The tree with the links of `files` that it lacks; what an agent hands in is regular files
+    only."""
+    out = dict(tree)
+    for path, text in files.items():
+        replaced = path in tree or any(other.startswith(path + "/") for other in tree)
+        if isinstance(text, Link) and not replaced:
+            out[path] = text
+    return out
+
+
+def write_links(files, root):
+    """Writes the links of a tree whose files are written already -> the first path that cannot be a
+    link or leads out of the tree, or None.
+
+    They come last: no file is ever written through one. Whether one leads out is asked of the file
+    system, since links that each look harmless may lead out together."""
+    inside = os.path.realpath(root)
+    places = []
+    for path, target in files.items():
+        if isinstance(target, Link):
+            place = Path(root) / path
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.symlink(target, place)
+            except OSError:
+                return path
+            places.append((path, place))
+    for path, place in places:
+        leads_to = os.path.realpath(place)
+        if leads_to != inside and not leads_to.startswith(inside + os.sep):
+            for _, other in places:
+                os.unlink(other)
+            return path
+    return None
