@@ -27,6 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
+from world.machine import Directory
+from world.recorder import Finding
 from synth_tasks import Action, Sandbox, Workspace, audit, demonstrate, expert, judge, make_task, play, run_trusted
 
 caged = pytest.mark.skipif(not shutil.which("bwrap") or not st.has_bwrap(), reason="needs bubblewrap")
@@ -623,7 +625,7 @@ DEEP = "import os\nfor i in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\n
 
 
 def test_folders_in_folders_without_end_are_judged_and_go(monkeypatch, tmp_path):
-    monkeypatch.setattr(st, "fresh_directory", lambda: st.Directory(dir=tmp_path, ignore_cleanup_errors=True))
+    monkeypatch.setattr(st, "fresh_directory", lambda: Directory(dir=tmp_path, ignore_cleanup_errors=True))
     task = make_task(0, 1)
     right = {**task.files, **task.solution}
     assert judge(task, {**right, **{path: DEEP + text for path, text in task.solution.items()}}, Sandbox(memo=False)).solved
@@ -1347,7 +1349,7 @@ def test_the_audit_of_a_file_that_python_cannot_parse_ends(text):
 def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():
     task = make_task(3, 1)
     story = [(Action("", [("read_file", ("docs.md",))]), ["x"]), (Action("", [("run_command", ("git log -p",))]), ["x"])]
-    found = audit(task, story, {}, second=lambda *a: [st.Finding(0, "second", "said so", "style")])
+    found = audit(task, story, {}, second=lambda *a: [Finding(0, "second", "said so", "style")])
     assert [(f.turn, f.rule, f.evidence) for f in found] == [(1, "reads git history", "git log -p"), (0, "second", "said so")]
     path = f"{task.hidden[0][0]}.py"
     comment = {path: ("", "# hmm, let me think about what I should do\n")}

@@ -137,7 +137,8 @@ class SourceText:
         for start, end, new in reversed(kept):
             assert end <= free_from, "edits overlap"
             text, free_from = text[:start] + new + text[end:], start
-        return encode_source(text, self.encoding)
+        # A replacement may hold characters that this encoding lacks; in a literal its escape says the same.
+        return encode_source(text, self.encoding, "backslashreplace")
 
 
 # ------------------------------------------------------------ modules
