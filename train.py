@@ -1253,44 +1253,43 @@ def loop(run, source, optimizer, step, interrupted, out):
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
     every = config.save_every or max(1, config.steps // 10)
     keep_lines(log_file, step) if run.rank == 0 else None
-    bar = tqdm(total=config.steps, initial=step, desc=f"{config.stage:>14}", disable=run.rank > 0, dynamic_ncols=True)
-    while step < config.steps:
-        start, log = time.time(), {}
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * schedule(step, config)
-        rates = {RATE_FLAGS[group["algorithm"]]: group["lr"] for group in optimizer.param_groups}
-        run.model.train()
-        for loss in source.losses(step, log):
-            loss.backward()
-        if run.replicas:
-            hsdp.sum_gradients(run.model)
-        norm = hsdp.clip_grad_norm(run.model, config.clip)
-        if norm != 0:                                            # nothing to learn from: AdamW's and Muon's memories would move on
-            optimizer.step()
-        optimizer.zero_grad()
-        worst = balance(run.model, bias_rate(run), hsdp.total)
-        source.after_step()
-        step += 1
-        log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
-               "load": worst, **rates}
-        log["tokens_per_s"] = log["tokens"] / (time.time() - start)
-        log["seconds"] = time.time() - start
-        log["memory"] = run.sum(peak_memory())
-        if step == config.steps:
-            with torch.compiler.set_stance("force_eager"):       # once: without gradients a block would be compiled again
-                log.update(source.validate())
-        report(run, bar, log, log_file)
-        stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
-        if step % every == 0 or step == config.steps or stopping:
-            extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(), "step": step,
-                     "source": source.state_dict()}
-            hsdp.save(out, run.model, optimizer, extra, source.tensors())
-        if step % 20 == 0 or log["seconds"] > 2:
-            trim()
-        if stopping:
-            bar.close()
-            return False
-    bar.close()
+    # Closed whatever happens, so that what is said afterwards begins a line of its own.
+    with tqdm(total=config.steps, initial=step, desc=f"{config.stage:>14}", disable=run.rank > 0, dynamic_ncols=True) as bar:
+        while step < config.steps:
+            start, log = time.time(), {}
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * schedule(step, config)
+            rates = {RATE_FLAGS[group["algorithm"]]: group["lr"] for group in optimizer.param_groups}
+            run.model.train()
+            for loss in source.losses(step, log):
+                loss.backward()
+            if run.replicas:
+                hsdp.sum_gradients(run.model)
+            norm = hsdp.clip_grad_norm(run.model, config.clip)
+            if norm != 0:                                            # nothing to learn from: AdamW's and Muon's memories would move on
+                optimizer.step()
+            optimizer.zero_grad()
+            worst = balance(run.model, bias_rate(run), hsdp.total)
+            source.after_step()
+            step += 1
+            log = {"step": step, **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}, "norm": float(norm),
+                   "load": worst, **rates}
+            log["tokens_per_s"] = log["tokens"] / (time.time() - start)
+            log["seconds"] = time.time() - start
+            log["memory"] = run.sum(peak_memory())
+            if step == config.steps:
+                with torch.compiler.set_stance("force_eager"):       # once: without gradients a block would be compiled again
+                    log.update(source.validate())
+            report(run, bar, log, log_file)
+            stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
+            if step % every == 0 or step == config.steps or stopping:
+                extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(),
+                         "step": step, "source": source.state_dict()}
+                hsdp.save(out, run.model, optimizer, extra, source.tensors())
+            if step % 20 == 0 or log["seconds"] > 2:
+                trim()
+            if stopping:
+                return False
     return True
 
 
