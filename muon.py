@@ -70,16 +70,20 @@ def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
     assert coefficients in COEFFICIENTS, f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
     dtype = dtype or torch.bfloat16
     out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
+    if not G.numel():
+        return out
+    if not out.is_contiguous():
+        return out.copy_(orthogonalize(G, steps, coefficients, dtype))
     R, C = G.shape[-2:]
-    if G.device.type == "cpu" and G.numel() and (R % 8 or C % 8):  # zeros up to whole cache lines: on some CPUs the last bit hangs
+    if G.device.type == "cpu" and (R % 8 or C % 8):  # zeros up to whole cache lines: on some CPUs the last bit hangs
         padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))  # on where in a line a matrix begins, so on its company
         return out.copy_(orthogonalize(padded, steps, coefficients, dtype)[..., :R, :C])
     X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
     rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
-    if G.device.type == "cpu" and G.numel():
+    if G.device.type == "cpu":
         chunk = cpu_chunk(X[0].numel(), dtype)
     table = [rows[min(i, len(rows) - 1)] for i in range(steps)]
-    for x, o in zip(X.split(chunk), O.split(chunk)) if G.numel() else ():
+    for x, o in zip(X.split(chunk), O.split(chunk)):
         result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
         newton_schulz(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
         o.copy_(result) if result is not o else None
@@ -98,12 +102,42 @@ def scratch(shape, dtype, device):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+ORDINARY_NORMS = (1e-12, 1e18)  # between them no square of an entry that matters leaves the range of fp32 and bf16
+EXPONENT_BITS = {torch.float16: (torch.int16, 0x7C00), torch.bfloat16: (torch.int16, 0x7F80),
+                 torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
+
+
 def unit_norm(X, dtype, margin=1.0):
-    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype of the products."""
-    if dtype != torch.float16:  # fp16 cannot hold a gradient: divide first. The others are cast first, as on the wire
+    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype of the products.
+
+    Any finite scale will do: where squares would underflow or overflow, a matrix is first divided by a power of two,
+    which rounds nothing. A matrix of zeros stays one.
+    """
+    # fp16 cannot hold a gradient, and no other dtype holds what fp64 can: divide first.
+    # The others are cast first, as on the wire.
+    if dtype != torch.float16 and X.dtype != torch.float64:
         X = X.to(dtype)
-    norm = (torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True) * margin).clamp(min=1e-12)  # (N, 1, 1)
-    return torch.div(X, norm, out=scratch((3, *X.shape), X.dtype, X.device)[2]).to(dtype)
+    quotient = scratch((3, *X.shape), X.dtype, X.device)[2]
+    # Asking for the norms would make a GPU's host wait, so there every matrix is scaled, with the same result.
+    if X.device.type != "cpu" or not has_ordinary_norms(X):
+        X = torch.div(X, power_of_two_below(X), out=quotient)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
+    return torch.div(X, (norm * margin).clamp(min=torch.finfo(X.dtype).tiny), out=quotient).to(dtype)
+
+
+def has_ordinary_norms(X):
+    """Can the entries of every matrix of X (N, R, C) be squared and summed as they are?"""
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1))
+    low, high = ORDINARY_NORMS
+    return bool(((norm > max(low, torch.finfo(X.dtype).tiny)) & (norm < high)).all())
+
+
+def power_of_two_below(X):
+    """The power of two at or below the largest entry of each matrix of X (N, R, C), (N, 1, 1): its bits without the mantissa.
+    At least the smallest normal number, which a matrix of zeros can be divided by, too."""
+    largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
+    whole, mask = EXPONENT_BITS[X.dtype]
+    return (largest.view(whole) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
 
 
 def newton_schulz(X, table, out):
@@ -181,6 +215,15 @@ def block_of(shape, mesh_shape, placements, coordinate):
             size = -(-(hi - lo) // ranks)
             spans[placement.dim] = [min(lo + here * size, hi), min(lo + (here + 1) * size, hi)]
     return tuple(edge for span in [[0, 1]] * (3 - len(shape)) + spans for edge in span)
+
+
+def start_of(tensor):
+    """Where the block that this rank holds begins in the whole tensor: a number per dimension."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim
+    mesh = tensor.device_mesh
+    edges = block_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+    return edges[::2][len(edges) // 2 - tensor.ndim:]
 
 
 class Leaf:
@@ -356,6 +399,22 @@ def cut(rows, itemsize, bound):
 
 # ------------------------------------------------------------------------------------------------------ the optimizer
 
+SETTINGS = "ns_dtype", "wire_dtype", "check_gradients", "task_bytes", "window"  # of Muon, beside its groups
+
+
+class Lent:
+    """A process group on its way into a copy of an optimizer: the copy uses the same one."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("an optimizer with replicas holds a process group, which cannot be pickled: save its state_dict()")
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for matrices and stacks of matrices, AdamW for everything else, on one rank or sharded over many.
 
@@ -393,21 +452,47 @@ class Muon(torch.optim.Optimizer):
         pairs = [p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)]
         options = {**self.defaults, **group}
         for name, p in pairs:
-            if p in self.names:
-                raise ValueError(f"{name}: given twice, already held as {self.names[p]}")
-            self.names[p] = name
+            twins = [self.names[p]] if p in self.names else [other for other, q in pairs if q is p][1:]
+            if twins:
+                raise ValueError(f"{name}: given twice, already held as {twins[0]}")
             check_parameter(name, p, options)
+        # Only what passed every check is kept: a group that is refused leaves no trace.
         super().add_param_group({**group, "params": [p for _, p in pairs]})
         for name, p in pairs:
+            self.names[p] = name
             adamw, wide = options["algorithm"] == "adamw", torch.promote_types(p.dtype, torch.float32)
             zeros = lambda dtype: torch.zeros_like(p, dtype=dtype)
             self.state[p] = dict(exp_avg=zeros(wide), exp_avg_sq=zeros(wide)) if adamw else dict(momentum=zeros(torch.float32))
             if adamw or p.dtype == torch.bfloat16:
                 self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
-            if not adamw:
-                self.leaves.append(Leaf(p, name, number, options["column_blocks"], self.replicas))
+        self.find_leaves()
+
+    def find_leaves(self):
+        """What follows from the groups: who holds what of each Muon parameter. Plans are made anew at the next step."""
+        self.leaves, self.plans = [], {}
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"] if group["algorithm"] == "muon" else ():
+                self.leaves.append(Leaf(p, self.names[p], number, group["column_blocks"], self.replicas))
                 self.leaves[-1].order = len(self.leaves)
-        self.plans = {}
+
+    def __getstate__(self):
+        """What copy.deepcopy and pickle take along: torch's part, our settings and the names. Leaves and plans follow from
+        them. A process group is lent to the copy (deepcopy) and refused by pickle: another process does not have it."""
+        names = [[self.names[p] for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in SETTINGS}, "names_by_group": names,
+                "replicas": Lent(self.replicas) if self.replicas is not None else None}
+
+    def __setstate__(self, state):
+        """The other end of __getstate__; torch's load_state_dict calls it, too, with groups and state alone."""
+        state = dict(state)
+        names = state.pop("names_by_group", None)
+        if names is not None:
+            state["replicas"] = state["replicas"].group if state["replicas"] is not None else None
+            state.update(events=None, traffic={})
+        super().__setstate__(state)
+        if names is not None:
+            self.names = {p: name for group, row in zip(self.param_groups, names) for p, name in zip(group["params"], row)}
+        self.find_leaves()
 
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32 state of bf16 weights."""
@@ -500,7 +585,9 @@ class Muon(torch.optim.Optimizer):
             weight, length = unit.here(leaf.matrix(leaf.param, unit.n)), group["lr"] * step_scale(group["scale"], *unit.shape)
             if weight.dtype == torch.bfloat16:
                 exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"]).sub_(piece, alpha=length)
-                round_by_chance(weight, exact, (self.state[leaf.param]["step"].item(), leaf.order, unit.n, unit.column))
+                rows, columns = unit.piece(leaf.me)
+                start = (rows.start, unit.column + columns.start)
+                round_by_chance(weight, exact, (self.state[leaf.param]["step"].item(), leaf.order, unit.n), start)
                 continue
             weights, updates = by_length[length]
             weights.append(weight)
@@ -558,7 +645,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_addcdiv_(w, m, deviation, -lr / (1 - b1 ** t))
             for (i, p), updated in zip(numbered, w):
                 if p.dtype == torch.bfloat16:
-                    round_by_chance(local(p), updated, (t, number, i))
+                    round_by_chance(local(p), updated, (t, number, i), start_of(p))
                 elif p.dtype != updated.dtype:
                     local(p).copy_(updated)
 
@@ -572,7 +659,10 @@ class Muon(torch.optim.Optimizer):
                 by_group[mesh_group(p.device_mesh) if isinstance(p, DTensor) else None].append(p)
         for process_group, params in by_group.items():
             grads = [local(p if p.grad is None else p.grad) for p in params]
-            bad = torch.stack([~n.isfinite() for n in torch._foreach_norm(grads)]).to(torch.uint8)
+            # A rank may hold nothing of a small matrix, and nothing has no largest entry.
+            grads = [g if g.numel() else g.new_zeros(1) for g in grads]
+            # The largest entry: the sum of squares of large finite numbers would be infinite.
+            bad = torch.stack([~n.isfinite() for n in torch._foreach_norm(grads, math.inf)]).to(torch.uint8)
             if process_group is not None:
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=process_group)
                 self.traffic["collectives"] += 1
@@ -581,12 +671,36 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
 
 
-def round_by_chance(weight, exact, seed):
+def round_by_chance(weight, exact, seed, start=None):
     """weight (bf16) <- one of the two neighbours of exact (fp32), each with the probability that makes the mean exact. Rounded to
-    the nearest, an update of less than 1/512 of its weight would be lost, every time. Equal seeds round alike."""
-    generator = torch.Generator(weight.device).manual_seed(hash(seed) % 2 ** 63)
-    noise = torch.randint(1 << 16, weight.shape, generator=generator, device=weight.device, dtype=torch.int32)
+    the nearest, an update of less than 1/512 of its weight would be lost, every time. Equal seeds round alike.
+
+    start: where this block begins in the whole tensor, a number per dimension; all zeros unless given. A number's noise
+    follows from the seed and its place in the whole: it is the same however the tensor is cut, and on every device.
+    """
+    noise = noise_of_places(start or (0,) * weight.ndim, weight.shape, seed, weight.device)
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))       # bf16 is the upper half of fp32
+
+
+def noise_of_places(start, shape, seed, device):
+    """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of the seed and of each
+    number's place. Every dimension's places are hashed on their own, as a vector, and what is put together once more."""
+    noise = torch.full((), hash((*seed, -1)) % 2 ** 31, dtype=torch.int32, device=device)
+    for dim, (first, size) in enumerate(zip(start, shape)):
+        # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
+        key = hash((*seed, dim)) % 2 ** 31
+        places = torch.arange(first, first + size, dtype=torch.int32, device=device)
+        noise = noise[..., None] ^ scramble(scramble(places) + key)
+    return scramble(noise) & 0xFFFF
+
+
+def scramble(bits):
+    """A hash of each int32 (Chris Wellons' lowbias32): every bit of the result depends on every bit of the input."""
+    bits = bits ^ (bits >> 16 & 0xFFFF)  # the shift of a signed number drags its sign along
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15 & 0x1FFFF)
+    bits = bits * (0x846CA68B - 2 ** 32)  # as a signed number
+    return bits ^ (bits >> 16 & 0xFFFF)
 
 
 def copy(targets, sources):
@@ -617,6 +731,8 @@ def check_parameter(name, param, options):
         if param.ndim not in (2, 3):
             raise ValueError(f"{name}: Muon wants matrices (R, C) or stacks (N, R, C), this has shape {tuple(param.shape)}; "
                              "put it in an 'adamw' group")
+        if not param.numel():
+            raise ValueError(f"{name}: shape {tuple(param.shape)} has no numbers to train; leave it out")
         blocks = options["column_blocks"]
         if blocks < 1 or blocks > 1 and (param.ndim != 2 or param.shape[1] % blocks):
             raise ValueError(f"{name}: {blocks} column blocks do not divide shape {tuple(param.shape)}")

@@ -1,6 +1,7 @@
 """muon.py against its oracles: the SVD, torch.optim.Muon, torch.optim.AdamW, and one process for every sharded layout."""
 import copy
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from conftest import run_ranks
-from muon import COEFFICIENTS, Muon, check_parameters, orthogonalize, qk_clip, round_by_chance, step_scale
+from muon import COEFFICIENTS, Muon, check_parameters, noise_of_places, orthogonalize, qk_clip, round_by_chance, \
+    step_scale
 
 torch.set_num_threads(1)
 SHAPES = {"heads": (6, 8, 40), "experts": (8, 24, 16), "odd": (3, 13, 7), "output": (40, 48), "tall": (50, 12), "small": (2, 3)}
@@ -493,3 +495,152 @@ def test_the_demo_ends_with_its_numbers(tmp_path):
     assert "differ from one process by 0.0" in done.stdout and (tmp_path / "out/muon.png").stat().st_size > 5000
     bad = subprocess.run([sys.executable, str(script), "--bensch"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert bad.returncode == 2 and "bensch" in bad.stderr
+
+
+# ---------------------------------------------------------------------------------------------- scales, copies, noise
+
+SCALED = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [-110, -83, -66, -41, 60, 65, 83, 123])
+def test_orthogonalize_does_not_notice_the_scale(exponent, dtype):
+    # A power of two changes no digit, so the result is the same to the bit.
+    scaled = torch.ldexp(SCALED, torch.tensor(exponent))
+    assert torch.equal(orthogonalize(scaled, dtype=dtype), orthogonalize(SCALED, dtype=dtype))
+
+
+@pytest.mark.parametrize("source, scale", [(torch.float32, 1e-38), (torch.float64, 1e-200), (torch.float64, 1e200),
+                                           (torch.float16, 1e-6), (torch.float16, 1e4), (torch.bfloat16, 1e-37)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_singular_values_are_right_at_the_ends_of_every_dtype(source, scale, dtype):
+    found = torch.linalg.svdvals(orthogonalize((SCALED.double() * scale).to(source), dtype=dtype).float())
+    assert found.min() > 0.3 and found.max() < 1.6
+
+
+def test_matrices_of_every_scale_in_one_batch_are_as_each_alone():
+    scales = torch.tensor([1e-30, 0.0, 1.0, 1e30])[:, None, None]
+    batch = scales * SCALED[0]
+    together = orthogonalize(batch)
+    assert all(torch.equal(one, orthogonalize(alone)) for one, alone in zip(together, batch))
+    assert not together[1].any()
+
+
+@pytest.mark.parametrize("case", ["rank one", "expanded", "transposed", "one entry", "identity", "out is a view"])
+def test_odd_matrices_are_orthogonalised(case):
+    g = torch.Generator().manual_seed(1)
+    vectors = torch.randn(24, 1, generator=g), torch.randn(1, 16, generator=g)
+    one_entry = torch.zeros(16, 24)
+    one_entry[3, 5] = -1e-25
+    matrix = {"rank one": vectors[0] * vectors[1], "expanded": vectors[1].expand(24, 16), "transposed": SCALED[0].mT,
+              "one entry": one_entry, "identity": torch.eye(16), "out is a view": SCALED[0].clone()}[case]
+    out = torch.empty(32, 16).mT if case == "out is a view" else None
+    found = orthogonalize(matrix, dtype=torch.float32, out=out)
+    assert out is None or torch.equal(out, orthogonalize(matrix, dtype=torch.float32))
+    # Directions that the matrix has come out near 1, those that it has not stay at 0.
+    there = torch.linalg.svdvals(matrix * (1e25 if case == "one entry" else 1)) > 1e-3
+    values = torch.linalg.svdvals(found)
+    assert values[there].min() > 0.3 and values.max() < 1.6 and not (values[~there] > 0.01).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 4, 8), (2, 0, 8)])
+def test_an_empty_parameter_is_refused_by_name_and_an_empty_matrix_stays_one(shape):
+    assert orthogonalize(torch.zeros(shape)).shape == shape
+    with pytest.raises(ValueError, match="nothing.weight.*no numbers"):
+        Muon([dict(params=[("nothing.weight", torch.nn.Parameter(torch.zeros(shape)))])])
+
+
+def test_large_finite_gradients_are_not_called_infinite():
+    p = torch.nn.Parameter(SCALED[0].clone())
+    optimizer = Muon([dict(params=[("w", p)])], lr=0.1)
+    p.grad = SCALED[1] * 1e30
+    optimizer.step()
+    assert p.isfinite().all() and not torch.equal(p, SCALED[0])
+
+
+def small_optimizer(dtype, **options):
+    params = {n: torch.nn.Parameter(t.to(dtype)) for n, t in tensors(4, {"w": (4, 12), "out": (6, 8), "gain": (5,)}).items()}
+    groups = [dict(params=[("w", params["w"])], weight_decay=0.1), dict(params=[("out", params["out"])], column_blocks=2),
+              dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3)]
+    return params, Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
+
+
+def steps_of(params, optimizer, seeds):
+    for seed in seeds:
+        for name, grad in tensors(seed, {n: p.shape for n, p in params.items()}).items():
+            params[name].grad = grad.to(params[name].dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
+    params, optimizer = small_optimizer(dtype, check_gradients=False, window=2)
+    steps_of(params, optimizer, range(3))
+    twins, twin = way((params, optimizer))
+    assert twin.ns_dtype == torch.float32 and twin.window == 2 and not twin.check_gradients
+    assert list(twin.names.values()) == ["w", "out", "gain"]
+    steps_of(params, optimizer, range(3, 6))
+    frozen = {n: p.detach().clone() for n, p in params.items()}
+    steps_of(twins, twin, range(3, 6))
+    assert all(torch.equal(params[n], frozen[n]) and torch.equal(twins[n], frozen[n]) for n in params)
+
+
+def copy_with_replicas(rank, world):
+    params, optimizer = small_optimizer(torch.float32, replicas=dist.group.WORLD)
+    twins, twin = copy.deepcopy((params, optimizer))
+    steps_of(params, optimizer, range(2)), steps_of(twins, twin, range(2))
+    try:
+        pickle.dumps(optimizer)
+    except TypeError as error:
+        return all(torch.equal(params[n], twins[n]) for n in params) and "state_dict" in str(error)
+
+
+def test_a_copy_uses_the_same_process_group_and_pickle_says_why_it_cannot():
+    assert run_ranks(2, copy_with_replicas) == [True, True]
+
+
+def test_a_group_that_is_refused_leaves_no_trace_and_a_new_one_is_trained():
+    params, optimizer = small_optimizer(torch.float32)
+    more, flat = torch.nn.Parameter(torch.ones(4, 6)), torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="flat"):
+        optimizer.add_param_group(dict(params=[("more", more), ("flat", flat)]))
+    with pytest.raises(ValueError, match="given twice"):
+        optimizer.add_param_group(dict(params=[("more", more), ("again", more)][::-1]))
+    assert len(optimizer.param_groups) == 3
+    optimizer.add_param_group(dict(params=[("more", more)]))
+    more.grad = torch.randn(4, 6)
+    assert optimizer.step(lambda: 7.0) == 7.0 and not torch.equal(more, torch.ones(4, 6))
+    twins, twin = copy.deepcopy((params, optimizer))
+    assert list(twin.names.values()) == ["w", "out", "gain", "more"]
+
+
+def bf16_layout(rank, world, name):
+    shape, placements = LAYOUTS[name]
+    mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
+    place = lambda n, t: distribute_tensor(t.bfloat16(), mesh, placements.get(n, placements[None]))
+    return train(place)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sharded_bf16_weights_are_rounded_as_on_one_process(name):
+    alone, _ = train(lambda n, t: t.bfloat16())
+    for whole in run_ranks(math.prod(LAYOUTS[name][0]), bf16_layout, name):
+        assert all(torch.equal(whole[n], alone[n]) for n in alone)
+
+
+@pytest.mark.parametrize("shape", [(), (5000,), (64, 96), (6, 32, 48), (3, 5, 7, 90)])
+def test_noise_follows_from_the_place_and_looks_like_chance(shape):
+    whole = noise_of_places((0,) * len(shape), shape, (3, 1), "cpu")
+    assert whole.shape == shape and whole.min() >= 0 and whole.max() < 1 << 16
+    if shape:
+        start = tuple(size // 3 for size in shape)
+        block = whole[tuple(slice(s, None) for s in start)]
+        assert torch.equal(noise_of_places(start, block.shape, (3, 1), "cpu"), block)
+        # Uniform to five standard errors, and unlike its neighbours in every direction, its transpose and other seeds.
+        n = whole.double() / 65536 - 0.5
+        bound = 5 / math.sqrt(n.numel())
+        assert n.mean().abs() < bound * 12 ** -0.5 and abs(12 * n.square().mean() - 1) < bound
+        others = [n.roll(1, dim) for dim in range(len(shape))]
+        others += [noise_of_places((0,) * len(shape), shape, seed, "cpu").double() / 65536 - 0.5 for seed in ((4, 1), (3, 2))]
+        assert all(12 * (n * other).mean().abs() < 1.2 * bound for other in others)
