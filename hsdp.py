@@ -337,13 +337,33 @@ def total(t):
     return t
 
 
+def keep_gradients_in_fp32(model):
+    """The gradients of bf16 weights are kept in fp32 and add up there, over micro-batches: in bf16 what is less than 1/256 of the
+    sum so far would be lost. Call it once the parameters are in their place, before the first backward. fp32 weights: no change."""
+    for p in model.parameters():
+        if not p.requires_grad or p.dtype.itemsize >= 4:
+            continue
+        if not isinstance(p, DTensor):
+            p.grad_dtype = torch.float32                         # autograd adds what comes in this dtype
+            continue
+        # FSDP sets the first gradient itself, in the weights' dtype, and adds the next ones to what it finds there.
+        p.grad_dtype = None                                      # any dtype may be set
+        p.register_post_accumulate_grad_hook(_widen_gradient)
+
+
+def _widen_gradient(p):
+    if p.grad.dtype != torch.float32:
+        p.grad = p.grad.float()
+
+
 @torch.no_grad()
 def sum_gradients(model):
     """Plain replicas (nothing is cut, every rank holds the whole model): all gradients in one all-reduce, once per step. Call it
     on all ranks before clip_grad_norm; parallelize() needs no such call."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in grads])
+        # One vector for all, and in fp32: the sum over the ranks is not rounded on its way.
+        flat = torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in grads])
         dist.all_reduce(flat)
         for g, part in zip(grads, flat.split([g.numel() for g in grads])):
             g.copy_(part.view_as(g))
@@ -509,7 +529,7 @@ class Step:
     weight: int = 2              # bytes per number on the wire: matrices
     act: int = 2                 # activations and their gradients
     unit: int = 2                # Muon's units
-    kept: int = 4                # bytes per number of weights and gradients as they are kept (2: train.py --weights=bfloat16)
+    kept: int = 4                # bytes per number of weights as they are kept (2: train.py --weights=bfloat16)
 
 
 def is_muon(name, shape):
@@ -586,7 +606,7 @@ def memory(config, shapes, layout, step, recompute=False):
     for name, shape in shapes.items():
         what, size = "expert" if is_expert(name) else "dense", held(name, shape, layout)
         kinds[f"{what} weights"] += step.kept * size
-        kinds[f"{what} gradients"] += step.kept * size
+        kinds[f"{what} gradients"] += 4 * size                   # in fp32: see keep_gradients_in_fp32
         kinds[f"{what} optimizer"] += (4 if is_muon(name, shape) else 8) * size
         layers[layer_of(name)] += gathered(name, shape, layout)
     if layout.world > 1:

@@ -340,6 +340,21 @@ def looped_swiglu(x, counts, w_gate, w_up, w_down):
     return LoopedSwiGLU.apply(x, counts, *(w.to(x.dtype) for w in (w_gate, w_up, w_down)))
 
 
+class EmbedTokens(torch.autograd.Function):
+    """Rows of W (V, D) for tokens (B, T) -> (B, T, D) in fp32. The gradient of a token's row is the sum over all its places: it is
+    kept in fp32, whatever the dtype of W, and rounded once. In bf16 the sum of a frequent token would soon stop growing."""
+    @staticmethod
+    def forward(ctx, tokens, W):
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtype = len(W), W.dtype
+        return F.embedding(tokens, W).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        tokens, = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.rows, -1, False).to(ctx.dtype)
+
+
 COLDEST = 1e-30             # colder is as good as 0, and 1 / temperature stays finite in fp32
 
 
@@ -375,14 +390,15 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, W, targets = ctx.saved_tensors
-        dh, dW, lower = torch.empty_like(h), torch.zeros_like(W), W.to(h.dtype)
+        # The sum over the stretches is kept in fp32, whatever the weights' dtype.
+        dh, dW, lower = torch.empty_like(h), torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32)), W.to(h.dtype)
         for r in TargetLogprobs.stretches(h, W):
             p = TargetLogprobs.scores(h[r], lower, ctx.temperature).softmax(-1).mul_(-grad[r, None])
             p.scatter_add_(1, targets[r, None], grad[r, None])                       # grad * (one-hot - softmax)
             p = p.div_(max(ctx.temperature, COLDEST)).to(h.dtype) if ctx.temperature != 1 else p.to(h.dtype)
             dh[r] = p @ lower
             dW += p.T @ h[r]
-        return dh, dW, None, None
+        return dh, dW.to(W.dtype), None, None
 
 
 def slice_rows(number, size):
@@ -829,7 +845,10 @@ class Model(nn.Module):
         real = None
         if self.training:                                        # once for all routers; see MoE.forward
             real = (tokens >= 0).float().view(-1, 1).expand(-1, self.config.active).flatten()
-        x, moe = self.embed(tokens.clamp(min=0)).float(), 0
+        tokens = tokens.clamp(min=0)
+        narrow = self.embed.weight.dtype.itemsize < 4
+        x = EmbedTokens.apply(tokens, self.embed.weight) if narrow else self.embed(tokens).float()
+        moe = 0
         for block in self.layers:
             chosen = None
             if isinstance(block.ffn, MoE):

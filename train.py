@@ -73,7 +73,7 @@ class Config:
     seed: int = 1337
     device: str = "auto"          # cpu, cuda or auto
     dtype: str = "auto"           # of matrix products: float32, bfloat16 or auto
-    weights: str = "float32"      # as they are kept; bfloat16: two thirds of the memory, and updates are rounded by chance
+    weights: str = "float32"      # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
     compile: bool = False         # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100, compiling 80 s
     processes: int = 2            # on CPU: started by itself, each with its share of cores and batch; at most one per core
     save_every: int = 0           # steps between checkpoints (0: a tenth of the stage)
@@ -1078,6 +1078,7 @@ class Run:
             groups.append(dict(params=matrices, algorithm="muon", lr=config.lr, weight_decay=config.weight_decay))
         optimizer = Muon(groups, replicas=dist.group.WORLD if self.replicas and self.world > 1 else None, ns_dtype=self.dtype)
         check_parameters(optimizer, self.model.named_parameters())
+        hsdp.keep_gradients_in_fp32(self.model)
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
         return optimizer

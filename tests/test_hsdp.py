@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import run_ranks
+from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp import Layout, parallelize
@@ -469,7 +470,7 @@ def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
 
 
 def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
-    flags = ["--plan", "--model=moonlight", "--gpus=1", "--cp=1", "--ep=1"]
+    flags = ["--plan", "--model=moonlight", "--gpus=1", "--cp=1", "--ep=1", "--memory=180"]
     hsdp.main(flags)
     assert "fits in none" in capsys.readouterr().out
     hsdp.main([*flags, "--kept=2"])
@@ -510,3 +511,52 @@ def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
     hsdp.demo(tmp_path / "grids.png")
     text = capsys.readouterr().out
     assert (tmp_path / "grids.png").stat().st_size > 1e4 and "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- bf16 weights: sums in fp32
+
+def bf16_gradients(rank, world, micro_batches, **sizes):
+    """The gradients of equal micro-batches, summed; whole, on every rank."""
+    meshes, model = make_meshes(world, **sizes), hsdp.small_model()
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    replicas = meshes.layout.shard == 1
+    if not replicas:
+        model = parallelize(model, meshes)
+    hsdp.keep_gradients_in_fp32(model)
+    for _ in range(micro_batches):
+        hsdp.forward_backward(model, meshes)
+    if replicas:
+        hsdp.sum_gradients(model)
+    hsdp.clip_grad_norm(model)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def bf16_gradients_in(rank, world, micro_batches, sizes):
+    return bf16_gradients(rank, world, micro_batches, **sizes)
+
+
+@pytest.mark.parametrize("world, sizes", [(1, {}), (2, {}), (2, dict(ep=2)), (2, dict(dp_replicate=2))])
+def test_gradients_of_bf16_weights_add_up_in_fp32_over_micro_batches(world, sizes):
+    # 64 equal micro-batches are 64 times one: exact in fp32, while a sum in bf16 loses several per cent.
+    many, one = (run_ranks(world, bf16_gradients_in, n, sizes) for n in (64, 1))
+    for name in one[0]:
+        assert torch.equal(many[0][name], many[-1][name])
+        assert (many[0][name] - 64 * one[0][name]).norm() <= 1e-5 * (64 * one[0][name]).norm(), name
+
+
+def ranks_add_up(rank, world):
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    module = torch.nn.Module()
+    module.p = p
+    hsdp.keep_gradients_in_fp32(module)
+    p.grad = torch.tensor([256.0, 1.0, 0.1]) if rank == 0 else torch.tensor([1.0, 1.0, 0.1])
+    hsdp.sum_gradients(module)
+    return p.grad
+
+
+def test_the_sum_over_ranks_of_bf16_weights_is_in_fp32():
+    # Added up in bf16, 256 + 1 + 1 stays 256.
+    for grad in run_ranks(3, ranks_add_up):
+        assert torch.allclose(grad, torch.tensor([258.0, 3.0, 0.3]))

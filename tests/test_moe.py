@@ -837,3 +837,37 @@ def test_log_probs_are_computed_where_asked_and_zero_elsewhere():
     torch.testing.assert_close(model.logprobs(hidden, tokens, 1.0, where), whole * where, atol=1e-5, rtol=1e-5)
     model.logprobs(hidden, tokens, 1.0, where & False).sum().backward()           # nothing asked for: a gradient all the same, of zeros
     assert not model.embed.weight.grad.any()
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie):
+    """The gradient of the most frequent token, in the embedding and in the head, is as exact as that of the others."""
+    torch.manual_seed(0)
+    model = Model(ModelConfig(vocab=64, dim=32, layers=2, heads=2, experts=4, active=1, expert_ffn=32, dense_ffn=32, kv_lora=16, tie=tie))
+    torch.nn.init.normal_(model.head.weight, std=0.1)
+    model.compute(products)
+    tokens, targets = torch.randint(1, 64, (2, 8, 512))
+    tokens[torch.rand(8, 512) < 0.3] = 0
+    targets[torch.rand(8, 512) < 0.3] = 0
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+
+    def gradients(dtype):
+        model.zero_grad(set_to_none=True)
+        for p in model.parameters():
+            p.data = p.data.to(dtype)
+        (-model.logprobs(model(tokens), targets).sum() / tokens.numel()).backward()
+        return model.embed.weight.grad.float(), model.head.weight.grad.float()
+
+    exact, rounded = gradients(torch.float32), gradients(torch.bfloat16)
+    for right, found in zip(exact, rounded):
+        error = (found - right).norm(dim=1) / right.norm(dim=1)
+        assert error[0] <= 2 * error[1:].mean() and error[0] < 0.01
+
+
+def test_the_gradient_of_many_stretches_is_summed_in_fp32(monkeypatch):
+    monkeypatch.setattr(moe.TargetLogprobs, "stretches", staticmethod(lambda h, W: moe.slice_rows(len(h), 1)))
+    h, W = torch.ones(2000, 8), torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    moe.TargetLogprobs.apply(h, W, torch.zeros(2000, dtype=torch.long), 1.0).sum().backward()
+    assert torch.allclose(W.grad[:, 0].float(), torch.tensor([1500.0, -500, -500, -500]), rtol=1 / 256)
