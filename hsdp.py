@@ -26,24 +26,29 @@ Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one 
 """
 import argparse
 import ctypes
+import errno
+import io
 import json
 import math
 import os
+import pickle
 import shutil
 import signal
 import sys
 import tempfile
 import warnings
+import zlib
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -410,42 +415,116 @@ def full_state(model):
 
 # ---------------------------------------------------------------- checkpoints: from any layout to any layout
 
+class SaveFailed(OSError):
+    """A checkpoint or a log could not be written. The message is one line; what was saved before is whole."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is incomplete, damaged or not safe to read. The message is one line."""
+
+
 def save(directory, model, optimizer=None, extra=None, more=None):
     """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
     (plain data, equal on all ranks: configuration, tokenizer, step) to a folder all ranks see. It takes its name, and the place
-    of the one before, only when every file is complete.
+    of the one before, only when every file is complete. A full disk: SaveFailed on every rank, and the one before stays.
     Call it when router loads are zero, right after balance(): they are counts of one rank, and only one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
-    if first_rank := not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    _everyone()
-    # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors are on the CPU.
-    writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-    _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
-    if first_rank:
-        torch.save(extra or {}, part / "extra.pt")
-        (part / "manifest.json").write_text(json.dumps({f.name: f.stat().st_size for f in part.iterdir()}))
-        if target.exists():                      # two renames: between them the good one is .old, a name that load() knows
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with _one_fate_of_a_save(directory, part):
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    with _one_fate_of_a_save(directory, part):
+        # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors are on the CPU.
+        writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+        _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
+    manifest = {}
+    with _one_fate_of_a_save(directory, part):
+        # Every rank reads again what it has written itself, so that the checksums take no longer with more ranks.
+        mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
+        for entries in _from_all_ranks(mine):
+            manifest.update(entries)
+    with _one_fate_of_a_save(directory, part):
+        if rank == 0:
+            # To memory first: torch's own writer says nothing of a full disk that a reader would understand.
+            data = io.BytesIO()
+            torch.save(extra or {}, data)
+            write_synced(part / "extra.pt", data.getbuffer())
+            for path in part.iterdir():
+                if path.name not in manifest:
+                    manifest[path.name] = describe_file(path)
+            write_synced(part / "manifest.json", json.dumps(manifest).encode())
+            if target.exists():                  # two renames: between them the good one is .old, a name that load() knows
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            part.rename(target)
             shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    _everyone()
+
+
+@contextmanager
+def _one_fate_of_a_save(directory, part):
+    """One step of a save: it ends on every rank alike, with nothing or with SaveFailed, and then the space is given back."""
+    problem = ""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        problem = explain_write_error(error)
+    problems = [p for p in _from_all_ranks(problem) if p]
+    if problems:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+        raise SaveFailed(f"{directory}: this checkpoint could not be saved: {problems[0]}; what was saved before is whole")
+
+
+def explain_write_error(error):
+    """What went wrong while something was written, in one line. error: an OSError, or torch's with one rank's failure in it"""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip() or type(error).__name__
+    # torch's zip writer turns whatever the disk said into a RuntimeError about positions.
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "PytorchStreamWriter" in text:
+        return "the disk is full"
+    return getattr(error, "strerror", None) or text.splitlines()[0][:200]
+
+
+def describe_file(path):
+    """-> {"bytes": size, "crc32": checksum in hexadecimal}"""
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": size, "crc32": f"{checksum:08x}"}
+
+
+def write_synced(path, data):
+    """Write bytes and wait until they are on the disk: a rename that outlives a power cut must not name an empty file."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load(directory, model, optimizer=None, more=None):
     """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. -> extra.
-    A folder that is missing, truncated or of another model: ValueError on every rank, before any collective."""
-    folder = _whole(directory)
-    stored, tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata, _contents(model, optimizer) | (more or {})
+    A folder that is missing, damaged or of another model: ValueError on every rank, before anything is loaded."""
+    folder, manifest = _whole(directory)
+    _check_sums(directory, folder, manifest)
+    reader = CheckpointReader(folder, manifest)
+    stored, tensors = reader.read_metadata().state_dict_metadata, _contents(model, optimizer) | (more or {})
     for name in sorted({n for n in stored if optimizer is not None or n.startswith("model.")} | tensors.keys()):
         there = tuple(stored[name].size) if name in stored else "missing"
         here = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != here:
             raise ValueError(f"{directory}: {name} is {there} there and {here} here: not one of this model and optimizer")
-    _dcp(dcp.load, tensors, storage_reader=dcp.FileSystemReader(folder))
-    return torch.load(folder / "extra.pt", weights_only=True)
+    extra = peek(directory)
+    try:
+        _dcp(dcp.load, tensors, storage_reader=reader)
+    except CheckpointException as error:                         # of an older version, without checksums
+        cause = next(iter(error.failures.values()))[0]
+        raise DamagedCheckpoint(f"{directory}: the weights cannot be read ({type(cause).__name__}): "
+                                f"the checkpoint is damaged") from None
+    return extra
 
 
 def exists(directory):
@@ -455,25 +534,110 @@ def exists(directory):
 
 def peek(directory):
     """The `extra` of a checkpoint: the configuration is in it, so that the model can be built before it is loaded."""
-    folder = _whole(directory)
+    folder, manifest = _whole(directory)
     try:
+        _check_sum(directory, folder, "extra.pt", manifest)
         return torch.load(folder / "extra.pt", weights_only=True)
+    except DamagedCheckpoint:
+        raise
     except Exception as error:                                   # whatever unpickling damaged bytes may raise
-        raise ValueError(f"{directory}: extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged") from None
+        raise DamagedCheckpoint(f"{directory}: extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged") from None
 
 
 def _whole(directory):
+    """-> the folder, and {file: {"bytes": size, "crc32": checksum}}; an older manifest has sizes alone and no checksums"""
     folder = Path(directory) if Path(directory).exists() else Path(f"{directory}.old")
     try:
-        sizes = json.loads((folder / "manifest.json").read_text())
-        assert sizes and isinstance(sizes, dict)
-    except (OSError, ValueError, AssertionError):
-        raise ValueError(f"{directory}: not a complete checkpoint (no readable manifest.json)") from None
-    for name, size in sizes.items():
-        there = (folder / name).stat().st_size if (folder / name).exists() else 0
+        raw = json.loads((folder / "manifest.json").read_text())
+        manifest = {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in raw.items()}
+        assert manifest and all(type(entry["bytes"]) is int for entry in manifest.values())
+    except (OSError, ValueError, AssertionError, AttributeError, KeyError, RecursionError):
+        raise DamagedCheckpoint(f"{directory}: not a complete checkpoint (no readable manifest.json)") from None
+    for name, entry in manifest.items():
+        # Nothing outside the folder is part of a checkpoint, whatever a manifest says.
+        if name != Path(name).name or "\\" in name or "\0" in name or name == "..":
+            raise DamagedCheckpoint(f"{directory}: manifest.json names {name!r}, which is no file of this folder: not to be trusted")
+        size, path = entry["bytes"], folder / name
+        there = path.stat().st_size if path.is_file() else 0
         if there != size:
-            raise ValueError(f"{directory}: {name} has {there} of {size} bytes: the checkpoint is damaged")
-    return folder
+            raise DamagedCheckpoint(f"{directory}: {name} has {there} of {size} bytes: the checkpoint is damaged")
+    for name in (".metadata", "extra.pt"):
+        if name not in manifest:
+            raise DamagedCheckpoint(f"{directory}: manifest.json does not name {name}: not a complete checkpoint")
+    return folder, manifest
+
+
+def _check_sum(directory, folder, name, manifest):
+    if "crc32" in manifest[name] and describe_file(folder / name) != manifest[name]:
+        raise DamagedCheckpoint(f"{directory}: {name} holds other bytes than were written (checksum): the checkpoint is damaged")
+
+
+def _check_sums(directory, folder, manifest):
+    """Every byte of a checkpoint is as it was written, or DamagedCheckpoint on every rank. Each rank reads its share of the files."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problem = ""
+    try:
+        for name in sorted(manifest)[rank::world]:
+            _check_sum(directory, folder, name, manifest)
+    except DamagedCheckpoint as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{directory}: cannot be read: {error.strerror}"
+    problems = [p for p in _from_all_ranks(problem) if p]
+    if problems:
+        raise DamagedCheckpoint(problems[0])
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """torch's reader, which trusts .metadata: that is a pickle, and one that a stranger made can run any program. Here nothing
+    but the classes that describe tensors can come out of it, and no file is read that the manifest does not name."""
+
+    def __init__(self, folder, manifest):
+        super().__init__(folder)
+        self.folder, self.manifest = folder, manifest
+
+    def read_metadata(self, *args, **kwargs):
+        try:
+            with open(self.folder / ".metadata", "rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            self.check(metadata)
+        except pickle.UnpicklingError as error:
+            raise DamagedCheckpoint(f"{self.folder}: .metadata cannot be read ({error}): damaged, or not to be trusted") from None
+        except Exception as error:                               # whatever unpickling damaged bytes may raise
+            raise DamagedCheckpoint(f"{self.folder}: .metadata cannot be read ({type(error).__name__}): "
+                                    f"the checkpoint is damaged") from None
+        metadata.storage_meta = dcp.metadata.StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def check(self, metadata):
+        """It describes tensors, by name, in files of this checkpoint."""
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        for name, tensor in tensors.items():
+            if type(name) is not str or type(tensor) is not dcp.metadata.TensorStorageMetadata:
+                raise pickle.UnpicklingError("it describes something that is no tensor")
+        for place in places.values():
+            if place.relative_path not in self.manifest or getattr(place, "transform_descriptors", None):
+                raise pickle.UnpicklingError("it names a file that is not in manifest.json")
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Makes what torch.distributed.checkpoint (2.11 to 2.13) writes into .metadata for tensors, and refuses all other names."""
+    ALLOWED = {("torch.distributed.checkpoint.metadata", name): getattr(dcp.metadata, name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
+        "_MEM_FORMAT_ENCODING")}
+    ALLOWED["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = dcp.filesystem._StorageInfo
+    ALLOWED["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    ALLOWED["torch", "Size"] = torch.Size
+    # The path under which it was saved, of any system and Python: read as a path without a disk behind it.
+    ALLOWED |= {(module, name): PurePath for module in ("pathlib", "pathlib._local")
+                for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")}
+
+    def find_class(self, module, name):
+        if (module, name) in self.ALLOWED:
+            return self.ALLOWED[module, name]
+        if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def _contents(model, optimizer):
@@ -492,9 +656,13 @@ def _dcp(verb, tensors, **where):
         verb(tensors, no_dist=not dist.is_initialized(), **where)
 
 
-def _everyone():
-    if dist.is_initialized():
-        dist.barrier()
+def _from_all_ranks(item):
+    """The items of all ranks, on every rank; also what makes them wait for each other."""
+    if not dist.is_initialized():
+        return [item]
+    items = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
 
 
 # ---------------------------------------------------------------- planner: what a step costs, from shapes alone
@@ -763,7 +931,7 @@ def _demo_rank(rank, folder, layouts):
         model = parallelize(small_model(), meshes)
         with Wire() as wire:
             loss = forward_backward(model, meshes)
-        grads = {n: p.grad.full_tensor().numpy() for n, p in model.named_parameters()}
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         counted = {kind: float(total(float(wire.bytes[kind]))) / 8 for kind in Wire.KINDS.values()}
         found.append((loss, grads, counted))
     if rank == 0:
@@ -814,7 +982,7 @@ def demo(path="out/hsdp.png"):
     with tempfile.TemporaryDirectory() as folder:
         # Joining raises the first traceback of a rank that failed, at once.
         mp.start_processes(_demo_rank, (folder, layouts), nprocs=8, start_method="fork")
-        found = torch.load(f"{folder}/found", weights_only=False)
+        found = torch.load(f"{folder}/found", weights_only=True)
     for l, (there, grads, counted) in zip(layouts, found):
         print(f"cp={l.cp}, ep={l.ep}, dp_replicate={l.dp_replicate}")
         for what, of in (("rank", lambda r: r), ("batch . part", lambda r: f"{r // l.cp}.{r % l.cp}"),
@@ -825,7 +993,7 @@ def demo(path="out/hsdp.png"):
         for kind, what, size, _ in traffic(model.config, shapes, l, Step(tokens=64, weight=4, act=4)):
             planned[kind] += size * (what != "Muon units")
         print("  bytes per rank: " + ", ".join(f"{k} {v:,.0f} (planned {planned[k]:,.0f})" for k, v in counted.items()))
-        error = difference(model, {n: torch.from_numpy(g) for n, g in grads.items()})
+        error = difference(model, grads)
         print(f"  loss {there:.6f}, one process {loss:.6f}; gradients differ by at most {error:.1e} of a tensor's largest\n")
         worst = max(worst, error, abs(there - loss))
     draw(layouts, path)
