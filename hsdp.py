@@ -467,7 +467,7 @@ def _one_fate_of_a_save(directory, part):
     problem = ""
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         problem = explain_write_error(error)
     problems = [p for p in _from_all_ranks(problem) if p]
     if problems:

@@ -854,7 +854,7 @@ def fork_ranks(world, call, *args):
             process.kill()
         if any(process.exitcode for process in ranks):
             raise RuntimeError(f"exit codes of the ranks: {[process.exitcode for process in ranks]}")
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(world)]
+        return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(world)]
 
 
 def shard(world):

@@ -20,6 +20,7 @@ Left out: data mixing, deduplication, multi-token prediction, and every private 
 import contextlib
 import ctypes
 import difflib
+import errno
 import gc
 import hashlib
 import inspect
@@ -1250,6 +1251,9 @@ def trim():
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+LOG_FAILED = 1000                                                # more than there are signals on all ranks together
+
+
 def loop(run, source, optimizer, step, interrupted, out):
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
     every = config.save_every or max(1, config.steps // 10)
@@ -1281,8 +1285,12 @@ def loop(run, source, optimizer, step, interrupted, out):
             if step == config.steps:
                 with torch.compiler.set_stance("force_eager"):       # once: without gradients a block would be compiled again
                     log.update(source.validate())
-            report(run, bar, log, log_file)
-            stopping = run.sum(len(interrupted)) > 0                 # a signal may reach one rank only
+            problem = report(run, bar, log, log_file)
+            # A signal may reach one rank only, and only the first one writes the log: one sum tells all ranks of both.
+            code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
+            if code >= LOG_FAILED:
+                raise hsdp.SaveFailed(f"{log_file}: step {step} could not be written: {problem}; what was saved before is whole")
+            stopping = code > 0
             if step % every == 0 or step == config.steps or stopping:
                 extra = {"config": asdict(config), "model": vars(run.model.config), "tokenizer": run.tokenizer.state_dict(),
                          "step": step, "source": source.state_dict()}
@@ -1325,15 +1333,19 @@ COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_too
 
 
 def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar."""
+    """One aligned line per step, the same keys as one JSON line, and the bar. -> "", or why the line could not be written"""
     if run.rank:
-        return
-    with open(path, "a") as file:
-        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+        return ""
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    except OSError as error:
+        return hsdp.explain_write_error(error)
     words = [f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
     with contextlib.suppress(OSError):                           # whoever read along is gone: no reason to end the run
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
+    return ""
 
 
 # ---------------------------------------------------------------- evaluation and figures
@@ -1518,9 +1530,26 @@ def main(argv):
             work(argv, stages, configs, given)
         except MachineFailure as failure:
             stop(f"this machine failed: {failure}; free it, and go on with --resume")
+        except hsdp.SaveFailed as error:
+            stop(f"{error}. {how_to_go_on(config, argv, stages)}")
+        except hsdp.DamagedCheckpoint as error:
+            stop(str(error))
+        except OSError as error:
+            # A full disk anywhere else. Other errors are no fault of the disk: their traceback is needed.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            what = f"{error.filename}: " if error.filename else ""
+            stop(f"{what}cannot be written: {hsdp.explain_write_error(error)}. {how_to_go_on(config, argv, stages)}")
         except torch.OutOfMemoryError as error:
             print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
             raise SystemExit(2) from None
+
+
+def how_to_go_on(config, argv, stages):
+    """After a full disk: the command that goes on from the last checkpoint, or begins again where there is none yet"""
+    saved = any(hsdp.exists(Path(config.out, stage)) for stage in TRAINING)
+    words = [*argv, *["--resume"] * (saved and "--resume" not in argv and not config.resume)]
+    return f"Free some space, then: python train.py {shlex.join(words)}"
 
 
 def explain_full_card(config, argv, error):
