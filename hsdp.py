@@ -438,12 +438,10 @@ def save(directory, model, optimizer=None, extra=None, more=None):
         # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors are on the CPU.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
         _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
-    manifest = {}
     with _one_fate_of_a_save(directory, part):
         # Every rank reads again what it has written itself, so that the checksums take no longer with more ranks.
         mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
-        for entries in _from_all_ranks(mine):
-            manifest.update(entries)
+    manifest = {name: entry for entries in _from_all_ranks(mine) for name, entry in entries.items()}
     with _one_fate_of_a_save(directory, part):
         if rank == 0:
             # To memory first: torch's own writer says nothing of a full disk that a reader would understand.
@@ -482,7 +480,8 @@ def explain_write_error(error):
         error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__
     # torch's zip writer turns whatever the disk said into a RuntimeError about positions.
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "PytorchStreamWriter" in text:
+    signs = "No space left", "PytorchStreamWriter", "inline_container"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(sign in text for sign in signs):
         return "the disk is full"
     return getattr(error, "strerror", None) or text.splitlines()[0][:200]
 
@@ -555,7 +554,7 @@ def _whole(directory):
         raise DamagedCheckpoint(f"{directory}: not a complete checkpoint (no readable manifest.json)") from None
     for name, entry in manifest.items():
         # Nothing outside the folder is part of a checkpoint, whatever a manifest says.
-        if name != Path(name).name or "\\" in name or "\0" in name or name == "..":
+        if not name or name != Path(name).name or "\\" in name or "\0" in name or name == "..":
             raise DamagedCheckpoint(f"{directory}: manifest.json names {name!r}, which is no file of this folder: not to be trusted")
         size, path = entry["bytes"], folder / name
         there = path.stat().st_size if path.is_file() else 0

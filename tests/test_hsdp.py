@@ -1,7 +1,9 @@
 """hsdp.py against one process: 8 gloo ranks are forked once, run through every layout, and report differences and bytes."""
+import errno
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -560,3 +562,181 @@ def test_the_sum_over_ranks_of_bf16_weights_is_in_fp32():
     # Added up in bf16, 256 + 1 + 1 stays 256.
     for grad in run_ranks(3, ranks_add_up):
         assert torch.allclose(grad, torch.tensor([258.0, 3.0, 0.3]))
+
+
+# ---------------------------------------------------------------- checkpoints: full disks, damage, strangers
+
+def full(*args, **named):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def zip_writer_fails(*args, **named):
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize("where, name, failure", [(os, "fsync", full), (hsdp, "write_synced", full), (hsdp, "describe_file", full),
+                                                  (torch, "save", zip_writer_fails), (hsdp.dcp.filesystem.pickle, "dump", full)])
+def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(saved, monkeypatch, where, name, failure):
+    folder, model, optimizer = saved
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, failure)
+        with pytest.raises(hsdp.SaveFailed) as refusal:
+            hsdp.save(folder, model, optimizer, {"step": 2})
+    text = str(refusal.value)
+    assert "the disk is full" in text and str(folder) in text and "\n" not in text and "Traceback" not in text
+    # What was half written has given its space back, and the one before is whole.
+    assert [p.name for p in folder.parent.iterdir()] == ["run"]
+    assert hsdp.load(folder, model, optimizer) == {"step": 1}
+    hsdp.save(folder, model, optimizer, {"step": 3})
+    assert hsdp.load(folder, model, optimizer) == {"step": 3}
+
+
+def one_disk_is_full(rank, world, folder):
+    """-> what each rank is told when one of them cannot write, at different moments, and what is there afterwards"""
+    model, told = parallelize(build(), make_meshes(world)), []
+    hsdp.save(folder, model, None, {"step": 1})
+    for failing, (where, name) in itertools.product(range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))):
+        right = getattr(where, name)
+        setattr(where, name, full if rank == failing else right)
+        try:
+            hsdp.save(folder, model, None, {"step": 2})
+            told.append("saved")
+        except hsdp.SaveFailed as error:
+            told.append(str(error))
+        setattr(where, name, right)
+        told.append(hsdp.load(folder, model)["step"])
+        hsdp.save(folder, model, None, {"step": 1})
+    return told
+
+
+def test_all_ranks_are_told_that_one_disk_is_full(tmp_path):
+    first, second = run_ranks(2, one_disk_is_full, str(tmp_path / "run"))
+    assert first == second
+    # Files that rank 0 alone writes cannot fail on rank 1.
+    assert [t if t == "saved" else "the disk is full" in t for t in first[::2]] == [True] * 5 + ["saved"]
+    assert first[1::2] == [1] * 5 + [2]
+
+
+def spoil(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "zeros":
+        data[:] = bytes(len(data))
+    elif how == "garbage":
+        data[:] = torch.randint(256, (len(data),), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy().tobytes()
+    elif how == "a page of zeros":
+        middle = len(data) // 2
+        data[middle:middle + 512] = bytes(len(data[middle:middle + 512]))
+    else:
+        for place in range(0, len(data), max(1, len(data) // 64)):
+            data[place] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["zeros", "garbage", "a page of zeros", "flipped"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "extra.pt"])
+def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(saved, name, how):
+    folder, model, optimizer = saved
+    spoil(folder / name, how)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with torch.no_grad():
+        [p.zero_() for p in model.parameters()]
+    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+        hsdp.load(folder, model, optimizer)
+    assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
+
+
+def forget_checksums(folder):
+    """The manifest as earlier versions wrote it: sizes alone."""
+    raw = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({name: entry["bytes"] for name, entry in raw.items()}))
+
+
+def test_a_checkpoint_of_an_earlier_version_without_checksums_loads(saved):
+    folder, model, optimizer = saved
+    forget_checksums(folder)
+    other = build(seed=4)
+    assert hsdp.load(folder, other, make_optimizer(other)) == {"step": 1}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("how", ["zeros", "garbage"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "extra.pt"])
+def test_damage_is_one_line_without_checksums_too(saved, name, how):
+    folder, model, optimizer = saved
+    forget_checksums(folder)
+    spoil(folder / name, how)
+    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+        hsdp.load(folder, model, optimizer)
+    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/file", "..", "", "sub\\file", "__0_0.distcp/../../secret"])
+def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
+    folder, model, optimizer = saved
+    (folder.parent / "secret").write_text("x")
+    raw = json.loads((folder / "manifest.json").read_text())
+    size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
+    (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
+    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.peek(folder)):
+        with pytest.raises(hsdp.DamagedCheckpoint, match="not to be trusted|damaged"):
+            way()
+
+
+@pytest.mark.parametrize("manifest", ['{"a": "b"}', '{"a": {"size": 1}}', '{"a": null}', '{"a": true}', "[" * 100_000, '{"extra.pt": 1e400}'])
+def test_a_manifest_of_odd_values_is_refused(saved, manifest):
+    (saved[0] / "manifest.json").write_text(manifest)
+    with pytest.raises(hsdp.DamagedCheckpoint, match="no readable manifest"):
+        hsdp.load(*saved)
+
+
+class Runs:
+    """Unpickled, it would call what it is given."""
+    def __init__(self, call, *args):
+        self.call = call, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def replace_metadata(folder, content):
+    """As a stranger would: the manifest names the new file's own size and no checksum."""
+    (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    forget_checksums(folder)
+    raw = json.loads((folder / "manifest.json").read_text())
+    raw[".metadata"] = (folder / ".metadata").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("kind", ["system", "eval", "dotted", "torch function", "load", "inside", "bytes entry", "other file", "transform"])
+def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
+    folder, model, optimizer = saved
+    here = hsdp.dcp.FileSystemReader(folder).read_metadata()
+    mark = tmp_path / "ran"
+    if kind == "bytes entry":                        # torch would unpickle that, whatever is in it
+        here.state_dict_metadata["model.embed.weight"] = hsdp.dcp.metadata.BytesStorageMetadata()
+    elif kind in ("other file", "transform"):
+        for place in here.storage_data.values():
+            if kind == "other file":
+                place.relative_path = "../elsewhere"
+            else:
+                place.transform_descriptors = ["zstd"]
+    elif kind == "inside":
+        here.planner_data = Runs(os.system, f"touch {mark}")
+    else:
+        here = {"system": Runs(os.system, f"touch {mark}"), "eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
+                "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"\x85R.",
+                "torch function": Runs(torch.save, 1, str(mark)), "load": Runs(torch.load, str(folder / "extra.pt"))}[kind]
+    replace_metadata(folder, here)
+    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+        hsdp.load(folder, model, optimizer)
+    assert "not to be trusted" in str(refusal.value) and "\n" not in str(refusal.value) and not mark.exists()
+
+
+def test_the_unpickler_knows_all_that_is_written_for_every_kind_of_tensor(tmp_path):
+    tensors = {str(dtype): torch.zeros(3, 4).to(dtype) for dtype in (
+        torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)}
+    tensors["scalar"], tensors["turned"] = torch.zeros(()), torch.zeros(4, 3).mT
+    hsdp.dcp.save(tensors, storage_writer=hsdp.dcp.FileSystemWriter(tmp_path), no_dist=True)
+    names = {path.name: {} for path in tmp_path.iterdir()}
+    assert hsdp.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys() == tensors.keys()

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -1015,3 +1016,23 @@ def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, caps
         train.same_gates(config, "here/sft", made)
     assert "here/sft was made with --active=1" in capsys.readouterr().err
     train.same_gates(train.Config(), "here/sft", made)
+
+
+@pytest.mark.parametrize("limit", [30_000, 200])
+def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_bits(tmp_path, limit):
+    """Files may not grow beyond the limit from the second run on: a checkpoint fails, or already a line of the log."""
+    flags = [*SMALL, "--stage=pretrain", "--steps=3", "--save_every=1"]
+    command = [sys.executable, str(Path(train.__file__)), *flags, f"--out={tmp_path / 'full'}"]
+
+    def limits():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    first = subprocess.run(command, preexec_fn=limits, capture_output=True, text=True)
+    assert first.returncode == 2 and "Traceback" not in first.stderr
+    last = [line for line in first.stderr.replace("\r", "\n").split("\n") if line.startswith("train.py: ")]
+    assert len(last) == 1 and "Free some space, then: python train.py" in last[0]
+    assert not (tmp_path / "full" / "pretrain.part").exists()
+    again = last[0].split("then: python train.py ")[1].split()
+    assert subprocess.run([command[0], command[1], *again], capture_output=True).returncode == 0
+    train.main([*flags, f"--out={tmp_path / 'straight'}"])
+    one, other = (train.eval.load(tmp_path / name / "pretrain")[0] for name in ("full", "straight"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
