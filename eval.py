@@ -786,7 +786,11 @@ def main(argv):
         policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),
                                 hints=args.gap)
     kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
-    print(write(policies, args.out, "eval.json", kind=kind))
+    try:
+        print(write(policies, args.out, "eval.json", kind=kind))
+    except OSError as error:                                     # the table is what the time was spent on
+        print(table(policies, kind))
+        parser.error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
     for run, records in policies.items() if args.gap else ():
         found = [call for record in records for call in record["hints"]]
         print(f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it")

@@ -590,7 +590,10 @@ def main():
     curve = teach(model, words, rng, toy_chains(words, rng, 128, habit=1))
     for step in range(0, len(curve), 5):
         print("step {:2}  wrong tool {:.3f}  offered tools {:.3f}  final message moved {:.4f}".format(step, *curve[step]))
-    plot(path, names, kl, curve)
+    try:
+        plot(path, names, kl, curve)
+    except OSError as problem:
+        refuse(f"cannot write {path}: {problem.strerror}")
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of distilling that turn took the "
           f"wrong tool from {wrong:.2f} to {wrong_now:.3f} and\nthe offered ones from {good:.2f} to {good_now:.3f}, with no hint "
