@@ -1251,7 +1251,7 @@ def trim():
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-LOG_FAILED = 1000                                                # more than there are signals on all ranks together
+LOG_FAILED = 10 ** 9                                             # more than there are signals on all ranks together
 
 
 def loop(run, source, optimizer, step, interrupted, out):
@@ -1285,7 +1285,11 @@ def loop(run, source, optimizer, step, interrupted, out):
             if step == config.steps:
                 with torch.compiler.set_stance("force_eager"):       # once: without gradients a block would be compiled again
                     log.update(source.validate())
-            problem = report(run, bar, log, log_file)
+            problem = ""
+            try:
+                report(run, bar, log, log_file)
+            except OSError as error:
+                problem = hsdp.explain_write_error(error)
             # A signal may reach one rank only, and only the first one writes the log: one sum tells all ranks of both.
             code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
             if code >= LOG_FAILED:
@@ -1333,19 +1337,15 @@ COLUMNS = {"loss": "{:7.4f}", "reward": "{:6.3f}", "solved": "{:6.3f}", "bad_too
 
 
 def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar. -> "", or why the line could not be written"""
+    """One aligned line per step, the same keys as one JSON line, and the bar."""
     if run.rank:
-        return ""
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
-    except OSError as error:
-        return hsdp.explain_write_error(error)
+        return
+    with open(path, "a") as file:
+        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
     words = [f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
     with contextlib.suppress(OSError):                           # whoever read along is gone: no reason to end the run
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
-    return ""
 
 
 # ---------------------------------------------------------------- evaluation and figures

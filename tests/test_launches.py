@@ -275,7 +275,7 @@ def check_pins(found, pins):
         assert found[part][0] <= kernels, f"{part}: {found[part][0]} kernels, pinned are {kernels}"
 
 
-MUON_STEP = {"clip": (14, {}), "optimizer": (338, {"read a number": 1}), "balance": (14, {"read a number": 1})}
+MUON_STEP = {"clip": (14, {}), "optimizer": (358, {"read a number": 1}), "balance": (14, {"read a number": 1})}
 ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
 SELECTED = {"boolean index": 2}      # of all places those that are trained on: their number is the data's
 # In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the routers count is marked (3).
