@@ -51,10 +51,11 @@ def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tm
     task = make_task(1, 3)
     task.files["docs.md"] += f"one{mark}two\n"
     line = json.dumps(json.loads(task.to_json()), ensure_ascii=False)
-    for text in (line + "\n" + line, line + "\n" + line + "\n", "\ufeff" + line + "\r\n" + line + "\r\n"):
+    other = json.dumps({**json.loads(task.to_json()), "instance_id": "another"}, ensure_ascii=False)
+    for text in (line + "\n" + other, line + "\n" + other + "\n", "\ufeff" + line + "\r\n" + other + "\r\n"):
         (tmp_path / "t.jsonl").write_bytes(text.encode())
         assert [found.files for found in st.read_tasks(tmp_path / "t.jsonl")] == [task.files] * 2
-    (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + line).encode())
+    (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + other).encode())
     with pytest.raises(st.Refusal, match="line 2 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")
     assert st.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
