@@ -1,12 +1,14 @@
 """eval.py: how good is a policy, and what does a solved task cost?
 
-One number hides what matters for an agent: that hard tasks are solved too, that effort follows difficulty, what a task costs.
-So: held-out tasks at every level, several passes each, and score against tokens.
+One number hides what matters for an agent: that hard tasks are solved too, that effort follows
+difficulty, what a task costs. So: held-out tasks at every level, several passes each, and score
+against tokens.
 
-Stated by Cursor (blog on CursorBench; Technical Report, arXiv 2603.24477, sections 5 and 7.1): accuracy over several passes,
-completion tokens, median cost per task; score plotted against tokens and against cost. Composer 2.5's prices are the
-defaults of the flags: $0.50 per million tokens in, $2.50 out. Ours: the tasks (unseen seeds, compositions and names), the
-confidence interval (Wilson's; passes of one task count for as much as they tell), two policies compared task by task,
+Stated by Cursor (blog on CursorBench; Technical Report, arXiv 2603.24477, sections 5 and 7.1):
+accuracy over several passes, completion tokens, median cost per task; score plotted against tokens
+and against cost. Composer 2.5's prices are the defaults of the flags: $0.50 per million tokens in,
+$2.50 out. Ours: the tasks (unseen seeds, compositions and names), the confidence interval
+(Wilson's; passes of one task count for as much as they tell), two policies compared task by task,
 and that a token is paid as input once, as if every turn hit the cache.
 
     pass@k = 1 - C(n - c, k) / C(n, k)          n passes of a task, c of them solved: unbiased (arXiv 2107.03374)
@@ -19,6 +21,7 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
     python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
+
 import argparse
 import errno
 import io
@@ -38,7 +41,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import world.machine             # noqa: F401  first: it says in one line what Windows lacks
+import world.machine  # noqa: F401  first: it says in one line what Windows lacks
 import feedback_distill
 import hsdp
 import rollout
@@ -52,23 +55,28 @@ LEVELS = range(6)
 
 # ---------------------------------------------------------------- numbers
 
+
 def pass_at_k(n, c, k):
-    """Chance that at least one of k passes, drawn from n of which c are solved, is solved. k <= n."""
+    """Chance that at least one of k passes, drawn from n of which c are solved, is solved. k <=
+    n."""
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
     return 1.0 if n - c < k else 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def interval(values, passes=1):
-    """95 % interval of a solve rate: values (N,) are the shares of each task's `passes` that were solved -> [low, high].
+    """95 % interval of a solve rate: values (N,) are the shares of each task's `passes` that were
+    solved -> [low, high].
 
-    Wilson's score interval. It has a width where all or none were solved, and near 0 and 1 it covers what it claims, which a
-    bootstrap over tasks does not. Passes of one task are alike, so they count for less than as many tasks: `observations` is
-    the number of independent ones that would scatter the mean as much as these tasks do. It lies between N (passes of a task
-    always agree) and N * passes (they know nothing of each other)."""
+    Wilson's score interval. It has a width where all or none were solved, and near 0 and 1 it
+    covers what it claims, which a bootstrap over tasks does not. Passes of one task are alike, so
+    they count for less than as many tasks: `observations` is the number of independent ones that
+    would scatter the mean as much as these tasks do. It lies between N (passes of a task always
+    agree) and N * passes (they know nothing of each other)."""
     values, z = np.asarray(values, dtype=np.float64), 1.96
     tasks, rate = len(values), float(values.mean())
 
-    # The variance of the mean, as the scatter of the tasks tells it. No scatter tells nothing: then only tasks are counted.
+    # The variance of the mean, as the scatter of the tasks tells it. No scatter tells nothing: then
+    # only tasks are counted.
     variance = values.var(ddof=1) / tasks if tasks > 1 else 0.0
     observations = rate * (1 - rate) / variance if variance > 0 else tasks
     observations = min(max(observations, tasks), tasks * passes)
@@ -76,16 +84,18 @@ def interval(values, passes=1):
     # Wilson: all rates at which what was seen lies within z standard deviations
     spread = 1 + z * z / observations
     centre = (rate + z * z / (2 * observations)) / spread
-    half = z / spread * math.sqrt(rate * (1 - rate) / observations + z * z / (4 * observations ** 2))
+    half = z / spread * math.sqrt(rate * (1 - rate) / observations + z * z / (4 * observations**2))
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
 def compare_pairs(first, second):
-    """Two policies' records on the same tasks -> what the pairs say, or None where they share no task.
+    """Two policies' records on the same tasks -> what the pairs say, or None where they share no
+    task.
 
-    Each task is compared with itself, so that easy and hard ones do not blur the difference: won and lost are the tasks of which
-    `second` solved more, or fewer, of its passes than `first`. p: chance of a split at least as uneven if both were equally
-    good (sign test, exact, two-sided)."""
+    Each task is compared with itself, so that easy and hard ones do not blur the difference: won
+    and lost are the tasks of which `second` solved more, or fewer, of its passes than `first`. p:
+    chance of a split at least as uneven if both were equally good (sign test, exact, two-sided)."""
+
     def solve_rates(records):
         solved = {}
         for r in records:
@@ -99,32 +109,45 @@ def compare_pairs(first, second):
     won = sum(after[task] > before[task] for task in shared)
     lost = sum(after[task] < before[task] for task in shared)
     decided = won + lost
-    tail = sum(math.comb(decided, i) for i in range(min(won, lost) + 1)) / 2 ** decided
-    return {"tasks": len(shared), "won": won, "lost": lost, "p": min(1.0, 2 * tail),
-            "difference": float(np.mean([after[task] - before[task] for task in shared]))}
+    tail = sum(math.comb(decided, i) for i in range(min(won, lost) + 1)) / 2**decided
+    return {
+        "tasks": len(shared),
+        "won": won,
+        "lost": lost,
+        "p": min(1.0, 2 * tail),
+        "difference": float(np.mean([after[task] - before[task] for task in shared])),
+    }
 
 
 def format_number(value, form):
-    """The number in its column's form, or in three significant digits where the form would round more than a twentieth of it
-    away. form: a format string with a width, such as "{:7.4f}", or without."""
+    """The number in its column's form, or in three significant digits where the form would round
+    more than a twentieth of it away. form: a format string with a width, such as "{:7.4f}", or
+    without."""
     text = form.format(value)
-    if not math.isfinite(value) or abs(float(text) - value) <= .05 * abs(value):
+    if not math.isfinite(value) or abs(float(text) - value) <= 0.05 * abs(value):
         return text
     return f"{value:.2e}".rjust(len(text))
 
 
 def dollars(stats, price_in=0.5, price_out=2.5):
-    """Cost of a chain: every token enters once as input (cache), every sampled one is paid as output."""
+    """Cost of a chain: every token enters once as input (cache), every sampled one is paid as
+    output."""
     return ((stats["total"] - stats["sampled"]) * price_in + stats["sampled"] * price_out) / 1e6
 
 
 def record(chain, price=(0.5, 2.5)):
     """What one pass leaves behind: plain numbers."""
     flaws = {hint.kind for hint in feedback_distill.detect(chain, ("communication", "code_style"))}
-    return {**{name: name in flaws for name in ("communication", "code_style")},
-            "task": chain.task.instance_id, "level": chain.task.level, "solved": bool(chain.solved and chain.finished),
-            "finished": bool(chain.finished), "effort": float(effort(chain.stats, Weights())),
-            "cost": dollars(chain.stats, *price), **chain.stats}
+    return {
+        **{name: name in flaws for name in ("communication", "code_style")},
+        "task": chain.task.instance_id,
+        "level": chain.task.level,
+        "solved": bool(chain.solved and chain.finished),
+        "finished": bool(chain.finished),
+        "effort": float(effort(chain.stats, Weights())),
+        "cost": dollars(chain.stats, *price),
+        **chain.stats,
+    }
 
 
 def summary(records):
@@ -132,33 +155,55 @@ def summary(records):
     tasks = {}
     for r in records:
         tasks.setdefault(r["task"], []).append(r["solved"])
-    passes, mean = min(map(len, tasks.values())), lambda key: float(np.mean([r[key] for r in records]))
+    passes, mean = min(map(len, tasks.values())), lambda key: float(
+        np.mean([r[key] for r in records])
+    )
     turns = sum(r["turns"] for r in records)
-    result = {"solved": mean("solved"), "interval": interval([np.mean(s) for s in tasks.values()], passes),
-              "tasks": len(tasks), "passes": passes, "tokens": mean("sampled"), "effort": mean("effort"), "turns": mean("turns"),
-              "cost": float(np.median([r["cost"] for r in records])), "summaries": mean("summaries"), "finished": mean("finished"),
-              "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
-              "no_turn": sum(r["turns"] == 0 for r in records),
-              "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
-              **{habit: mean(habit) for habit in ("communication", "code_style")}}
+    result = {
+        "solved": mean("solved"),
+        "interval": interval([np.mean(s) for s in tasks.values()], passes),
+        "tasks": len(tasks),
+        "passes": passes,
+        "tokens": mean("sampled"),
+        "effort": mean("effort"),
+        "turns": mean("turns"),
+        "cost": float(np.median([r["cost"] for r in records])),
+        "summaries": mean("summaries"),
+        "finished": mean("finished"),
+        "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
+        "no_turn": sum(r["turns"] == 0 for r in records),
+        "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
+        **{habit: mean(habit) for habit in ("communication", "code_style")},
+    }
     if "moved" in records[0]:
-        result["moved"] = sum(r["moved"] for r in records) / max(1, sum(r["unflagged"] for r in records))
-    for k in (2 ** i for i in range(6) if 2 ** i <= passes):
+        result["moved"] = sum(r["moved"] for r in records) / max(
+            1, sum(r["unflagged"] for r in records)
+        )
+    for k in (2**i for i in range(6) if 2**i <= passes):
         result[f"pass@{k}"] = float(np.mean([pass_at_k(len(s), sum(s), k) for s in tasks.values()]))
     return result
 
 
 def by_level(records):
-    return {level: summary([r for r in records if r["level"] == level]) for level in sorted({r["level"] for r in records})}
+    return {
+        level: summary([r for r in records if r["level"] == level])
+        for level in sorted({r["level"] for r in records})
+    }
 
 
 # ---------------------------------------------------------------- policies
 
+
 def held_out(number, levels=LEVELS, split="heldout"):
-    """`number` tasks per level that no training has seen: seeds, compositions of operations and names are all held out; with
-    split="train" seeds only, which tells what is missing apart from what does not carry over."""
-    first = 0 if split == "heldout" else 10 ** 12
-    return [synth_tasks.make_task(level, first + seed, split) for level in levels for seed in range(number)]
+    """`number` tasks per level that no training has seen: seeds, compositions of operations and
+    names are all held out; with split="train" seeds only, which tells what is missing apart from
+    what does not carry over."""
+    first = 0 if split == "heldout" else 10**12
+    return [
+        synth_tasks.make_task(level, first + seed, split)
+        for level in levels
+        for seed in range(number)
+    ]
 
 
 def last_stage(folder):
@@ -168,83 +213,174 @@ def last_stage(folder):
 
 
 def unfinished(folder):
-    """"" of a checkpoint at its stage's end; of one before it, what a result made from it must be labelled with:
-    "unfinished: step 3 of 60"."""
+    """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
+    labelled with: "unfinished: step 3 of 60"."""
     extra = hsdp.peek(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
-    return f"unfinished: step {step} of {steps}" if step is not None and steps is not None and step < steps else ""
+    return (
+        f"unfinished: step {step} of {steps}"
+        if step is not None and steps is not None and step < steps
+        else ""
+    )
 
 
 def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer, configuration. Whoever shows what it does
-    says so where its stage is `unfinished`."""
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
+    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.peek(path)
-    older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}       # than these knobs: had them so
+    # than these knobs: had them so
+    older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
     tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
-def attempt(model, tokenizer, config, tasks, passes, seed=0, temperature=None, price=(0.5, 2.5), numbers=None, began=None, hints=False):
-    """`passes` rollouts of each task, at the temperature of the run's RL if none is given -> records. numbers: see rollouts. began: a
-    model; the records then say how far the policy has moved from it. hints: see heeded."""
-    compact, limits = summarize.compact(config), rollout.Limits(config["window"], config["turns"], commands=config["commands"])
+def attempt(
+    model,
+    tokenizer,
+    config,
+    tasks,
+    passes,
+    seed=0,
+    temperature=None,
+    price=(0.5, 2.5),
+    numbers=None,
+    began=None,
+    hints=False,
+):
+    """`passes` rollouts of each task, at the temperature of the run's RL if none is given ->
+    records. numbers: see rollouts. began: a model; the records then say how far the policy has
+    moved from it. hints: see heeded."""
+    compact, limits = summarize.compact(config), rollout.Limits(
+        config["window"], config["turns"], commands=config["commands"]
+    )
     lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(lean, tokenizer, rows=96, window=config["window"], temperature=temperature, draft=config["draft"])
-    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers)
+    sampler = rollout.Sampler(
+        lean,
+        tokenizer,
+        rows=96,
+        window=config["window"],
+        temperature=temperature,
+        draft=config["draft"],
+    )
+    groups = rollout.rollouts(
+        sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
+    )
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
     if lost:
-        tqdm.write(rollout.failures_line([chain.failure for chain in lost], len(tasks) * passes), file=sys.stderr)
+        tqdm.write(
+            rollout.failures_line([chain.failure for chain in lost], len(tasks) * passes),
+            file=sys.stderr,
+        )
     if lost and not groups:
-        print("eval.py: no rollout could be played on this machine; free what the line above names", file=sys.stderr)
+        print(
+            "eval.py: no rollout could be played on this machine; free what the line above names",
+            file=sys.stderr,
+        )
         sys.exit(2)
-    moved = lambda chain: {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
+    moved = lambda chain: (
+        {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
+    )
     told = lambda chain: {"hints": heeded(model, tokenizer, chain)} if hints else {}
-    return [{**record(chain, price), **moved(chain), **told(chain)} for group in groups for chain in group]
+    return [
+        {**record(chain, price), **moved(chain), **told(chain)}
+        for group in groups
+        for chain in group
+    ]
 
 
 @torch.no_grad()
 def heeded(model, tokenizer, chain):
-    """Would this policy heed the hint, could it be its own teacher? -> for each call to a tool that is not there (tool, probability of
-    beginning and naming that call, the same under the hint). Where the two are alike, there is nothing to distil."""
+    """Would this policy heed the hint, could it be its own teacher? -> for each call to a tool that
+    is not there (tool, probability of beginning and naming that call, the same under the hint).
+    Where the two are alike, there is nothing to distil."""
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
         episode = chain.episodes[hint.episode]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, episode.turns[hint.turn])
-        turn, above = episode.turns[hint.turn], [token for turn in episode.turns[:hint.turn + 1] for token in turn.tokens]
+        turn, above = episode.turns[hint.turn], [
+            token for turn in episode.turns[: hint.turn + 1] for token in turn.tokens
+        ]
         span, device = feedback_distill.span(tokenizer, turn, hint), model.embed.weight.device
         at = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
-        places = (torch.tensor([above], device=device), at.student_row, at.student_position), (at.tokens, at.row, at.position)
-        logp = [feedback_distill.logits_at(model, *place).log_softmax(-1).gather(1, at.token[:, None]).sum() for place in places]
-        found.append((next(call.name for call in turn.calls if call.error == "unknown_tool"), *(float(p.exp()) for p in logp)))
+        places = (torch.tensor([above], device=device), at.student_row, at.student_position), (
+            at.tokens,
+            at.row,
+            at.position,
+        )
+        logp = [
+            feedback_distill.logits_at(model, *place)
+            .log_softmax(-1)
+            .gather(1, at.token[:, None])
+            .sum()
+            for place in places
+        ]
+        found.append(
+            (
+                next(call.name for call in turn.calls if call.error == "unknown_tool"),
+                *(float(p.exp()) for p in logp),
+            )
+        )
     return found
 
 
 def mismatch(model, tokenizer, config, tasks):
-    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the differences, token by token}, in bf16
-    with the experts of sampling replayed and with the trainer's own, and in fp32"""
-    found, limits = {}, rollout.Limits(config["window"], config["turns"], commands=config["commands"])
+    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
+    differences, token by token}, in bf16 with the experts of sampling replayed and with the
+    trainer's own, and in fp32"""
+    found, limits = {}, rollout.Limits(
+        config["window"], config["turns"], commands=config["commands"]
+    )
     for dtype in (torch.bfloat16, torch.float32):
         lean = rollout.generation_model(model.config, dtype)
         lean.load_state_dict(model.state_dict())
-        sampler = rollout.Sampler(lean, tokenizer, window=config["window"], temperature=config["temperature"], draft=config["draft"])
-        groups = rollout.rollouts(sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config))
-        episodes = [e for group in groups for chain in group for e in chain.episodes if any(turn.role == "assistant" for turn in e.turns)]
-        for replay, how in ((True, "replayed"), (False, "chosen again")) if dtype == torch.bfloat16 else ((True, "replayed"),):
-            gaps = [rollout.rescore(model.compute(dtype), e, config["temperature"], replay).abs() for e in episodes]
+        sampler = rollout.Sampler(
+            lean,
+            tokenizer,
+            window=config["window"],
+            temperature=config["temperature"],
+            draft=config["draft"],
+        )
+        groups = rollout.rollouts(
+            sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
+        )
+        episodes = [
+            e
+            for group in groups
+            for chain in group
+            for e in chain.episodes
+            if any(turn.role == "assistant" for turn in e.turns)
+        ]
+        for replay, how in (
+            ((True, "replayed"), (False, "chosen again"))
+            if dtype == torch.bfloat16
+            else ((True, "replayed"),)
+        ):
+            gaps = [
+                rollout.rescore(model.compute(dtype), e, config["temperature"], replay).abs()
+                for e in episodes
+            ]
             found[f"{str(dtype).removeprefix('torch.')}, experts {how}"] = torch.cat(gaps).numpy()
     return found
 
 
 def draw_mismatch(found, path):
-    figure, ax = axes("Trainer against sampler", "tokens, by the size of the difference", "difference of log-probabilities")
+    figure, ax = axes(
+        "Trainer against sampler",
+        "tokens, by the size of the difference",
+        "difference of log-probabilities",
+    )
     for name, gaps in found.items():
-        ax.plot(np.linspace(0, 1, len(gaps)), np.maximum(np.sort(gaps), 1e-8), label=f"{name}: p99 {np.quantile(gaps, .99):.1e}")
+        ax.plot(
+            np.linspace(0, 1, len(gaps)),
+            np.maximum(np.sort(gaps), 1e-8),
+            label=f"{name}: p99 {np.quantile(gaps, .99):.1e}",
+        )
     ax.set_yscale("log")
     ax.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -252,26 +388,43 @@ def draw_mismatch(found, path):
 
 @torch.no_grad()
 def drift(began, chain, temperature):
-    """How far has the policy that sampled this chain moved from the model `began`, where no rule finds fault? -> (k1 summed, tokens):
-    log-probability at sampling minus that under `began`, over the sampled tokens of turns that are not flagged. The mean estimates a
-    KL divergence in nats per token."""
-    flagged, total, count = {(h.episode, h.turn) for h in feedback_distill.detect(chain, tuple(feedback_distill.REMINDERS))}, 0.0, 0
+    """How far has the policy that sampled this chain moved from the model `began`, where no rule
+    finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under `began`, over
+    the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in nats per
+    token."""
+    flagged, total, count = (
+        {
+            (h.episode, h.turn)
+            for h in feedback_distill.detect(chain, tuple(feedback_distill.REMINDERS))
+        },
+        0.0,
+        0,
+    )
     for e, episode in enumerate(chain.episodes):
         batch, (_, mask, _, turn) = rollout.pack([episode], [1.0], 64), rollout.flatten(episode)
         keep = torch.from_numpy(mask * [(e, i) not in flagged for i in turn])[1:] > 0
-        tokens, targets = (batch[name].to(began.embed.weight.device) for name in ("tokens", "targets"))
+        tokens, targets = (
+            batch[name].to(began.embed.weight.device) for name in ("tokens", "targets")
+        )
         gap = batch["logprobs"][0] - began.logprobs(began(tokens), targets, temperature)[0].cpu()
-        total, count = total + float(gap[:len(keep)][keep].sum()), count + int(keep.sum())
+        total, count = total + float(gap[: len(keep)][keep].sum()), count + int(keep.sum())
     return total, count
 
 
 # ---------------------------------------------------------------- what one sees
 
-ROWS = {"solved": ("solved", "{:.3f}"), "pass@1": ("pass@1", "{:.3f}"), "tokens": ("tokens per task", "{:.0f}"),
-        "effort": ("effort", "{:.1f}"), "turns": ("turns", "{:.1f}"), "cost": ("median cost, $ per 1000 tasks", "{:.3f}"),
-        "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
-        "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}"), "summaries": ("summaries per task", "{:.2f}"),
-        "finished": ("ended by itself", "{:.3f}")}
+ROWS = {
+    "solved": ("solved", "{:.3f}"),
+    "pass@1": ("pass@1", "{:.3f}"),
+    "tokens": ("tokens per task", "{:.0f}"),
+    "effort": ("effort", "{:.1f}"),
+    "turns": ("turns", "{:.1f}"),
+    "cost": ("median cost, $ per 1000 tasks", "{:.3f}"),
+    "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
+    "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}"),
+    "summaries": ("summaries per task", "{:.2f}"),
+    "finished": ("ended by itself", "{:.3f}"),
+}
 
 
 def table(policies, kind="held-out"):
@@ -292,17 +445,33 @@ def table(policies, kind="held-out"):
     for k in [key for key in any_one if key.startswith("pass@")]:
         cells = [format_number(w[k], "{:.3f}") if k in w else "-" for w in whole.values()]
         text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), cells))
-    for key in ("tokens", "effort", "turns", "cost", "bad_tool", "wrong_calls_per_turn", "summaries", "finished"):
+    for key in (
+        "tokens",
+        "effort",
+        "turns",
+        "cost",
+        "bad_tool",
+        "wrong_calls_per_turn",
+        "summaries",
+        "finished",
+    ):
         scale = 1000 if key == "cost" else 1
-        text.append(line(ROWS[key][0], [format_number(w[key] * scale, ROWS[key][1]) for w in whole.values()]))
-    if any(w["no_turn"] for w in whole.values()):                # these count as failed, and nothing was tried
-        text.append(line("without room for a turn", [f"{w['no_turn']:.0f}" for w in whole.values()]))
+        text.append(
+            line(
+                ROWS[key][0], [format_number(w[key] * scale, ROWS[key][1]) for w in whole.values()]
+            )
+        )
+    # these count as failed, and nothing was tried
+    if any(w["no_turn"] for w in whole.values()):
+        text.append(
+            line("without room for a turn", [f"{w['no_turn']:.0f}" for w in whole.values()])
+        )
     return "\n".join(text)
 
 
 def pair_lines(policies, line):
-    """The rows of the table that set each policy against the first one, task by task; none where no task is shared. line: as in
-    table, label and cells -> a row"""
+    """The rows of the table that set each policy against the first one, task by task; none where no
+    task is shared. line: as in table, label and cells -> a row"""
     first, *others = policies
     pairs = [compare_pairs(policies[first], policies[name]) for name in others]
     if not any(pairs):
@@ -317,22 +486,27 @@ def pair_lines(policies, line):
         part = f" of {pair['tasks']}" if pair["tasks"] < whole else ""
         won.append(f"+{pair['won']} -{pair['lost']}{part}")
         chance.append("p=" + format_number(pair["p"], "{:.3f}"))
-    return [line("  tasks won, lost against first", won), line("  if alike, so uneven by chance", chance)]
+    return [
+        line("  tasks won, lost against first", won),
+        line("  if alike, so uneven by chance", chance),
+    ]
 
 
 def try_to_draw():
-    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a command that draws at its
-    end."""
+    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
+    command that draws at its end."""
     try:
         figure, _ = axes("", "", "")
         figure.savefig(io.BytesIO(), format="png")
-    except Exception as error:                                   # of a foreign library, and whatever its settings make of it
+    # of a foreign library, and whatever its settings make of it
+    except Exception as error:
         return f"no figures: matplotlib does not draw here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     return ""
 
 
 def draw_safely(draw_it, *inputs):
-    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no figure, in one line"""
+    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
+    figure, in one line"""
     try:
         draw_it(*inputs)
     except Exception as error:
@@ -342,48 +516,80 @@ def draw_safely(draw_it, *inputs):
 
 
 def axes(title, x, y, panels=1):
-    # A notebook exports the backend of its own process to what it starts, where that module may not exist. Nothing is shown
-    # on a screen here. It has to be set before the first import: matplotlib reads it then.
+    # A notebook exports the backend of its own process to what it starts, where that module may not
+    # exist. Nothing is shown on a screen here. It has to be set before the first import: matplotlib
+    # reads it then.
     os.environ["MPLBACKEND"] = "agg"
-    from matplotlib.figure import Figure                         # pyplot would keep every figure, and a run draws many
+    # pyplot would keep every figure, and a run draws many
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
     ax = figure.subplots(1, panels)
     for panel in np.atleast_1d(ax):
-        panel.grid(alpha=.3)
+        panel.grid(alpha=0.3)
     np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
     return figure, ax
 
 
 def draw(policies, folder):
-    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over the levels"""
+    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
+    the levels"""
     folder = Path(folder)
     levels = {name: by_level(records) for name, records in policies.items()}
     figure, ax = axes("Effort follows difficulty?", "level of the task", "sampled tokens per task")
     for name, rows in levels.items():
         ax.plot(list(rows), [r["tokens"] for r in rows.values()], "o-", label=name)
         for level, r in rows.items():
-            top = r["tokens"] >= max(other[level]["tokens"] for other in levels.values() if level in other)
-            ax.annotate(f"{r['tokens']:.0f}", (level, r["tokens"]), textcoords="offset points", xytext=(0, 6 if top else -12),
-                        ha="center", fontsize=7)
+            top = r["tokens"] >= max(
+                other[level]["tokens"] for other in levels.values() if level in other
+            )
+            ax.annotate(
+                f"{r['tokens']:.0f}",
+                (level, r["tokens"]),
+                textcoords="offset points",
+                xytext=(0, 6 if top else -12),
+                ha="center",
+                fontsize=7,
+            )
     ax.legend()
     figure.savefig(folder / "effort.png", dpi=120)
-    figure, ax = axes("Score against tokens (one point per level)", "sampled tokens per task", "solved")
+    figure, ax = axes(
+        "Score against tokens (one point per level)", "sampled tokens per task", "solved"
+    )
     for name, rows in levels.items():
-        points = ax.plot([r["tokens"] for r in rows.values()], [r["solved"] for r in rows.values()], "o", label=name, alpha=.5)
+        points = ax.plot(
+            [r["tokens"] for r in rows.values()],
+            [r["solved"] for r in rows.values()],
+            "o",
+            label=name,
+            alpha=0.5,
+        )
         whole = summary(policies[name])
         ax.plot(whole["tokens"], whole["solved"], "*", markersize=16, color=points[0].get_color())
-        ax.annotate(f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens", (whole["tokens"], whole["solved"]),
-                    textcoords="offset points", xytext=(8, 8), fontsize=8)
+        ax.annotate(
+            f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens",
+            (whole["tokens"], whole["solved"]),
+            textcoords="offset points",
+            xytext=(8, 8),
+            fontsize=8,
+        )
         for level, r in rows.items():
-            ax.annotate(str(level), (r["tokens"], r["solved"]), textcoords="offset points", xytext=(4, -8), fontsize=7)
+            ax.annotate(
+                str(level),
+                (r["tokens"], r["solved"]),
+                textcoords="offset points",
+                xytext=(4, -8),
+                fontsize=7,
+            )
     ax.set_ylim(0, 1.15)
     ax.legend(loc="lower right")
     figure.savefig(folder / "score.png", dpi=120)
 
 
 def lines_of(run, stage):
-    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands there twice counts once, as it
-    was written last; a line that a kill or a full disk has cut is left out."""
+    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands
+    there twice counts once, as it was written last; a line that a kill or a full disk has cut is
+    left out."""
     path = Path(run, f"{stage}.jsonl")
     steps = {}
     for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
@@ -396,8 +602,8 @@ def lines_of(run, stage):
 
 
 def curve(lines, name):
-    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log which lost its beginning is not
-    moved forward"""
+    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log
+    which lost its beginning is not moved forward"""
     by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
     return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
 
@@ -409,11 +615,16 @@ def mean_known(values):
 
 
 def draw_training(logs, folder):
-    """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL step. logs: {stage: its lines}"""
+    """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL
+    step. logs: {stage: its lines}"""
     figure, ax = axes("Loss of the supervised stages", "step", "nats per token")
     start = 0
-    for stage, lines in ((stage, lines) for stage, lines in logs.items() if stage != "rl" and lines):
-        ax.plot([start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage)
+    for stage, lines in (
+        (stage, lines) for stage, lines in logs.items() if stage != "rl" and lines
+    ):
+        ax.plot(
+            [start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage
+        )
         start += int(lines[-1]["step"])
     if start:
         ax.set_yscale("log")
@@ -422,27 +633,36 @@ def draw_training(logs, folder):
     lines = logs.get("rl")
     if not lines:
         return
-    figure, ax = axes("Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)")
+    figure, ax = axes(
+        "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
+    )
     steps, level = [line["step"] for line in lines], ax.twinx()
+
     def plot_running(axis, key, **style):
         axis.plot(steps, running([line[key] for line in lines]), **style)
-    for key, label in (("solved", "solved"), ("best", "best of the group"), ("reward", "reward"), ("bad_tool", "with a wrong tool call")):
+
+    for key, label in (
+        ("solved", "solved"),
+        ("best", "best of the group"),
+        ("reward", "reward"),
+        ("bad_tool", "with a wrong tool call"),
+    ):
         plot_running(ax, key, label=label)
-    plot_running(level, "level", color="gray", alpha=.5)
-    ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)                  # rewards may be negative
+    plot_running(level, "level", color="gray", alpha=0.5)
+    ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
     level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
-    ax.legend(loc="upper center", bbox_to_anchor=(.5, .32), ncols=2, fontsize=8)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.32), ncols=2, fontsize=8)
     figure.savefig(Path(folder, "reward.png"), dpi=120)
 
 
 def running(values, window=5):
     """Mean over the last `window` values"""
-    return [mean_known(values[max(0, i + 1 - window):i + 1]) for i in range(len(values))]
+    return [mean_known(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def check_writable(folder, names):
-    """Before long work: can its results be written? folder is made. OSError if not, with the path that is in the way: what is
-    no plain file, or may not be overwritten."""
+    """Before long work: can its results be written? folder is made. OSError if not, with the path
+    that is in the way: what is no plain file, or may not be overwritten."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     for path in (Path(folder, name) for name in names):
@@ -453,94 +673,235 @@ def check_writable(folder, names):
 
 
 def write(policies, folder, name, extra=None, kind="held-out"):
-    """JSON and figures of {name: records} -> the text of the table; why there are no figures is said below it."""
+    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
+    said below it."""
     write_json(policies, Path(folder, name), extra)
     problem = draw_safely(draw, policies, folder)
     return table(policies, kind) + f"\n{problem}" * bool(problem)
 
 
 def write_json(policies, path, extra=None):
-    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in the file"""
-    data = {"policies": {n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()}, **(extra or {})}
+    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
+    the file"""
+    data = {
+        "policies": {
+            n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()
+        },
+        **(extra or {}),
+    }
     first, *others = policies
-    data["pairs"] = {name: {"against": first, **pair} for name in others if (pair := compare_pairs(policies[first], policies[name]))}
+    data["pairs"] = {
+        name: {"against": first, **pair}
+        for name in others
+        if (pair := compare_pairs(policies[first], policies[name]))
+    }
     path.write_text(json.dumps(data, indent=1))
 
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared
 
-# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the arms begin: [] at the SFT of the
-# default run, which is itself the arm without flags; [flags] at an SFT of their own on the default run's pretraining; "pretrain" at
-# the beginning, and that is all they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows.
-# SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and its episodes 20 turns
-HABITS, SHORT, SHORTER = "--habits=unavailable_tool,communication,code_style", ["--steps=40", "--turns=20"], ["--steps=20", "--turns=20"]
+# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the
+# arms begin: [] at the SFT of the default run, which is itself the arm without flags; [flags] at an
+# SFT of their own on the default run's pretraining; "pretrain" at the beginning, and that is all
+# they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows.
+# SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and
+# its episodes 20 turns
+HABITS, SHORT, SHORTER = (
+    "--habits=unavailable_tool,communication,code_style",
+    ["--steps=40", "--turns=20"],
+    ["--steps=20", "--turns=20"],
+)
 NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
 SHORT_MIX = [*SHORT, *FIXED]
 ASKED = ["--turns=60", "--hardest=7", "--eval_levels=8"]
 TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--levels=8", *ASKED]
-MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]      # the last level is one that no training has seen
+# the last level is one that no training has seen
+MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]
 EXPERIMENTS = {
     "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
-    "muon": ("Pretraining: is Muon in 80 steps as good as AdamW in 120?", "loss", {
-        **{f"AdamW, 120 steps, lr {lr}": ["--optimizer=adamw", f"--adam_lr={lr}", "--steps=120"] for lr in (.003, .006, .012)},
-        **{f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"] for lr in (.006, .012, .024)}}, "pretrain"),
-    "pretraining": ("What is pretraining worth?", "reward", {
-        "30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]}, "all"),
-    "feedback": ("How fast does a bad habit go?", "bad_tool", {"reward alone": ["--feedback=0"], "with targeted feedback": []}, []),
-    "habits": ("How fast do habits go that cost nothing?", "communication,code_style,bad_tool", {
-        "reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]}, [HABITS, "--neutral_hints=0.1"]),
-    "sdft": ("A new convention: plain SFT or self-distillation?", "code_style", {
-        "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
-        "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"]}, [HABITS, "--neutral_hints=0.1"]),
-    "teachers": ("Whose hints, and which divergence?", "bad_tool", {
-        "reward alone": [*SHORTER, "--feedback=0"], "EMA, reverse KL": SHORTER, "current": [*SHORTER, "--teacher=current"],
-        "frozen": [*SHORTER, "--teacher=frozen"], "forward KL": [*SHORTER, "--divergence=forward"],
-        "JSD": [*SHORTER, "--divergence=jsd"], "empty hint": [*SHORTER, "--placebo=empty"],
-        "wrong hint": [*SHORTER, "--placebo=wrong"]}, []),
-    "penalty": ("What does a price on effort do?", "effort", {
-        "no penalty": [*MOSTLY_EASY, "--length_penalty=0", "--reward=2"],      # worth of solving an easy task: as with the nonlinear price
-        "nonlinear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6"],
-        "linear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=0.28", "--penalty_q=0"]},      # as dear at the median effort of 13
-        ["--restless=0.75"]),
-    "summary": ("Is a summary worth its tokens?", "named", {     # the tests run once, so what is missing is told once
-        "window 1024": [*TOLD_ONCE, "--window=1024", "--summarize=0"], "window 256": [*TOLD_ONCE, "--window=256"],
-        "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
-        "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"]},
-        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"]),
-    "retold": ("Summaries where tests tell again", "named", {
-        "window 512": ASKED, "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
-        "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"]}, []),
-    "tasks": ("What are more tasks worth?", "reward", {
-        "2 of a level": ["--distinct=2"], "10 of a level": ["--distinct=10"], "never one twice": []}, []),
-    "group": ("Mean reward and best of 16, on a fixed mix", "reward,best,different", {
-        "groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]}, []),
-    "curriculum": ("Do chosen tasks teach more than a fixed mix?", "solved", {"fixed mix": FIXED, "curriculum": []}, []),
-    "objective": ("What the objective leaves out, put in", "sampled,finished", {
-        "as it is": SHORT_MIX, "over the deviation": [*SHORT_MIX, "--std_norm=1"],
-        "over its own length": [*SHORT_MIX, "--length_norm=1"], "overlong masked": [*SHORT_MIX, "--mask_overlong=1"]}, []),
-    "hacking": ("Does RL learn to take the answer from a stale cache?", "cheats", {
-        "stale caches": [*SHORT, "--harden=0", "--documented=0", "--curriculum=0", "--hardest=1"],
-        "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"]}, ["--harden=0"]),
+    "muon": (
+        "Pretraining: is Muon in 80 steps as good as AdamW in 120?",
+        "loss",
+        {
+            **{
+                f"AdamW, 120 steps, lr {lr}": [
+                    "--optimizer=adamw",
+                    f"--adam_lr={lr}",
+                    "--steps=120",
+                ]
+                for lr in (0.003, 0.006, 0.012)
+            },
+            **{
+                f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"]
+                for lr in (0.006, 0.012, 0.024)
+            },
+        },
+        "pretrain",
+    ),
+    "pretraining": (
+        "What is pretraining worth?",
+        "reward",
+        {"30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]},
+        "all",
+    ),
+    "feedback": (
+        "How fast does a bad habit go?",
+        "bad_tool",
+        {"reward alone": ["--feedback=0"], "with targeted feedback": []},
+        [],
+    ),
+    "habits": (
+        "How fast do habits go that cost nothing?",
+        "communication,code_style,bad_tool",
+        {"reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]},
+        [HABITS, "--neutral_hints=0.1"],
+    ),
+    "sdft": (
+        "A new convention: plain SFT or self-distillation?",
+        "code_style",
+        {
+            "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
+            "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"],
+        },
+        [HABITS, "--neutral_hints=0.1"],
+    ),
+    "teachers": (
+        "Whose hints, and which divergence?",
+        "bad_tool",
+        {
+            "reward alone": [*SHORTER, "--feedback=0"],
+            "EMA, reverse KL": SHORTER,
+            "current": [*SHORTER, "--teacher=current"],
+            "frozen": [*SHORTER, "--teacher=frozen"],
+            "forward KL": [*SHORTER, "--divergence=forward"],
+            "JSD": [*SHORTER, "--divergence=jsd"],
+            "empty hint": [*SHORTER, "--placebo=empty"],
+            "wrong hint": [*SHORTER, "--placebo=wrong"],
+        },
+        [],
+    ),
+    "penalty": (
+        "What does a price on effort do?",
+        "effort",
+        {
+            # worth of solving an easy task: as with the nonlinear price
+            "no penalty": [*MOSTLY_EASY, "--length_penalty=0", "--reward=2"],
+            "nonlinear": [
+                *MOSTLY_EASY,
+                "--full_price=1",
+                "--length_penalty=1",
+                "--penalty_k=0.05",
+                "--penalty_q=6",
+            ],
+            # as dear at the median effort of 13
+            "linear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=0.28", "--penalty_q=0"],
+        },
+        ["--restless=0.75"],
+    ),
+    # the tests run once, so what is missing is told once
+    "summary": (
+        "Is a summary worth its tokens?",
+        "named",
+        {
+            "window 1024": [*TOLD_ONCE, "--window=1024", "--summarize=0"],
+            "window 256": [*TOLD_ONCE, "--window=256"],
+            "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
+            "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"],
+        },
+        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"],
+    ),
+    "retold": (
+        "Summaries where tests tell again",
+        "named",
+        {
+            "window 512": ASKED,
+            "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
+            "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"],
+        },
+        [],
+    ),
+    "tasks": (
+        "What are more tasks worth?",
+        "reward",
+        {
+            "2 of a level": ["--distinct=2"],
+            "10 of a level": ["--distinct=10"],
+            "never one twice": [],
+        },
+        [],
+    ),
+    "group": (
+        "Mean reward and best of 16, on a fixed mix",
+        "reward,best,different",
+        {"groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]},
+        [],
+    ),
+    "curriculum": (
+        "Do chosen tasks teach more than a fixed mix?",
+        "solved",
+        {"fixed mix": FIXED, "curriculum": []},
+        [],
+    ),
+    "objective": (
+        "What the objective leaves out, put in",
+        "sampled,finished",
+        {
+            "as it is": SHORT_MIX,
+            "over the deviation": [*SHORT_MIX, "--std_norm=1"],
+            "over its own length": [*SHORT_MIX, "--length_norm=1"],
+            "overlong masked": [*SHORT_MIX, "--mask_overlong=1"],
+        },
+        [],
+    ),
+    "hacking": (
+        "Does RL learn to take the answer from a stale cache?",
+        "cheats",
+        {
+            "stale caches": [
+                *SHORT,
+                "--harden=0",
+                "--documented=0",
+                "--curriculum=0",
+                "--hardest=1",
+            ],
+            "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"],
+        },
+        ["--harden=0"],
+    ),
 }
 
 # beside these curves a panel shows what comes out, by level
-BY_LEVEL = {"effort": ("tokens", "solved"), "sampled": ("tokens", "solved"), "named": ("summaries", "solved"), "reward": ("solved",),
-            "code_style": ("solved",)}
+BY_LEVEL = {
+    "effort": ("tokens", "solved"),
+    "sampled": ("tokens", "solved"),
+    "named": ("summaries", "solved"),
+    "reward": ("solved",),
+    "code_style": ("solved",),
+}
 
 
 def train_py(*words):
-    """Run train.py; what it has finished already it skips, what it had begun it goes on with. Without this process it ends."""
+    """Run train.py; what it has finished already it skips, what it had begun it goes on with.
+    Without this process it ends."""
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=hsdp.tied_to_parent(signal.SIGTERM))
+    done = subprocess.run(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hsdp.tied_to_parent(signal.SIGTERM),
+    )
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
-        raise ChildProcessError(done.returncode, last or f"train.py ended with code {done.returncode}")
+        raise ChildProcessError(
+            done.returncode, last or f"train.py ended with code {done.returncode}"
+        )
 
 
 def experiment(name, seeds, out, flags):
-    """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs, out/base-SEED, serve all experiments.
-    Killed, it goes on. A run takes two cores; where there are more, seeds stand side by side."""
+    """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs,
+    out/base-SEED, serve all experiments. Killed, it goes on. A run takes two cores; where there are
+    more, seeds stand side by side."""
     question, curves, arms, base = EXPERIMENTS[name]
     out, chains, folders = Path(out, name), [], {arm: [] for arm in arms}
     for seed in seeds:
@@ -548,47 +909,92 @@ def experiment(name, seeds, out, flags):
         own, common = isinstance(base, list) and base, [f"--seed={seed}", *flags]
         start = Path(out if own else out.parent, f"base-{seed}")
         if own:
-            jobs += [[f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common] for stage in ("pretrain", "long")]
-            jobs.append(["--stage=sft", f"--start_from={out.parent}/base-{seed}", f"--out={start}", *common, *own])
-        elif base != "pretrain":                                 # its RL only where it is an arm
-            jobs += [[f"--out={start}", *common]] if not all(arms.values()) else [
-                [f"--stage={stage}", f"--out={start}", *common] for stage in ("pretrain", "long", "sft")]
+            jobs += [
+                [f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common]
+                for stage in ("pretrain", "long")
+            ]
+            jobs.append(
+                [
+                    "--stage=sft",
+                    f"--start_from={out.parent}/base-{seed}",
+                    f"--out={start}",
+                    *common,
+                    *own,
+                ]
+            )
+        elif base != "pretrain":  # its RL only where it is an arm
+            jobs += (
+                [[f"--out={start}", *common]]
+                if not all(arms.values())
+                else [
+                    [f"--stage={stage}", f"--out={start}", *common]
+                    for stage in ("pretrain", "long", "sft")
+                ]
+            )
         for arm, changes in arms.items():
-            folders[arm].append(out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start)
-            idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in changes}       # in this arm they say nothing
-            here = [f"--out={folders[arm][-1]}", *(word for word in common if word.partition("=")[0] not in idle), *changes]
+            folders[arm].append(
+                out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start
+            )
+            # in this arm they say nothing
+            idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in changes}
+            here = [
+                f"--out={folders[arm][-1]}",
+                *(word for word in common if word.partition("=")[0] not in idle),
+                *changes,
+            ]
             if not isinstance(base, list) and changes:
                 rest = ("long", "sft", "rl", "eval") if base == "all" else ()
-                jobs += [["--stage=pretrain", *here], *([f"--stage={stage}", here[0], *common] for stage in rest)]
+                jobs += [
+                    ["--stage=pretrain", *here],
+                    *([f"--stage={stage}", here[0], *common] for stage in rest),
+                ]
             elif changes:
-                jobs += [["--stage=rl", f"--start_from={start}", *here], ["--stage=eval", f"--start_from={start}", *here]]
+                jobs += [
+                    ["--stage=rl", f"--start_from={start}", *here],
+                    ["--stage=eval", f"--start_from={start}", *here],
+                ]
     cores = os.cpu_count() or 1
     at_once = 1 if torch.cuda.is_available() else max(1, min(len(seeds), cores // 2))
     if at_once > 1:
         os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
-    with tqdm(total=sum(map(len, chains)), desc=name, leave=False) as bar, ThreadPoolExecutor(at_once) as pool:
+    with (
+        tqdm(total=sum(map(len, chains)), desc=name, leave=False) as bar,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+
         def work(jobs):
             while jobs:
                 train_py(*jobs.pop(0))
                 bar.update()
+
         try:
             for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
                 done.result()
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
             raise SystemExit(failure.errno) from None
-        except KeyboardInterrupt:                                # the runs were told, too, and save
+        except KeyboardInterrupt:  # the runs were told, too, and save
             raise SystemExit(130) from None
-        finally:                                                 # if one has failed, the others end with what they are at
+        # if one has failed, the others end with what they are at
+        finally:
             for jobs in chains:
                 jobs.clear()
     results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
     problem = draw_safely(draw_curves, question, results, out / f"{name}.png")
     if name == "recipe":
-        results = {policy: [outcome(folder, [curves], policy) for folder in folders[name]] for policy in ("before RL", "after RL")}
+        results = {
+            policy: [outcome(folder, [curves], policy) for folder in folders[name]]
+            for policy in ("before RL", "after RL")
+        }
     text = compare(question, results) + f"\n{problem}" * bool(problem)
-    (out / f"{name}.json").write_text(json.dumps({"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1))
-    print(f"{text}\n\n{out}/{name}.json, {name}.png, in {bar.format_dict['elapsed'] / 60:.0f} minutes")
+    (out / f"{name}.json").write_text(
+        json.dumps(
+            {"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1
+        )
+    )
+    print(
+        f"{text}\n\n{out}/{name}.json, {name}.png, in {bar.format_dict['elapsed'] / 60:.0f} minutes"
+    )
 
 
 def outcome(folder, names, policy="after RL"):
@@ -600,30 +1006,64 @@ def outcome(folder, names, policy="after RL"):
     policies = json.loads((folder / "summary.json").read_text())["policies"]
     after = policies[policy]
     whole, levels = after["overall"], list(after["levels"].values())
-    end = {"solved": whole["solved"], "easiest": levels[0]["solved"], "hardest": levels[-1]["solved"], "tokens": whole["tokens"],
-           "easiest: tokens": levels[0]["tokens"], "hardest: tokens": levels[-1]["tokens"], "wrong tool": whole["bad_tool"],
-           "moved": whole.get("moved", math.nan), "seconds a step": float(np.median([line["seconds"] for line in lines]))}
-    end["before RL"] = policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
+    end = {
+        "solved": whole["solved"],
+        "easiest": levels[0]["solved"],
+        "hardest": levels[-1]["solved"],
+        "tokens": whole["tokens"],
+        "easiest: tokens": levels[0]["tokens"],
+        "hardest: tokens": levels[-1]["tokens"],
+        "wrong tool": whole["bad_tool"],
+        "moved": whole.get("moved", math.nan),
+        "seconds a step": float(np.median([line["seconds"] for line in lines])),
+    }
+    end["before RL"] = (
+        policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
+    )
     if names == ["code_style"] and "before RL" in policies:
         for when, one in (("before", policies["before RL"]), ("after", after)):
             end[f"comments {when}"] = one["overall"]["code_style"]
-            end[f"other levels {when}"] = float(np.mean([level["solved"] for level in list(one["levels"].values())[1:]]))
+            end[f"other levels {when}"] = float(
+                np.mean([level["solved"] for level in list(one["levels"].values())[1:]])
+            )
     for name, values in curves.items():
-        end[f"{name}: first 5"], end[f"{name}: last 5"] = mean_known(values[:5]), mean_known(values[-5:])
-        if name in ("bad_tool", "communication", "code_style"):     # as a running mean; never: one step more than there were
-            end[f"{name}: tenth at"] = next((i + 1 for i, x in enumerate(running(values)) if x <= .1 * values[0] > 0), len(values) + 1)
+        end[f"{name}: first 5"], end[f"{name}: last 5"] = mean_known(values[:5]), mean_known(
+            values[-5:]
+        )
+        # as a running mean; never: one step more than there were
+        if name in ("bad_tool", "communication", "code_style"):
+            end[f"{name}: tenth at"] = next(
+                (i + 1 for i, x in enumerate(running(values)) if x <= 0.1 * values[0] > 0),
+                len(values) + 1,
+            )
     if "reward" in curves:
-        end["solved, seen"] = policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
-        end["loss after SFT"] = float(np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan))
-    sides = {"levels": after, **({"began": policies["before RL"]} if "before RL" in policies else {})} if by_level else {}
-    return {"curves": curves, "end": end, **{side: {name: [level[name] for level in one["levels"].values()] for name in by_level}
-                                             for side, one in sides.items()}}
+        end["solved, seen"] = (
+            policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
+        )
+        end["loss after SFT"] = float(
+            np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan)
+        )
+    sides = (
+        {"levels": after, **({"began": policies["before RL"]} if "before RL" in policies else {})}
+        if by_level
+        else {}
+    )
+    return {
+        "curves": curves,
+        "end": end,
+        **{
+            side: {name: [level[name] for level in one["levels"].values()] for name in by_level}
+            for side, one in sides.items()
+        },
+    }
 
 
 def compare(question, results):
     """Mean and spread over the seeds: arms against numbers, the longer list downwards"""
     all_ends = [run["end"] for runs in results.values() for run in runs]
-    columns = [column for column in all_ends[0] if not all(math.isnan(end[column]) for end in all_ends)]
+    columns = [
+        column for column in all_ends[0] if not all(math.isnan(end[column]) for end in all_ends)
+    ]
     cells = [["", *columns]]
     for arm, runs in results.items():
         values = [[run["end"][column] for run in runs] for column in columns]
@@ -632,13 +1072,17 @@ def compare(question, results):
     first, *widths = (max(map(len, column)) + 2 for column in zip(*cells))
     lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in cells]
     seeds = len(next(iter(results.values())))
-    what = f"mean, and sample standard deviation over {seeds} seeds" if seeds > 1 else "one seed: the spread is not known"
+    what = (
+        f"mean, and sample standard deviation over {seeds} seeds"
+        if seeds > 1
+        else "one seed: the spread is not known"
+    )
     return "\n".join([f"{question}  ({what})", *lines])
 
 
 def mean_and_deviation(values):
-    """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from the same few); of one the mean
-    alone."""
+    """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from
+    the same few); of one the mean alone."""
     mean = format_number(float(np.mean(values)), "{:.3f}")
     if len(values) == 1:
         return mean
@@ -646,24 +1090,39 @@ def mean_and_deviation(values):
 
 
 def draw_curves(question, results, path):
-    """Mean over the seeds with the range between them: by step, each a running mean, and for some by the level of held-out tasks; where
-    the arms differ before RL, what the loss after SFT says of what is solved in the end (the reward depends on the curriculum's level)"""
+    """Mean over the seeds with the range between them: by step, each a running mean, and for some
+    by the level of held-out tasks; where the arms differ before RL, what the loss after SFT says of
+    what is solved in the end (the reward depends on the curriculum's level)"""
     first = next(iter(results.values()))[0]
-    panels = [("curves", name, 1) for name in first["curves"]] + [("levels", name, 0) for name in first.get("levels", ())]
-    points = {arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "solved")]
-              for arm, runs in results.items()}
+    panels = [("curves", name, 1) for name in first["curves"]] + [
+        ("levels", name, 0) for name in first.get("levels", ())
+    ]
+    points = {
+        arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "solved")]
+        for arm, runs in results.items()
+    }
     scatter = bool(np.isfinite(list(points.values())).all())
     figure, ax = axes(question, "step", "", len(panels) + scatter)
     for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
         for arm, runs in results.items():
-            rows = np.array([running(run[part][name]) if start else run[part][name] for run in runs])
+            rows = np.array(
+                [running(run[part][name]) if start else run[part][name] for run in runs]
+            )
             x = range(start, start + rows.shape[1])
             line = panel.plot(x, rows.mean(0), label=arm)[0]
-            panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=.15)
+            panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
         if part == "levels" and "began" in first:
             arm = next(iter(results))
-            panel.plot(x, np.mean([run["began"][name] for run in results[arm]], 0), "k--", label=f"{arm}, before")
-        panel.set(xlabel="step" if start else "level of held-out tasks, after RL", ylabel=name.replace("_", " "))
+            panel.plot(
+                x,
+                np.mean([run["began"][name] for run in results[arm]], 0),
+                "k--",
+                label=f"{arm}, before",
+            )
+        panel.set(
+            xlabel="step" if start else "level of held-out tasks, after RL",
+            ylabel=name.replace("_", " "),
+        )
     panel.legend(fontsize=8)
     for arm, (losses, solved) in points.items() if scatter else ():
         ax[-1].plot(losses, solved, "o", label=arm)
@@ -674,11 +1133,18 @@ def draw_curves(question, results, path):
 
 # ---------------------------------------------------------------- command line
 
+
 def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
-    tokenizer, sandbox, records = rollout.Tokenizer({bytes([b]): b for b in range(256)}), synth_tasks.Sandbox(), []
+    tokenizer, sandbox, records = (
+        rollout.Tokenizer({bytes([b]): b for b in range(256)}),
+        synth_tasks.Sandbox(),
+        [],
+    )
     for task in tasks:
-        chain = rollout.demonstrate(task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy)
+        chain = rollout.demonstrate(
+            task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
+        )
         chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
@@ -687,49 +1153,107 @@ def expert_records(sloppy, tasks):
 def demo():
     Path("out/demo").mkdir(parents=True, exist_ok=True)
     tasks = held_out(8)
-    policies = {name: expert_records(sloppy, tasks) for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))}
+    policies = {
+        name: expert_records(sloppy, tasks)
+        for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))
+    }
     print(write(policies, "out/demo", "eval.json"))
     careful, hasty = summary(policies["careful"]), summary(policies["hasty"])
-    print(f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, "
-          f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png.")
+    print(
+        f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, "
+        f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png."
+    )
 
 
 def flags(argv):
-    parser = argparse.ArgumentParser(description="Score runs on held-out tasks.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Score runs on held-out tasks.", allow_abbrev=False
+    )
     parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
-    parser.add_argument("runs", nargs="*", help="folders of runs or of single checkpoints; the word demo: a demonstration")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        help="folders of runs or of single checkpoints; the word demo: a demonstration",
+    )
     parser.add_argument("--number", type=int, default=24, help="tasks per level")
-    parser.add_argument("--levels", type=int, default=len(LEVELS), help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}")
+    parser.add_argument(
+        "--levels",
+        type=int,
+        default=len(LEVELS),
+        help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}",
+    )
     parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=0, help="of an episode (default: those of the run's RL)")
-    parser.add_argument("--temperature", type=float, default=None, help="of sampling (default: that of the run's RL)")
-    parser.add_argument("--tasks", default="", help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases")
-    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="of generated tasks; train: only seeds are new")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="of an episode (default: those of the run's RL)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=None,
+        help="of sampling (default: that of the run's RL)",
+    )
+    parser.add_argument(
+        "--tasks",
+        default="",
+        help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases",
+    )
+    parser.add_argument(
+        "--split",
+        choices=("heldout", "train"),
+        default="heldout",
+        help="of generated tasks; train: only seeds are new",
+    )
     parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
     parser.add_argument("--price_out", type=float, default=2.5)
-    parser.add_argument("--gap", action="store_true", help="also tell which wrong tools a hint would keep the policy from")
-    parser.add_argument("--mismatch", action="store_true", help="only: how far the trainer's log-probs lie from the sampler's, in bf16")
+    parser.add_argument(
+        "--gap",
+        action="store_true",
+        help="also tell which wrong tools a hint would keep the policy from",
+    )
+    parser.add_argument(
+        "--mismatch",
+        action="store_true",
+        help="only: how far the trainer's log-probs lie from the sampler's, in bf16",
+    )
     parser.add_argument("--out", default="out")
-    parser.add_argument("--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment")
+    parser.add_argument(
+        "--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment"
+    )
     args, args.others = parser.parse_known_args(argv)
-    if args.experiment:                                          # these are flags of train.py too
-        args.others += [f"--{name}={getattr(args, name)}" for name in ("turns", "levels", "temperature", "tasks")
-                        if getattr(args, name) != parser.get_default(name)]
+    if args.experiment:  # these are flags of train.py too
+        args.others += [
+            f"--{name}={getattr(args, name)}"
+            for name in ("turns", "levels", "temperature", "tasks")
+            if getattr(args, name) != parser.get_default(name)
+        ]
     if args.others and not args.experiment:
         parser.error(f"unknown flag {args.others[0]!r}")
     own = {"--seed", "--stage", "--start_from", "--resume", "--export"}
-    if args.experiment:                                          # what its arms or its SFT set
+    if args.experiment:  # what its arms or its SFT set
         _, _, arms, base = EXPERIMENTS[args.experiment]
-        own |= {word.partition("=")[0] for words in (*arms.values(), base if isinstance(base, list) else []) for word in words}
+        own |= {
+            word.partition("=")[0]
+            for words in (*arms.values(), base if isinstance(base, list) else [])
+            for word in words
+        }
     for word in args.others:
         if word.partition("=")[0] in own:
-            parser.error(f"{word}: an experiment sets it itself" + " (--seeds=...)" * word.startswith("--seed"))
+            parser.error(
+                f"{word}: an experiment sets it itself"
+                + " (--seeds=...)" * word.startswith("--seed")
+            )
     if args.experiment and args.runs:
-        parser.error(f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value")
+        parser.error(
+            f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value"
+        )
     for name in ("number", "passes", "split", "price_in", "price_out", "gap", "mismatch"):
         if args.experiment and getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples")
+            parser.error(
+                f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples"
+            )
     folders = [Path(run).resolve() for run in args.runs]
     twice = [run for run, folder in zip(args.runs, folders) if folders.count(folder) > 1]
     if twice:
@@ -744,18 +1268,23 @@ def flags(argv):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
     if not args.experiment and not args.runs:
-        parser.error("which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)")
+        parser.error(
+            "which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)"
+        )
     return args, parser
 
 
 def main(argv):
     args, parser = flags(argv)
-    problem = try_to_draw()                                      # now, and not when all is done
+    problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)
     if args.experiment:
         try:
-            check_writable(Path(args.out, args.experiment), [f"{args.experiment}.{kind}" for kind in ("json", "png")])
+            check_writable(
+                Path(args.out, args.experiment),
+                [f"{args.experiment}.{kind}" for kind in ("json", "png")],
+            )
         except OSError as error:
             parser.error(f"{error.filename or args.out}: {error.strerror}")
         return experiment(args.experiment, args.seeds, args.out, args.others)
@@ -766,34 +1295,62 @@ def main(argv):
             parser.error(f"{error.filename or 'cannot write'}: {error.strerror}")
     policies = {}
     try:
-        tasks = synth_tasks.read_tasks(args.tasks) if args.tasks else held_out(args.number, range(args.levels), args.split)
+        tasks = (
+            synth_tasks.read_tasks(args.tasks)
+            if args.tasks
+            else held_out(args.number, range(args.levels), args.split)
+        )
         if not tasks:
             raise ValueError(f"{args.tasks}: holds no tasks")
         models = {}
         for run in args.runs:
             label = unfinished(last_stage(run))
             models[f"{run} ({label})" if label else run] = load(run)
-        check_writable(args.out, ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"])
+        check_writable(
+            args.out,
+            ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"],
+        )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.mismatch:
-        found = {f"{run}, {name}": gaps for run, loaded in models.items() for name, gaps in mismatch(*loaded, tasks).items()}
+        found = {
+            f"{run}, {name}": gaps
+            for run, loaded in models.items()
+            for name, gaps in mismatch(*loaded, tasks).items()
+        }
         for name, gaps in found.items():
-            print(f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   largest {gaps.max():.1e}")
-        return print(draw_safely(draw_mismatch, found, Path(args.out, "mismatch.png")) or f"{args.out}/mismatch.png")
+            print(
+                f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   largest {gaps.max():.1e}"
+            )
+        return print(
+            draw_safely(draw_mismatch, found, Path(args.out, "mismatch.png"))
+            or f"{args.out}/mismatch.png"
+        )
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["turns"] = args.turns or config["turns"]
-        policies[run] = attempt(model, tokenizer, config, tasks, args.passes, 0, args.temperature, (args.price_in, args.price_out),
-                                hints=args.gap)
+        policies[run] = attempt(
+            model,
+            tokenizer,
+            config,
+            tasks,
+            args.passes,
+            0,
+            args.temperature,
+            (args.price_in, args.price_out),
+            hints=args.gap,
+        )
     kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
     try:
         print(write(policies, args.out, "eval.json", kind=kind))
-    except OSError as error:                                     # the table is what the time was spent on
+    # the table is what the time was spent on
+    except OSError as error:
         print(table(policies, kind))
         parser.error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
     for run, records in policies.items() if args.gap else ():
         found = [call for record in records for call in record["hints"]]
-        print(f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it")
+        print(
+            f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it"
+        )
         for tool, number in Counter(tool for tool, *_ in found).most_common(8):
             before, after = np.mean([p for name, *p in found if name == tool], 0)
             print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")

@@ -92,8 +92,10 @@ def usage_error(message):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = usage_error
     parser.add_argument(
@@ -175,20 +177,34 @@ def run_part(name, limit, report, arguments, scratch):
     rows = arguments.out / "parts" / f"{name}.jsonl"
     log = arguments.out / "parts" / f"{name}.log"
     part = report["parts"][name] = {
-        "state": "running", "limit_s": round(limit, 1), "seconds": 0.0, "rows": [],
+        "state": "running",
+        "limit_s": round(limit, 1),
+        "seconds": 0.0,
+        "rows": [],
     }
     command = [
-        sys.executable, "-m", "benchmarks.gpu_bench", PARTS[name].function,
-        f"--device={arguments.device}", f"--rows={rows}", f"--report={arguments.out / 'gpu.json'}",
-        f"--scratch={scratch}", f"--seconds={limit:.1f}"
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_bench",
+        PARTS[name].function,
+        f"--device={arguments.device}",
+        f"--rows={rows}",
+        f"--report={arguments.out / 'gpu.json'}",
+        f"--scratch={scratch}",
+        f"--seconds={limit:.1f}",
     ]
     write_report(report, arguments.out)
 
     start = time.monotonic()
     with open(log, "w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=part_environment(arguments.device), start_new_session=True
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=part_environment(arguments.device),
+            start_new_session=True,
         )
     try:
         # Every new row is in the report at once: nothing is lost when this command itself is ended.
@@ -269,7 +285,7 @@ def render_table(rows):
         ]
     lines = [
         "| " + " | ".join(name.replace("_", " ") for name in columns) + " |",
-        "|---" * len(columns) + "|"
+        "|---" * len(columns) + "|",
     ]
     for row in rows:
         cells = [format_value(row.get(name)) for name in columns]
@@ -290,8 +306,10 @@ def render_markdown(report):
     ]
     for name, part in report["parts"].items():
         lines += [
-            "", f"## {PARTS[name].heading}", "",
-            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)"
+            "",
+            f"## {PARTS[name].heading}",
+            "",
+            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)",
         ]
         if PARTS[name].note:
             lines += [PARTS[name].note]
@@ -322,10 +340,13 @@ def main(argv):
     # part.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     report = {
-        "command": "python -m benchmarks.gpu " + shlex.join(argv), "device": arguments.device,
+        "command": "python -m benchmarks.gpu " + shlex.join(argv),
+        "device": arguments.device,
         "minutes": arguments.minutes,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": current_commit(), "torch": torch.__version__, "python": sys.version.split()[0],
+        "commit": current_commit(),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
         "parts": {},
     }
 
@@ -346,7 +367,7 @@ def main(argv):
         part = report["parts"][name]
         print(
             f"{name:14s} {part['state']}, {part['seconds']:.0f} s of at most {limit:.0f} s",
-            flush=True
+            flush=True,
         )
 
     holding, checks = count_checks(report)

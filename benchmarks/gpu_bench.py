@@ -55,8 +55,11 @@ class Bench:
             self.emit(table, what=what, **measure())
         except Exception as error:
             self.emit(
-                table, what=what, found=type(error).__name__, holds=False,
-                traceback=traceback.format_exc()
+                table,
+                what=what,
+                found=type(error).__name__,
+                holds=False,
+                traceback=traceback.format_exc(),
             )
         # What one measurement held must not count in the memory of the next.
         if self.device == "cuda":
@@ -146,9 +149,7 @@ def run_device_tests(bench):
     )
     lines = done.stdout.rstrip().split("\n")
     print(done.stdout)
-    row = dict(
-        what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0
-    )
+    row = dict(what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0)
     if not row["holds"]:
         row["traceback"] = "\n".join(lines[-60:])
     bench.emit("device tests", **row)

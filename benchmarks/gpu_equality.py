@@ -22,9 +22,11 @@ from benchmarks.gpu_bench import relative_error
 # summation differ by percents.
 FP32, BF16 = 1e-5, 0.06
 ARCHITECTURES = {
-    "MLA": dict(), "MLA, 600 tokens": dict(context=600),
+    "MLA": dict(),
+    "MLA, 600 tokens": dict(context=600),
     "GQA with query and key norm": dict(attention="gqa", qk_norm=True),
-    "groups of experts": dict(n_group=4, topk_group=2), "softmax routing": dict(scoring="softmax"),
+    "groups of experts": dict(n_group=4, topk_group=2),
+    "softmax routing": dict(scoring="softmax"),
     "dense with bias": dict(attention="gqa", qkv_bias=True, dense_layers=3),
 }
 
@@ -37,8 +39,19 @@ def build_small_model(device, dtype=torch.float32, **changes):
     """Equal weights on every device: they are drawn on the CPU."""
     torch.manual_seed(1)
     sizes = dict(
-        vocab=512, dim=128, layers=3, heads=4, kv_lora=64, qk_nope=32, qk_rope=16, v_dim=32,
-        experts=8, active=2, expert_ffn=128, dense_ffn=256, context=256
+        vocab=512,
+        dim=128,
+        layers=3,
+        heads=4,
+        kv_lora=64,
+        qk_nope=32,
+        qk_rope=16,
+        v_dim=32,
+        experts=8,
+        active=2,
+        expert_ffn=128,
+        dense_ffn=256,
+        context=256,
     )
     model = moe.Model(moe.ModelConfig(**{**sizes, **changes}))
     # The head begins as zeros, and zeros are equal everywhere.
@@ -194,8 +207,9 @@ def check_equality(bench):
 
         check(f"{label}: hidden states, fp32", FP32, hidden_error)
         check(
-            f"{label}: gradients, fp32", FP32,
-            lambda: relative_error(results["device"][2], results["cpu"][2])
+            f"{label}: gradients, fp32",
+            FP32,
+            lambda: relative_error(results["device"][2], results["cpu"][2]),
         )
 
     def bf16_difference():
@@ -207,26 +221,31 @@ def check_equality(bench):
     check("MLA: log-probs, bf16, mean difference", 0.05, bf16_difference)
 
     check(
-        "prefill and decoding against one forward, fp32", FP32,
-        lambda: decoding_error(device, torch.float32)
+        "prefill and decoding against one forward, fp32",
+        FP32,
+        lambda: decoding_error(device, torch.float32),
     )
     check(
-        "prefill and decoding against one forward, bf16", BF16,
-        lambda: decoding_error(device, torch.bfloat16)
+        "prefill and decoding against one forward, bf16",
+        BF16,
+        lambda: decoding_error(device, torch.bfloat16),
     )
     check("orthogonalize, fp32", FP32, lambda: orthogonalize_error(device, torch.float32))
     check(
-        "orthogonalize, bf16 against fp32", BF16,
-        lambda: orthogonalize_error(device, torch.bfloat16)
+        "orthogonalize, bf16 against fp32",
+        BF16,
+        lambda: orthogonalize_error(device, torch.bfloat16),
     )
     check(
-        "Muon and AdamW, five steps, fp32", FP32,
-        lambda: relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu"))
+        "Muon and AdamW, five steps, fp32",
+        FP32,
+        lambda: relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu")),
     )
     for name in ("mxfp8", "nvfp4"):
         check(
-            f"{name} emulation, of 16,384 numbers", 0,
-            lambda: quantization_differences(device, name)
+            f"{name} emulation, of 16,384 numbers",
+            0,
+            lambda: quantization_differences(device, name),
         )
     check("two runs of a training step, bf16", 0, lambda: training_step_differences(device))
     check("tokens chosen from given logits", 0, lambda: sampling_differences(device))
@@ -234,10 +253,12 @@ def check_equality(bench):
         check(f"divergence, {kind}", FP32, lambda: divergence_error(device, kind))
     check("weights after a delta upload", 0, lambda: upload_differences(device))
     check(
-        "sampler's log-probs against the trainer's, fp32", 1e-4,
-        lambda: sampler_mismatch(device, torch.float32)
+        "sampler's log-probs against the trainer's, fp32",
+        1e-4,
+        lambda: sampler_mismatch(device, torch.float32),
     )
     check(
-        "sampler's log-probs against the trainer's, bf16", 5e-3,
-        lambda: sampler_mismatch(device, torch.bfloat16)
+        "sampler's log-probs against the trainer's, bf16",
+        5e-3,
+        lambda: sampler_mismatch(device, torch.bfloat16),
     )

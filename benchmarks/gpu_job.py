@@ -34,8 +34,14 @@ JOB_FLAGS = {
     },
     "cpu": {
         "all": [
-            "--scale=tiny", "--device=cpu", "--processes=1", f"--data={ROOT}", "--vocab=320",
-            "--micro_tokens=512", "--batch_tokens=1024", "--save_every=1000",
+            "--scale=tiny",
+            "--device=cpu",
+            "--processes=1",
+            f"--data={ROOT}",
+            "--vocab=320",
+            "--micro_tokens=512",
+            "--batch_tokens=1024",
+            "--save_every=1000",
         ],
         "pretrain": ["--steps=2"],
         "long": ["--steps=2"],
@@ -85,7 +91,11 @@ def run_stage(bench, stage, out, seconds):
     lines of its log"""
     watch, screen = bench.scratch / f"{stage}.json", bench.rows.with_name(f"job_{stage}.log")
     command = [
-        sys.executable, "-m", "benchmarks.gpu_watch", str(watch), *stage_flags(bench, stage, out)
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_watch",
+        str(watch),
+        *stage_flags(bench, stage, out),
     ]
     start = time.monotonic()
     with open(screen, "w") as output:
@@ -118,8 +128,10 @@ def describe_stage(bench, stage, lines, wall):
     config, half = stage_config(bench, stage), lines[len(lines) // 2 :]
     speed = statistics.median(line["tokens_per_s"] for line in half)
     columns = {
-        "steps": len(lines), "outside_steps_s": wall - sum(line["seconds"] for line in lines),
-        "s_per_step": statistics.median(line["seconds"] for line in half), "tokens_per_s": speed,
+        "steps": len(lines),
+        "outside_steps_s": wall - sum(line["seconds"] for line in lines),
+        "s_per_step": statistics.median(line["seconds"] for line in half),
+        "tokens_per_s": speed,
     }
     # In pretrain and long all sequences have one length. Elsewhere attention is left out: the MFU
     # is then a lower bound.
@@ -129,7 +141,8 @@ def describe_stage(bench, stage, lines, wall):
             100 * speed * training_flops(config, config.vocab, lengths[stage]) / bench.peak_flops
         )
     return {
-        **columns, "peak_GB": max(line["memory"] for line in lines),
+        **columns,
+        "peak_GB": max(line["memory"] for line in lines),
         "planner_GB": planned_memory(config),
     }
 
@@ -140,21 +153,30 @@ def describe_rollouts(bench, lines, phases):
     seconds = statistics.mean(line["seconds"] for line in lines)
     for phase, share in phases.items():
         bench.emit(
-            "an RL step, by the wall", what=phase, **{"share_%": 100 * share},
-            seconds=share * seconds
+            "an RL step, by the wall",
+            what=phase,
+            **{"share_%": 100 * share},
+            seconds=share * seconds,
         )
     rollouts = config.tasks_per_step * config.group
     for line in lines:
         bench.emit(
-            "RL steps", step=line["step"], rollouts=rollouts, seconds=line["seconds"],
+            "RL steps",
+            step=line["step"],
+            rollouts=rollouts,
+            seconds=line["seconds"],
             rollout_s=line["rollout_s"],
             sampled_tokens_per_s=line["sampled"] * rollouts / line["rollout_s"],
-            solved=line["solved"], wrong_tool=line["bad_tool"], turns=line["turns"],
-            upload_MB=line.get("sync_bytes", 0) / 1e6
+            solved=line["solved"],
+            wrong_tool=line["bad_tool"],
+            turns=line["turns"],
+            upload_MB=line.get("sync_bytes", 0) / 1e6,
         )
     bench.check(
-        "checks", "RL: sampler's log-probs against the trainer's, mean", 5e-3,
-        lambda: max(line["mismatch"] for line in lines)
+        "checks",
+        "RL: sampler's log-probs against the trainer's, mean",
+        5e-3,
+        lambda: max(line["mismatch"] for line in lines),
     )
 
 
@@ -162,7 +184,10 @@ def run_until(bench, stage, out, start_from, steps):
     """Starts a stage and kills it with signal 9 as soon as its log has so many steps -> its log"""
     give_up = time.monotonic() + bench.seconds_left() / 3
     command = [
-        sys.executable, "train.py", *stage_flags(bench, stage, out), f"--start_from={start_from}",
+        sys.executable,
+        "train.py",
+        *stage_flags(bench, stage, out),
+        f"--start_from={start_from}",
         f"--save_every={SAVE_EVERY[bench.device]}",
     ]
     log, screen = out / f"{stage}.jsonl", bench.rows.with_name("job_resume.log")
@@ -206,8 +231,10 @@ def compare_resume(bench, straight):
     # allocator.
     limit = 1.5 if bench.tiny else 1.02
     bench.check(
-        "checks", "kill -9 and resume: peak memory, as a multiple of the run without", limit,
-        lambda: resumed[-1]["memory"] / expected[-1]["memory"]
+        "checks",
+        "kill -9 and resume: peak memory, as a multiple of the run without",
+        limit,
+        lambda: resumed[-1]["memory"] / expected[-1]["memory"],
     )
     return {"killed_after_step": len(killed), "went_on_after_step": kept, "compared_steps": until}
 

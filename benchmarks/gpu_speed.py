@@ -82,8 +82,11 @@ def measure_muon(bench, layers, dim, heads, experts, hidden):
     shapes = muon.layer_shapes(layers, dim, heads, experts, hidden)
     params = muon.make_parameters(shapes, device=bench.device)
     ours = muon.Muon(
-        [dict(params=list(params.items()))], ns_dtype=torch.bfloat16, scale="spectral", lr=1e-3,
-        weight_decay=0.1
+        [dict(params=list(params.items()))],
+        ns_dtype=torch.bfloat16,
+        scale="spectral",
+        lr=1e-3,
+        weight_decay=0.1,
     )
     matrices = []
     for p in params.values():
@@ -97,8 +100,12 @@ def measure_muon(bench, layers, dim, heads, experts, hidden):
     numbers = sum(math.prod(shape) for shape in shapes.values())
     floor = optimizer_floor(bench, shapes.values(), numbers)
     return {
-        "parameters_M": numbers / 1e6, "ms": 1e3 * seconds, "torch.optim.Muon_ms": 1e3 * other,
-        "times_torch": seconds / other, "floor_ms": 1e3 * floor, "times_floor": seconds / floor,
+        "parameters_M": numbers / 1e6,
+        "ms": 1e3 * seconds,
+        "torch.optim.Muon_ms": 1e3 * other,
+        "times_torch": seconds / other,
+        "floor_ms": 1e3 * floor,
+        "times_floor": seconds / floor,
     }
 
 
@@ -124,8 +131,12 @@ def measure_mixture(bench):
     seconds, other = bench.time(lambda: both(layer)), bench.time(lambda: both(dense))
     floor = 3 * 2 * tokens * 3 * shape.dim * shape.active * shape.expert_ffn / bench.peak_flops
     return {
-        "tokens": tokens, "ms": 1e3 * seconds, "dense_ms": 1e3 * other,
-        "times_dense": seconds / other, "floor_ms": 1e3 * floor, "times_floor": seconds / floor,
+        "tokens": tokens,
+        "ms": 1e3 * seconds,
+        "dense_ms": 1e3 * other,
+        "times_dense": seconds / other,
+        "floor_ms": 1e3 * floor,
+        "times_floor": seconds / floor,
     }
 
 
@@ -158,7 +169,10 @@ def measure_decoding(bench, rows, model):
         needed += share * p.numel() * p.element_size()
     floor = needed / bench.bandwidth
     return {
-        "rows": rows, "ms": 1e3 * seconds, "tokens_per_s": rows / seconds, "floor_ms": 1e3 * floor,
+        "rows": rows,
+        "ms": 1e3 * seconds,
+        "tokens_per_s": rows / seconds,
+        "floor_ms": 1e3 * floor,
         "times_floor": seconds / floor,
     }
 
@@ -194,8 +208,9 @@ def measure_transformers(bench, rows, model):
 
 def measure_speed(bench):
     bench.attempt(
-        "optimizer step", "Muon and AdamW, the model of the scale",
-        lambda: measure_model_step(bench)
+        "optimizer step",
+        "Muon and AdamW, the model of the scale",
+        lambda: measure_model_step(bench),
     )
     # Layers, width, heads, experts and hidden units of an expert: 2M, 67M and 359M parameters
     sizes = [(4, 128, 4, 8, 128), (6, 384, 6, 8, 1024), (8, 768, 12, 8, 2048)]
@@ -203,12 +218,14 @@ def measure_speed(bench):
         sizes = [(1, 64, 2, 2, 64)]
     for layers, dim, heads, experts, hidden in sizes:
         bench.attempt(
-            "optimizer step", f"Muon, {layers} layers of width {dim}",
-            lambda: measure_muon(bench, layers, dim, heads, experts, hidden)
+            "optimizer step",
+            f"Muon, {layers} layers of width {dim}",
+            lambda: measure_muon(bench, layers, dim, heads, experts, hidden),
         )
     bench.attempt(
-        "mixture of experts, forward and backward", "one layer of the scale",
-        lambda: measure_mixture(bench)
+        "mixture of experts, forward and backward",
+        "one layer of the scale",
+        lambda: measure_mixture(bench),
     )
 
     table = f"decoding one token at position {POSITION[bench.device]}"
@@ -282,8 +299,9 @@ def measure_low_precision(bench):
     capability = torch.cuda.get_device_capability() if bench.device == "cuda" else (0, 0)
     if bench.tiny or capability >= (8, 9):
         bench.attempt(
-            "hardware", "FP8 product, one scale per matrix (not used by the model)",
-            lambda: measure_scaled_product(bench)
+            "hardware",
+            "FP8 product, one scale per matrix (not used by the model)",
+            lambda: measure_scaled_product(bench),
         )
     else:
         bench.emit(
@@ -293,8 +311,10 @@ def measure_low_precision(bench):
         # Hardware adds up in another order and rounds once less; the emulation is the formula.
         limit = 0.02 if hardware else 0
         bench.check(
-            "checks", f"{precision}: the experts' products against their formula", limit,
-            lambda: experts_error(bench, precision)
+            "checks",
+            f"{precision}: the experts' products against their formula",
+            limit,
+            lambda: experts_error(bench, precision),
         )
 
     seconds = {}

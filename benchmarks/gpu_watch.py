@@ -41,8 +41,11 @@ PHASES = {
     "tools": [rollout.Sampler.turn, Future.result],
     "sampling": [rollout.Sampler.step],
     "update": [
-        train.Reinforcement.learn, torch.Tensor.backward, hsdp.clip_grad_norm, muon.Muon.step,
-        train.balance
+        train.Reinforcement.learn,
+        torch.Tensor.backward,
+        hsdp.clip_grad_norm,
+        muon.Muon.step,
+        train.balance,
     ],
 }
 LOOP = train.loop
@@ -83,8 +86,12 @@ class Watch:
         # nvidia-smi numbers all cards of the machine, CUDA only those that are visible to it.
         card = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
         command = [
-            "nvidia-smi", f"--id={card}", "--query-gpu=utilization.gpu",
-            "--format=csv,noheader,nounits", "-lms", "200"
+            "nvidia-smi",
+            f"--id={card}",
+            "--query-gpu=utilization.gpu",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "200",
         ]
         # It ends by itself when this process does: nobody reads its output then.
         with subprocess.Popen(

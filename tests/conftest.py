@@ -1,8 +1,10 @@
-"""What several test files share: forked ranks that talk over gloo, so that a distributed test costs tenths of a second.
+"""What several test files share: forked ranks that talk over gloo, so that a distributed test costs
+tenths of a second.
 
     python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
     python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
 """
+
 import os
 import sys
 import tempfile
@@ -18,13 +20,20 @@ VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="auto", choices=("auto", "cuda", "cpu"), help="where the tests marked `device` run")
+    parser.addoption(
+        "--device",
+        default="auto",
+        choices=("auto", "cuda", "cpu"),
+        help="where the tests marked `device` run",
+    )
 
 
 def pytest_configure(config):
-    """The tests of the CPU see no card. They fork ranks, and a process that has used CUDA cannot: neither CUDA nor, after a first
-    backward, autograd work in its children."""
-    config.addinivalue_line("markers", "device: runs on a GPU (python -m pytest -m device), in a process without forks")
+    """The tests of the CPU see no card. They fork ranks, and a process that has used CUDA cannot:
+    neither CUDA nor, after a first backward, autograd work in its children."""
+    config.addinivalue_line(
+        "markers", "device: runs on a GPU (python -m pytest -m device), in a process without forks"
+    )
     if config.getoption("markexpr") != "device":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -38,41 +47,59 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _rank(rank, world, folder, seconds, fn, args):
-    """The life of one forked rank: join the group, run fn(rank, world, *args), leave the result or the traceback in a file."""
+    """The life of one forked rank: join the group, run fn(rank, world, *args), leave the result or
+    the traceback in a file."""
     import torch
     import torch.distributed as dist
+
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world,
-                                timeout=timedelta(seconds=seconds))
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
+        )
         outcome = ("ok", fn(rank, world, *args))
     except BaseException:
         outcome = ("error", traceback.format_exc())
     torch.save(outcome, f"{folder}/part{rank}")
     os.rename(f"{folder}/part{rank}", f"{folder}/result{rank}")
     sys.stdout.flush()
-    os._exit(0 if outcome[0] == "ok" else 1)         # no atexit, no teardown: a rank that failed must not wait for the others
+    # no atexit, no teardown: a rank that failed must not wait for the others
+    os._exit(0 if outcome[0] == "ok" else 1)
 
 
 def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
-    """Fork `world` ranks in one gloo group and run fn(rank, world, *args) in each. Returns the list of their results by rank.
+    """Fork `world` ranks in one gloo group and run fn(rank, world, *args) in each. Returns the list
+    of their results by rank.
 
-    A rank that raises or dies makes this raise with its traceback, at once: the others are ended, none is left behind.
-    Ranks in may_die may vanish (the fault tests do that on purpose); their result is None."""
+    A rank that raises or dies makes this raise with its traceback, at once: the others are ended,
+    none is left behind. Ranks in may_die may vanish (the fault tests do that on purpose); their
+    result is None."""
     import torch
-    import torch._dynamo                             # noqa: F401  an optimizer imports it: once here, not in every child
+    import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in every child
+
     assert not torch.cuda.is_available(), "forked ranks and a card in sight: see pytest_configure"
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")        # needs no name for this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name for this machine
     sys.stdout.flush(), sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [get_context("fork").Process(target=_rank, args=(r, world, folder, collective_timeout, fn, args), daemon=True)
-                 for r in range(world)]
+        ranks = [
+            get_context("fork").Process(
+                target=_rank, args=(r, world, folder, collective_timeout, fn, args), daemon=True
+            )
+            for r in range(world)
+        ]
         for process in ranks:
             process.start()
         try:
             _wait(ranks, folder, time.monotonic() + timeout, may_die)
-            return [None if r in may_die else torch.load(f"{folder}/result{r}", weights_only=False)[1] for r in range(world)]
+            return [
+                None if r in may_die else torch.load(f"{folder}/result{r}", weights_only=False)[1]
+                for r in range(world)
+            ]
         finally:
             for process in ranks:
                 if process.is_alive():
@@ -82,14 +109,26 @@ def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
 
 def _wait(ranks, folder, deadline, may_die):
     import torch
+
     while True:
-        failed = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in may_die]
+        failed = [
+            r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in may_die
+        ]
         if failed:
-            time.sleep(0.2)                          # the rank that failed first is the one to report, not those it let down
-            files = sorted((f for f in Path(folder).glob("result*") if torch.load(f, weights_only=False)[0] == "error"),
-                           key=lambda f: f.stat().st_mtime)
+            # the rank that failed first is the one to report, not those it let down
+            time.sleep(0.2)
+            files = sorted(
+                (
+                    f
+                    for f in Path(folder).glob("result*")
+                    if torch.load(f, weights_only=False)[0] == "error"
+                ),
+                key=lambda f: f.stat().st_mtime,
+            )
             if files:
-                raise RuntimeError(f"rank {files[0].name[6:]} failed\n{torch.load(files[0], weights_only=False)[1]}")
+                raise RuntimeError(
+                    f"rank {files[0].name[6:]} failed\n{torch.load(files[0], weights_only=False)[1]}"
+                )
             raise RuntimeError(f"rank {failed[0]} died with exit code {ranks[failed[0]].exitcode}")
         if all(p.exitcode is not None for p in ranks):
             return

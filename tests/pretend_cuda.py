@@ -1,13 +1,16 @@
-"""A machine with a GPU, for a machine without one: torch says that there is a card, and whoever touches it fails.
+"""A machine with a GPU, for a machine without one: torch says that there is a card, and whoever
+touches it fails.
 
     python -c "import pretend_cuda, runpy; runpy.run_path('hsdp.py', run_name='__main__')"     (with tests/ on the path)
 
-What is imitated of a real card, each seen on one:
-- `torch.cuda.is_available()` is true, unless CUDA_VISIBLE_DEVICES is empty (read at every call, as by the driver).
-- Every CUDA initialisation raises CardTouched, here and in every forked child. On a real card a forked child dies the same
-  way once its parent has used CUDA, and each of eight ranks that initialise it on their own takes half a gigabyte there.
-- The first backward of a process starts autograd's device threads; a child that is forked later cannot run a backward.
-"""
+What is imitated of a real card, each seen on one: - `torch.cuda.is_available()` is true, unless
+CUDA_VISIBLE_DEVICES is empty (read at every call, as by the driver). - Every CUDA initialisation
+raises CardTouched, here and in every forked child. On a real card a forked child dies the same
+  way once its parent has used CUDA, and each of eight ranks that initialise it on their own takes
+  half a gigabyte there.
+- The first backward of a process starts autograd's device threads; a child that is forked later
+cannot run a backward."""
+
 import os
 
 import torch
@@ -37,7 +40,9 @@ plain_backward = torch.autograd.backward
 def backward_after_fork(*args, **kwargs):
     global process_of_first_backward
     if process_of_first_backward not in (None, os.getpid()):
-        raise CardTouched("a backward in a forked process, after one in its parent has started autograd's device threads")
+        raise CardTouched(
+            "a backward in a forked process, after one in its parent has started autograd's device threads"
+        )
     if card_is_visible():
         process_of_first_backward = os.getpid()
     return plain_backward(*args, **kwargs)

@@ -1,4 +1,5 @@
 """benchmarks/: the command for a GPU, on a CPU. Speed is not tested, but every part must work."""
+
 import json
 import os
 import subprocess
@@ -31,11 +32,18 @@ def test_without_cuda_one_line_and_exit_code_2(tmp_path):
     assert "--device=cpu" in done.stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags, words", [
-    ([], "--out"), (["--out=x", "--minutes=0"], "above 0"),
-    (["--out=x", "--minutes=nan"], "above 0"),
-    (["--out=x", "--minutes=inf"], "above 0"), (["--out=x", "--minutes=soon"], "--minutes"),
-    (["--out=x", "--device=tpu"], "--device"), (["--out=x", "--min=3"], "--min")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "--out"),
+        (["--out=x", "--minutes=0"], "above 0"),
+        (["--out=x", "--minutes=nan"], "above 0"),
+        (["--out=x", "--minutes=inf"], "above 0"),
+        (["--out=x", "--minutes=soon"], "--minutes"),
+        (["--out=x", "--device=tpu"], "--device"),
+        (["--out=x", "--min=3"], "--min"),
+    ],
+)
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flags, words, capsys):
     with pytest.raises(SystemExit) as end:
         gpu.parse_arguments(flags)
@@ -60,6 +68,7 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
 
 
 # ---------------------------------------------------------------- a part that fails
+
 
 def run_one_part(folder, monkeypatch, source, limit=30.0):
     """Runs `source` as the part equality: what it does decides how the part ends."""
@@ -125,6 +134,7 @@ def test_one_failing_measurement_is_a_row_with_its_traceback_and_the_next_goes_o
 
 
 # ---------------------------------------------------------------- the whole command
+
 
 def find_rows(report, part, table):
     return {row["what"]: row for row in report["parts"][part]["rows"] if row["table"] == table}

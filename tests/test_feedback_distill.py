@@ -1,4 +1,6 @@
-"""Targeted feedback: rules on hand-made turns, splices by hand, divergences in float64 and against torch, the teacher."""
+"""Targeted feedback: rules on hand-made turns, splices by hand, divergences in float64 and against
+torch, the teacher."""
+
 import copy
 import math
 import subprocess
@@ -39,7 +41,12 @@ class Turn:
 
 
 def say(role, text="", *calls, body=(10, 11)):
-    return Turn(role, [dict(user=USER, assistant=ASSISTANT, tool=TOOL, query=QUERY)[role], *body, END], text, list(calls))
+    return Turn(
+        role,
+        [dict(user=USER, assistant=ASSISTANT, tool=TOOL, query=QUERY)[role], *body, END],
+        text,
+        list(calls),
+    )
 
 
 def do(*calls, text=""):
@@ -48,17 +55,26 @@ def do(*calls, text=""):
 
 
 def chain(*episodes, style=None, finished=True, **task):
-    task = SimpleNamespace(tools=("read_file", "edit_file", "run_command"), test_command="python tests.py",
-                           meta={} if style is None else {"style": style}, **task)
-    return SimpleNamespace(task=task, finished=finished,
-                           episodes=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in episodes])
+    task = SimpleNamespace(
+        tools=("read_file", "edit_file", "run_command"),
+        test_command="python tests.py",
+        meta={} if style is None else {"style": style},
+        **task,
+    )
+    return SimpleNamespace(
+        task=task,
+        finished=finished,
+        episodes=[SimpleNamespace(turns=[say("user", "Do it."), *turns]) for turns in episodes],
+    )
 
 
 def fired(c, rule):
     return [(h.episode, h.turn) for h in fd.detect(c, [rule])]
 
 
-READ, DOCS = Call("read_file", ["a.py"], "def f(xs):\n"), Call("read_file", ["docs.md"], "a.f: add 1")
+READ, DOCS = Call("read_file", ["a.py"], "def f(xs):\n"), Call(
+    "read_file", ["docs.md"], "a.f: add 1"
+)
 EDIT = Call("edit_file", ["a.py", "", "def f(xs):\n    xs = [x + 1 for x in xs]\n    return xs\n"])
 RED = Call("run_command", ["python tests.py"], "a.f: missing\na.g: missing\n1 passed, 2 failed")
 GREEN = Call("run_command", ["python tests.py"], "3 passed, 0 failed")
@@ -68,49 +84,84 @@ CLEAN = [*do(READ, DOCS, text="Look."), *do(EDIT), *do(GREEN), BYE]
 
 # ---------------------------------------------------------------- rules
 
+
 def test_every_rule_is_silent_on_a_clean_chain():
     assert len(fd.RULES) >= 6
     assert fd.detect(chain(CLEAN)) == []
-    assert fd.detect(chain([*do(READ), say("query"), say("assistant", "So far: " + "f " * 40)], CLEAN)) == []
+    assert (
+        fd.detect(chain([*do(READ), say("query"), say("assistant", "So far: " + "f " * 40)], CLEAN))
+        == []
+    )
 
 
 def test_unavailable_tool_lists_what_the_task_offers():
     c = chain([*do(READ), *do(Call("grep", ["f"], "Tool not found: grep", "unknown_tool")), BYE])
-    hint, = fd.detect(c)
+    (hint,) = fd.detect(c)
     assert (hint.episode, hint.turn, hint.kind) == (0, 3, "unavailable_tool")
     assert hint.text == "Reminder: Available tools: read_file, edit_file, run_command."
 
 
 def test_a_wrong_tool_among_parallel_calls_is_found():
-    assert fired(chain([*do(READ, Call("grep", [], "", "unknown_tool")), BYE]), "unavailable_tool") == [(0, 1)]
+    assert fired(
+        chain([*do(READ, Call("grep", [], "", "unknown_tool")), BYE]), "unavailable_tool"
+    ) == [(0, 1)]
 
 
 def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format_error():
-    c = chain([*do(Call("edit_file", ["a.py"], "", "bad_arguments")), *do(Call("read_file", ["no.py"], "", "failed")), BYE])
-    hint, = fd.detect(c)
-    assert (hint.turn, hint.kind, hint.text) == (1, "malformed_arguments", "Reminder: edit_file takes path, old, new.")
+    c = chain(
+        [
+            *do(Call("edit_file", ["a.py"], "", "bad_arguments")),
+            *do(Call("read_file", ["no.py"], "", "failed")),
+            BYE,
+        ]
+    )
+    (hint,) = fd.detect(c)
+    assert (hint.turn, hint.kind, hint.text) == (
+        1,
+        "malformed_arguments",
+        "Reminder: edit_file takes path, old, new.",
+    )
 
 
-@pytest.mark.parametrize("new,broken", [
-    ("    x = 1  # think first\n", "comments"), ("    x = 1; y = 2\n", "statements"), ("   x = 1\n", "indent"),
-    ("\tx = 1\n", "indent"), ("      x = 1\n", "indent"), ("        x = 1\n", None), ("x = 1\n  \n", None),
-    ("    x = '#'\n", None), ('    x = "; # "\n', None),
-    # what Python does not end a line at is part of it
-    *((f"    x = 'a{mark}  b; c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"), ("    x = 'a\u2028'; y = 2\n", "statements")])
+@pytest.mark.parametrize(
+    "new,broken",
+    [
+        ("    x = 1  # think first\n", "comments"),
+        ("    x = 1; y = 2\n", "statements"),
+        ("   x = 1\n", "indent"),
+        ("\tx = 1\n", "indent"),
+        ("      x = 1\n", "indent"),
+        ("        x = 1\n", None),
+        ("x = 1\n  \n", None),
+        ("    x = '#'\n", None),
+        ('    x = "; # "\n', None),
+        # what Python does not end a line at is part of it
+        *((f"    x = 'a{mark}  b; c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"),
+        ("    x = 'a\u2028'; y = 2\n", "statements"),
+    ],
+)
 def test_code_style_finds_each_broken_rule_and_nothing_else(new, broken):
     hints = fd.detect(chain([*do(Call("edit_file", ["a.py", "", new])), BYE]), ["code_style"])
-    assert [h.text for h in hints] == ([f"Reminder: code style: {fd.STYLE[broken][0]}"] if broken else [])
+    assert [h.text for h in hints] == (
+        [f"Reminder: code style: {fd.STYLE[broken][0]}"] if broken else []
+    )
 
 
 def test_a_call_that_cannot_be_read_gets_a_hint_of_its_own():
-    hint, = fd.detect(chain([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE]))
+    (hint,) = fd.detect(
+        chain([*do(Call("", [], "This call cannot be read.", "bad_arguments")), BYE])
+    )
     assert (hint.kind, hint.text) == ("malformed_arguments", fd.UNREADABLE)
 
 
 def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_repository():
     old = "    x = 1  # was here\n"
-    assert not fired(chain([*do(Call("edit_file", ["a.py", old, old + "    y = 2\n"])), BYE]), "code_style")
-    assert not fired(chain([*do(Call("edit_file", ["docs.md", "", "# Title\n"])), BYE]), "code_style")
+    assert not fired(
+        chain([*do(Call("edit_file", ["a.py", old, old + "    y = 2\n"])), BYE]), "code_style"
+    )
+    assert not fired(
+        chain([*do(Call("edit_file", ["docs.md", "", "# Title\n"])), BYE]), "code_style"
+    )
     commented = [*do(Call("edit_file", ["a.py", "", "x = 1  # one\n"])), BYE]
     assert not fired(chain(commented, style=("indent",)), "code_style")
     assert fired(chain(commented, style=("indent", "comments")), "code_style") == [(0, 1)]
@@ -118,37 +169,71 @@ def test_code_style_reads_only_new_lines_of_python_and_only_the_rules_of_the_rep
 
 def test_communication_wants_a_short_final_message():
     assert fired(chain([*do(GREEN), say("assistant", " ")]), "communication") == [(0, 3)]
-    assert fired(chain([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication") == [(0, 3)]
-    assert fired(chain([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication") == []
-    assert fired(chain([*do(EDIT), *do(GREEN)], finished=False), "communication") == []          # a limit cut it off
-    assert fired(chain([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication") == []
+    assert fired(
+        chain([*do(GREEN), say("assistant", "word " * (fd.FINAL_WORDS + 1))]), "communication"
+    ) == [(0, 3)]
+    assert (
+        fired(chain([*do(GREEN), say("assistant", "word " * fd.FINAL_WORDS)]), "communication")
+        == []
+    )
+    # a limit cut it off
+    assert fired(chain([*do(EDIT), *do(GREEN)], finished=False), "communication") == []
+    assert (
+        fired(chain([*do(EDIT), say("assistant", "word " * 99)], finished=False), "communication")
+        == []
+    )
 
 
 def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
     c = chain([*do(Call("grep", ["f"], "", "unknown_tool")), BYE])
-    hint, = fd.detect(c, ["unavailable_tool"])
+    (hint,) = fd.detect(c, ["unavailable_tool"])
     texts = [fd.placebo(c, hint, kind) for kind in ("none", "empty", "wrong")]
-    assert texts == [f"Reminder: Available tools: {words}." if words else "" for words in (
-        "read_file, edit_file, run_command", "", "read_file, edit_file, run_command, grep")]
+    assert texts == [
+        f"Reminder: Available tools: {words}." if words else ""
+        for words in (
+            "read_file, edit_file, run_command",
+            "",
+            "read_file, edit_file, run_command, grep",
+        )
+    ]
 
 
 def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
     torch.manual_seed(0)
-    student, teacher, muted = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7), torch.tensor([2, -1, 0, 6, -1])
+    student, teacher, muted = (
+        torch.randn(5, 7, requires_grad=True),
+        torch.randn(5, 7),
+        torch.tensor([2, -1, 0, 6, -1]),
+    )
     for kind in ("forward", "reverse", "jsd"):
         got = fd.divergence(fd.mute(student, muted), fd.mute(teacher, muted), kind)
         for i, token in enumerate(muted.tolist()):
             rest = [v for v in range(7) if v != token]
-            assert torch.allclose(got[i], fd.divergence(student[i:i + 1, rest], teacher[i:i + 1, rest], kind)[0], atol=1e-6)
-        gradient, = torch.autograd.grad(got.sum(), student)
-        assert [bool((gradient[i] == 0)[token]) for i, token in enumerate(muted.tolist()) if token >= 0] == [True] * 3
-        assert torch.equal(fd.mute(student, 0 * muted - 1), student) and torch.isfinite(gradient).all()
+            assert torch.allclose(
+                got[i],
+                fd.divergence(student[i : i + 1, rest], teacher[i : i + 1, rest], kind)[0],
+                atol=1e-6,
+            )
+        (gradient,) = torch.autograd.grad(got.sum(), student)
+        assert [
+            bool((gradient[i] == 0)[token]) for i, token in enumerate(muted.tolist()) if token >= 0
+        ] == [True] * 3
+        assert (
+            torch.equal(fd.mute(student, 0 * muted - 1), student) and torch.isfinite(gradient).all()
+        )
 
 
 def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
     tokenizer = SimpleNamespace(id={"<|call|>": 9})
-    assert [fd.muted(tokenizer, kind) for kind in ("communication", "unavailable_tool", "code_style")] == [9, -1, -1]
-    episode = SimpleNamespace(turns=[SimpleNamespace(role="user", tokens=[1, 2]), SimpleNamespace(role="assistant", tokens=[3, 4, 5], head=1)])
+    assert [
+        fd.muted(tokenizer, kind) for kind in ("communication", "unavailable_tool", "code_style")
+    ] == [9, -1, -1]
+    episode = SimpleNamespace(
+        turns=[
+            SimpleNamespace(role="user", tokens=[1, 2]),
+            SimpleNamespace(role="assistant", tokens=[3, 4, 5], head=1),
+        ]
+    )
     taught = fd.pack([episode], [(0, 1, [7], (0, 2), 9), (0, 1, [7, 8], (1, 2)), (0, 1, [7])])
     assert taught.muted.tolist() == [9, 9, -1, -1, -1] and taught.token.tolist() == [4, 5, 5, 4, 5]
 
@@ -156,18 +241,21 @@ def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
 def test_a_summary_is_not_a_final_message():
     long = say("assistant", "word " * 100)
     assert fired(chain([*do(READ), say("query"), long], [*do(EDIT), BYE]), "communication") == []
-    assert fired(chain([*do(READ), say("query"), long], finished=False), "communication") == []  # cut off while summarizing
+    # cut off while summarizing
+    assert fired(chain([*do(READ), say("query"), long], finished=False), "communication") == []
 
 
 def test_effort_finds_rereading_and_retesting_but_not_after_a_change():
     assert fired(chain([*do(READ), *do(READ), BYE]), "effort") == [(0, 3)]
     assert fired(chain([*do(READ, READ), BYE]), "effort") == [(0, 1)]
     assert fired(chain([*do(READ), *do(EDIT), *do(READ), BYE]), "effort") == []
-    assert fired(chain([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "effort") == [(0, 5)]           # another file was edited
+    # another file was edited
+    assert fired(chain([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "effort") == [(0, 5)]
     assert fired(chain([*do(GREEN), *do(GREEN), BYE]), "effort") == [(0, 3)]
     assert fired(chain([*do(RED), *do(EDIT), *do(GREEN), BYE]), "effort") == []
     failed = Call("edit_file", ["a.py", "x", "y"], "old text not found", "failed")
-    assert fired(chain([*do(RED), *do(failed), *do(RED), BYE]), "effort") == [(0, 5)]           # a failed edit changes nothing
+    # a failed edit changes nothing
+    assert fired(chain([*do(RED), *do(failed), *do(RED), BYE]), "effort") == [(0, 5)]
     shell = Call("run_command", ["sed -i s/1/2/ a.py"])
     assert fired(chain([*do(READ, GREEN), *do(shell), *do(READ, GREEN), BYE]), "effort") == []
 
@@ -179,21 +267,33 @@ def test_effort_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
 
 
 def test_unfinished_names_the_functions_still_missing_and_open_items():
-    hint, = fd.detect(chain([*do(RED), *do(EDIT), BYE]), ["unfinished"])
-    assert (hint.turn, hint.text) == (5, "Reminder: still to do: a.g.")                         # f was written since
+    (hint,) = fd.detect(chain([*do(RED), *do(EDIT), BYE]), ["unfinished"])
+    # f was written since
+    assert (hint.turn, hint.text) == (5, "Reminder: still to do: a.g.")
     assert fired(chain([*do(RED), *do(EDIT), *do(GREEN), BYE]), "unfinished") == []
     plan = "Plan:\n- [x] read\n- [ ] write f\n"
-    hint, = fd.detect(chain([*do(READ, text=plan), BYE]), ["unfinished"])
+    (hint,) = fd.detect(chain([*do(READ, text=plan), BYE]), ["unfinished"])
     assert hint.text == "Reminder: still to do: write f."
-    assert fired(chain([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]), "unfinished") == []
+    assert (
+        fired(
+            chain([*do(READ, text=plan), say("assistant", plan.replace("[ ]", "[x]"))]),
+            "unfinished",
+        )
+        == []
+    )
     assert fired(chain([*do(RED), say("query"), BYE], [*do(READ), BYE]), "unfinished") == [(1, 3)]
-    assert fired(chain([*do(RED), BYE], finished=False), "unfinished") == []                    # a limit cut it off
+    # a limit cut it off
+    assert fired(chain([*do(RED), BYE], finished=False), "unfinished") == []
 
 
 def test_one_hint_per_turn_a_limit_per_chain_a_critic_and_no_unknown_rule():
     bad = Call("grep", [], "", "unknown_tool")
     c = chain([*do(bad, READ, READ), *do(bad), *do(bad), BYE])
-    assert [(h.turn, h.kind) for h in fd.detect(c)] == [(1, "unavailable_tool"), (5, "unavailable_tool"), (7, "unavailable_tool")]
+    assert [(h.turn, h.kind) for h in fd.detect(c)] == [
+        (1, "unavailable_tool"),
+        (5, "unavailable_tool"),
+        (7, "unavailable_tool"),
+    ]
     assert [h.turn for h in fd.detect(c, per_chain=2)] == [1, 5]
     asked = []
     hints = fd.detect(c, critic=lambda c, e, i: asked.append(i) or ("Be kind." if i == 9 else None))
@@ -205,6 +305,7 @@ def test_one_hint_per_turn_a_limit_per_chain_a_critic_and_no_unknown_rule():
 
 # ---------------------------------------------------------------- splicing and packing
 
+
 def episode(*lengths):
     """user, assistant, tool, assistant, ... turns with all-different ids"""
     ids, turns = iter(range(10, 1000)), []
@@ -215,14 +316,20 @@ def episode(*lengths):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 40])
-def test_contexts_differ_by_exactly_the_hint_and_the_first_target_is_predicted_at_the_end_of_each_prefix(n):
+def test_contexts_differ_by_exactly_the_hint_and_the_first_target_is_predicted_at_the_end_of_each_prefix(
+    n,
+):
     e, hint = episode(3, 4, 2, 5), list(range(2000, 2000 + n))
     cut = fd.splice(e, 3, hint)
-    assert cut.teacher[:cut.above] + cut.teacher[cut.above + cut.hint:] == cut.student
-    assert cut.teacher[cut.above:cut.above + cut.hint] == hint
+    assert cut.teacher[: cut.above] + cut.teacher[cut.above + cut.hint :] == cut.student
+    assert cut.teacher[cut.above : cut.above + cut.hint] == hint
     turn = e.turns[3].tokens
     for row, place in ((cut.student, cut.above), (cut.teacher, cut.above + cut.hint)):
-        assert row[place] == ASSISTANT and row[place + 1:] == turn[1:] and len(turn[1:]) == cut.targets
+        assert (
+            row[place] == ASSISTANT
+            and row[place + 1 :] == turn[1:]
+            and len(turn[1:]) == cut.targets
+        )
     with pytest.raises(AssertionError, match="tool"):
         fd.splice(e, 2, hint)
 
@@ -232,11 +339,18 @@ def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes()
     hinted = [(0, 3, [7] * 5), (2, 1, [8] * 2), (0, 1, [9]), (2, 3, [6] * 11), (0, 5, [5] * 3)]
     t = fd.pack(episodes, hinted)
     flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
-    assert len(t) == sum(len(episodes[e].turns[i].tokens) - 1 for e, i, _ in hinted) and t.tokens.shape[0] == len(hinted)
+    assert len(t) == sum(
+        len(episodes[e].turns[i].tokens) - 1 for e, i, _ in hinted
+    ) and t.tokens.shape[0] == len(hinted)
     for n in range(len(t)):
-        assert t.tokens[t.row[n], t.position[n] + 1] == t.token[n] == flat[t.student_row[n]][t.student_position[n] + 1]
+        assert (
+            t.tokens[t.row[n], t.position[n] + 1]
+            == t.token[n]
+            == flat[t.student_row[n]][t.student_position[n] + 1]
+        )
         assert t.position[n] - t.student_position[n] == len(hinted[t.hint[n]][2])
-    for k, (e, i, _) in enumerate(hinted):                      # all sampled tokens of the turn, its <|end|> included, once each
+    # all sampled tokens of the turn, its <|end|> included, once each
+    for k, (e, i, _) in enumerate(hinted):
         assert t.token[t.hint == k].tolist() == episodes[e].turns[i].tokens[1:]
     assert (t.student_row == torch.tensor([hinted[k][0] for k in t.hint])).all()
 
@@ -246,7 +360,11 @@ def test_episodes_may_share_a_row_of_the_trainers_batch():
     flat = [token for e in episodes for turn in e.turns for token in turn.tokens]
     t = fd.pack(episodes, [(1, 1, [7, 7])], places=[(0, 0), (0, 11)])
     assert set(t.student_row.tolist()) == {0}
-    assert [flat[p + 1] for p in t.student_position] == t.token.tolist() == episodes[1].turns[1].tokens[1:]
+    assert (
+        [flat[p + 1] for p in t.student_position]
+        == t.token.tolist()
+        == episodes[1].turns[1].tokens[1:]
+    )
 
 
 def test_hints_that_do_not_fit_the_window_are_counted_and_left_out():
@@ -256,11 +374,26 @@ def test_hints_that_do_not_fit_the_window_are_counted_and_left_out():
 
 def small(seed=0, vocab=64):
     torch.manual_seed(seed)
-    model = Model(ModelConfig(vocab, dim=16, layers=2, heads=2, kv_lora=8, qk_nope=8, qk_rope=4, v_dim=8, dense_ffn=32, experts=4,
-                              active=2, expert_ffn=16, context=64))
+    model = Model(
+        ModelConfig(
+            vocab,
+            dim=16,
+            layers=2,
+            heads=2,
+            kv_lora=8,
+            qk_nope=8,
+            qk_rope=4,
+            v_dim=8,
+            dense_ffn=32,
+            experts=4,
+            active=2,
+            expert_ffn=16,
+            context=64,
+        )
+    )
     for p in model.parameters():
         if p.dim() > 1:
-            p.data.normal_(0, .3)
+            p.data.normal_(0, 0.3)
     return model
 
 
@@ -270,12 +403,23 @@ def batch_of(episodes):
     return torch.tensor([row + [0] * (T - len(row)) for row in flat])
 
 
-
 def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_there():
-    tokenizer = SimpleNamespace(id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}, name={90: "", 91: "", END: ""}, chat=None)
-    body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]                # thought, read_file(..), cat(..), ls()
-    turn = SimpleNamespace(tokens=[ASSISTANT, *body], head=1, calls=[Call("read_file", []), Call("cat", [], error="unknown_tool"),
-                                                             Call("ls", [], error="unknown_tool")])
+    tokenizer = SimpleNamespace(
+        id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END},
+        name={90: "", 91: "", END: ""},
+        chat=None,
+    )
+    # thought, read_file(..), cat(..), ls()
+    body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]
+    turn = SimpleNamespace(
+        tokens=[ASSISTANT, *body],
+        head=1,
+        calls=[
+            Call("read_file", []),
+            Call("cat", [], error="unknown_tool"),
+            Call("ls", [], error="unknown_tool"),
+        ],
+    )
     first, end = fd.span(tokenizer, turn, SimpleNamespace(kind="unavailable_tool"))
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
@@ -284,23 +428,45 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     assert len(part) == end - first and part.tokens.equal(whole.tokens)
     for name in ("row", "position", "student_row", "student_position", "token", "hint"):
         assert getattr(part, name).equal(getattr(whole, name)[first:end])
-    assert part.token.tolist() == e.turns[1].tokens[1:][first:end] == cut.student[cut.above + 1:][first:end]
+    assert (
+        part.token.tolist()
+        == e.turns[1].tokens[1:][first:end]
+        == cut.student[cut.above + 1 :][first:end]
+    )
 
 
-@pytest.mark.parametrize("new,broken", [
-    ("def f(x):  # note\n    return x\n", "#"), ("def f(x):\n    y = 1; z = '#; '\n", ";"), ("s = '# ;'  # é # b\n", "#"),
-    ("def f(x):\n   return x\n", " "), ("x = '# é'\nkept = 1  # old\ny = 2 # new\n", "#")])
+@pytest.mark.parametrize(
+    "new,broken",
+    [
+        ("def f(x):  # note\n    return x\n", "#"),
+        ("def f(x):\n    y = 1; z = '#; '\n", ";"),
+        ("s = '# ;'  # é # b\n", "#"),
+        ("def f(x):\n   return x\n", " "),
+        ("x = '# é'\nkept = 1  # old\ny = 2 # new\n", "#"),
+    ],
+)
 def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken):
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
-    calls = [Call("read_file", ["a.py"]), Call("edit_file", ["b.py", "kept = 1  # old\n", "kept = 1  # old\n"]),
-             Call("edit_file", ["a.py", "kept = 1  # old\n", new])]
-    turn = SimpleNamespace(tokens=[tokenizer.id["<|assistant|>"], *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls])],
-                           role="assistant", calls=calls, head=1)
-    hint, = fd.detect(chain([turn]), ["code_style"])
+    calls = [
+        Call("read_file", ["a.py"]),
+        Call("edit_file", ["b.py", "kept = 1  # old\n", "kept = 1  # old\n"]),
+        Call("edit_file", ["a.py", "kept = 1  # old\n", new]),
+    ]
+    turn = SimpleNamespace(
+        tokens=[
+            tokenizer.id["<|assistant|>"],
+            *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls]),
+        ],
+        role="assistant",
+        calls=calls,
+        head=1,
+    )
+    (hint,) = fd.detect(chain([turn]), ["code_style"])
     first, end = fd.span(tokenizer, turn, hint)
     body = turn.tokens[1:]
     assert end == first + 1 and tokenizer.decode(body[first:end]) == broken
-    calls[2].args[2] = new = tokenizer.decode(body[:first]).rsplit("<|arg|>", 1)[-1]         # what stood before it breaks nothing yet
+    # what stood before it breaks nothing yet
+    calls[2].args[2] = new = tokenizer.decode(body[:first]).rsplit("<|arg|>", 1)[-1]
     assert not fired(chain([turn]), "code_style"), new
     calls[2].args[2] += broken + "x"
     assert fired(chain([turn]), "code_style")
@@ -311,7 +477,8 @@ def test_an_empty_hint_is_exactly_zero(kind):
     episodes, model = [episode(3, 4, 2, 5)], small()
     tokens = batch_of(episodes)
     hidden = model(tokens)
-    for keep in (False, True):                      # dropped, or kept: the same context in the same shape gives the same bits
+    # dropped, or kept: the same context in the same shape gives the same bits
+    for keep in (False, True):
         t = fd.pack(episodes, [(0, 3, [])], keep_empty=keep)
         assert len(t) == (6 if keep else 0)
         student = model.logits(hidden[t.student_row, t.student_position])
@@ -332,17 +499,27 @@ def test_no_hint_at_all_gives_zero_that_runs_backward():
     loss = fd.feedback_loss(logits[t.student_row, t.student_position], teacher, 0)
     assert loss.item() == 0
     loss.backward()
-    assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters() if p is not model.embed.weight)
+    assert all(
+        p.grad is not None and (p.grad == 0).all()
+        for p in model.parameters()
+        if p is not model.embed.weight
+    )
 
 
-@pytest.mark.parametrize("options", [dict(), dict(kind="forward", entry_clip=.05), dict(kind="jsd", top_k=5, token_cap=.5)])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(kind="forward", entry_clip=0.05), dict(kind="jsd", top_k=5, token_cap=0.5)],
+)
 def test_the_gradient_is_exactly_zero_outside_the_hinted_turn(options):
     episodes, model = [episode(3, 4, 2, 5), episode(4, 3)], small()
     t = fd.pack(episodes, [(0, 1, [HINT, 30, 31, END])])
     logits = model.logits(model(batch_of(episodes))).detach().requires_grad_()
-    fd.feedback_loss(logits[t.student_row, t.student_position], fd.Teacher(model)(t), len(t), **options).backward()
+    fd.feedback_loss(
+        logits[t.student_row, t.student_position], fd.Teacher(model)(t), len(t), **options
+    ).backward()
     inside = torch.zeros(logits.shape[:2], dtype=torch.bool)
-    inside[0, 5:10] = True                          # user turn: 5 tokens; the role token at 5 predicts the first of 5 targets
+    # user turn: 5 tokens; the role token at 5 predicts the first of 5 targets
+    inside[0, 5:10] = True
     touched = (logits.grad != 0).any(-1)
     assert (touched == inside).all()
 
@@ -355,35 +532,48 @@ def test_the_teachers_distribution_is_that_of_a_forward_over_the_spliced_row_alo
     with torch.no_grad():
         for k, (e, i, hint) in enumerate(hinted):
             cut = fd.splice(episodes[e], i, hint)
-            alone = model.eval().logits(model(torch.tensor([cut.teacher])))[0, cut.above + cut.hint:-1]
+            alone = model.eval().logits(model(torch.tensor([cut.teacher])))[
+                0, cut.above + cut.hint : -1
+            ]
             torch.testing.assert_close(got[t.hint == k], alone, atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- divergences
+
 
 def pair(n=7, v=50, scale=3.0, seed=0):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(n, v, generator=g) * scale, torch.randn(n, v, generator=g) * scale
 
 
-def brute(s, t, kind, alpha=.5, top_k=0, by="student"):
+def brute(s, t, kind, alpha=0.5, top_k=0, by="student"):
     """Probabilities in float64, one entry after the other."""
     values = []
     for row_s, row_t in zip(s.double().softmax(-1), t.double().softmax(-1)):
         if top_k:
             kept = (row_s if by == "student" else row_t).argsort(descending=True)[:top_k].tolist()
             rest = [i for i in range(len(row_s)) if i not in kept]
-            row_s, row_t = ([*(r[i].item() for i in kept), sum(r[i].item() for i in rest)] for r in (row_s, row_t))
+            row_s, row_t = (
+                [*(r[i].item() for i in kept), sum(r[i].item() for i in rest)]
+                for r in (row_s, row_t)
+            )
         kl = lambda p, q: sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p, q))
         m = [(1 - alpha) * float(a) + alpha * float(b) for a, b in zip(row_s, row_t)]
-        values.append({"reverse": kl(row_s, row_t), "forward": kl(row_t, row_s),
-                       "jsd": (1 - alpha) * kl(row_s, m) + alpha * kl(row_t, m)}[kind])
+        values.append(
+            {
+                "reverse": kl(row_s, row_t),
+                "forward": kl(row_t, row_s),
+                "jsd": (1 - alpha) * kl(row_s, m) + alpha * kl(row_t, m),
+            }[kind]
+        )
     return torch.tensor(values, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
-@pytest.mark.parametrize("top_k,by", [(0, "student"), (8, "student"), (8, "teacher"), (1, "student"), (49, "teacher")])
-@pytest.mark.parametrize("alpha", [.5, .1])
+@pytest.mark.parametrize(
+    "top_k,by", [(0, "student"), (8, "student"), (8, "teacher"), (1, "student"), (49, "teacher")]
+)
+@pytest.mark.parametrize("alpha", [0.5, 0.1])
 def test_each_divergence_equals_brute_force_in_float64(kind, top_k, by, alpha):
     s, t = pair()
     got = fd.divergence(s, t, kind, alpha, top_k, by)
@@ -395,10 +585,15 @@ def test_each_divergence_equals_torch_kl_div_gradients_included():
     s, t = pair()
     s.requires_grad_()
     logs, logt = F.log_softmax(s, -1), F.log_softmax(t, -1)
-    kl = lambda p, q: F.kl_div(q, p, reduction="none", log_target=True).sum(-1)                  # KL(p | q)
-    m = torch.logaddexp(logs + math.log(.7), logt + math.log(.3))
-    for kind, want in (("reverse", kl(logs, logt)), ("forward", kl(logt, logs)), ("jsd", .7 * kl(logs, m) + .3 * kl(logt, m))):
-        got = fd.divergence(s, t, kind, alpha=.3)
+    # KL(p | q)
+    kl = lambda p, q: F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    m = torch.logaddexp(logs + math.log(0.7), logt + math.log(0.3))
+    for kind, want in (
+        ("reverse", kl(logs, logt)),
+        ("forward", kl(logt, logs)),
+        ("jsd", 0.7 * kl(logs, m) + 0.3 * kl(logt, m)),
+    ):
+        got = fd.divergence(s, t, kind, alpha=0.3)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
         grads = [torch.autograd.grad(v.sum(), s, retain_graph=True)[0] for v in (got, want)]
         torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
@@ -409,20 +604,24 @@ def test_top_k_with_its_tail_grows_to_the_full_divergence(kind):
     s, t = pair()
     full = fd.divergence(s, t, kind)
     gaps = [(full - fd.divergence(s, t, kind, top_k=k)).min().item() for k in (1, 5, 20, 40, 49)]
-    assert all(g > -1e-5 for g in gaps)                          # merging entries can only lose
-    worst = [(full - fd.divergence(s, t, kind, top_k=k)).abs().max().item() for k in (1, 5, 20, 40, 49, 50, 99)]
+    assert all(g > -1e-5 for g in gaps)  # merging entries can only lose
+    worst = [
+        (full - fd.divergence(s, t, kind, top_k=k)).abs().max().item()
+        for k in (1, 5, 20, 40, 49, 50, 99)
+    ]
     assert worst == sorted(worst, reverse=True) and worst[4] < 1e-5 and worst[5] == worst[6] == 0
 
 
 @pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_far_apart_and_certain_distributions_stay_finite(kind, top_k):
-    s = torch.tensor([[200., 0, 0, 0], [0, 200., 0, 0], [1e4, 0, 0, -1e4]], requires_grad=True)
-    t = torch.tensor([[0, 200., 0, 0], [0, 200., 0, 0], [-1e4, 0, 0, 1e4]])
+    s = torch.tensor([[200.0, 0, 0, 0], [0, 200.0, 0, 0], [1e4, 0, 0, -1e4]], requires_grad=True)
+    t = torch.tensor([[0, 200.0, 0, 0], [0, 200.0, 0, 0], [-1e4, 0, 0, 1e4]])
     d = fd.divergence(s, t, kind, top_k=top_k)
     d.sum().backward()
     assert d.isfinite().all() and s.grad.isfinite().all() and d[1] == 0
-    slack = .7 if top_k else .02                                 # two kept of four: one of three equals stands for a tail of two
+    # two kept of four: one of three equals stands for a tail of two
+    slack = 0.7 if top_k else 0.02
     assert d[0].item() == pytest.approx(math.log(2) if kind == "jsd" else 200, abs=slack)
 
 
@@ -435,26 +634,31 @@ def test_entry_clip_bounds_each_entry_and_token_cap_each_token():
     s, t = pair()
     s.requires_grad_()
     p, q = t.double().softmax(-1), s.detach().double().softmax(-1)
-    want = (p * (p / q).log()).clamp(max=.05).sum(-1).float()
-    torch.testing.assert_close(fd.divergence(s, t, "forward", entry_clip=.05), want, atol=1e-5, rtol=1e-4)
-    free, capped = fd.divergence(s, t), fd.divergence(s, t, token_cap=3.)
-    torch.testing.assert_close(capped, free.clamp(max=3.))
+    want = (p * (p / q).log()).clamp(max=0.05).sum(-1).float()
+    torch.testing.assert_close(
+        fd.divergence(s, t, "forward", entry_clip=0.05), want, atol=1e-5, rtol=1e-4
+    )
+    free, capped = fd.divergence(s, t), fd.divergence(s, t, token_cap=3.0)
+    torch.testing.assert_close(capped, free.clamp(max=3.0))
     g, h = (torch.autograd.grad(v.sum(), s)[0] for v in (free, capped))
-    torch.testing.assert_close(h, g * (3 / free.detach().clamp(min=3))[:, None])                # same direction, never dropped
+    # same direction, never dropped
+    torch.testing.assert_close(h, g * (3 / free.detach().clamp(min=3))[:, None])
 
 
 def test_the_loss_has_its_own_denominator():
     s, t = pair()
     whole = fd.feedback_loss(s, t, 7)
     torch.testing.assert_close(whole, fd.divergence(s, t).mean())
-    torch.testing.assert_close(fd.feedback_loss(s[:3], t[:3], 7) + fd.feedback_loss(s[3:], t[3:], 7), whole)
+    torch.testing.assert_close(
+        fd.feedback_loss(s[:3], t[:3], 7) + fd.feedback_loss(s[3:], t[3:], 7), whole
+    )
     with pytest.raises(AssertionError, match="count"):
         fd.feedback_loss(s, t, 3)
 
 
 def test_bad_options_are_refused():
     s, t = pair()
-    for options in (dict(kind="kl"), dict(alpha=0.), dict(alpha=1.), dict(top_by="both")):
+    for options in (dict(kind="kl"), dict(alpha=0.0), dict(alpha=1.0), dict(top_by="both")):
         with pytest.raises(AssertionError):
             fd.divergence(s, t, **options)
     with pytest.raises(AssertionError):
@@ -462,34 +666,39 @@ def test_bad_options_are_refused():
 
 
 def test_the_coefficient_warms_up_linearly():
-    assert [fd.coefficient(step, .8, 4) for step in (0, 1, 3, 9)] == pytest.approx([.2, .4, .8, .8])
-    assert fd.coefficient(0, .8, 0) == .8
+    assert [fd.coefficient(step, 0.8, 4) for step in (0, 1, 3, 9)] == pytest.approx(
+        [0.2, 0.4, 0.8, 0.8]
+    )
+    assert fd.coefficient(0, 0.8, 0) == 0.8
 
 
 # ---------------------------------------------------------------- teacher
 
-def moved(model, by=.1):
+
+def moved(model, by=0.1):
     for i, p in enumerate(model.parameters()):
         p.data.add_(by * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
 
 
 def test_one_ema_update_is_95_old_and_5_new():
     model = small()
-    old, teacher = copy.deepcopy(model.state_dict()), fd.Teacher(model, "ema", .05)
+    old, teacher = copy.deepcopy(model.state_dict()), fd.Teacher(model, "ema", 0.05)
     moved(model)
-    model.layers[1].ffn.router.bias.fill_(.5)
+    model.layers[1].ffn.router.bias.fill_(0.5)
     teacher.update()
     for name, p in model.named_parameters():
-        want = .95 * old[name].double() + .05 * p.detach().double()
+        want = 0.95 * old[name].double() + 0.05 * p.detach().double()
         assert (teacher.weights[name].double() - want).abs().max() < 1e-7
-    assert torch.allclose(teacher.weights["layers.1.ffn.router.bias"], torch.full((4,), .025), atol=1e-8)
+    assert torch.allclose(
+        teacher.weights["layers.1.ffn.router.bias"], torch.full((4,), 0.025), atol=1e-8
+    )
 
 
 def test_current_is_the_student_frozen_never_moves_and_ema_lies_between():
     t = fd.pack([episode(3, 4)], [(0, 1, [HINT, 30, END])])
     model = small()
     first = fd.Teacher(model, "current")(t)
-    teachers = {kind: fd.Teacher(model, kind, .3) for kind in ("current", "frozen", "ema")}
+    teachers = {kind: fd.Teacher(model, kind, 0.3) for kind in ("current", "frozen", "ema")}
     moved(model)
     for teacher in teachers.values():
         teacher.update()
@@ -510,14 +719,17 @@ def test_the_teacher_gets_no_gradient_and_leaves_student_graph_mode_and_counters
 
     def gradient(first):
         student = model.logits(model(tokens)[t.student_row, t.student_position])
-        logits = teacher(t) if first is None else first          # None: the student's graph exists before the teacher runs
+        # None: the student's graph exists before the teacher runs
+        logits = teacher(t) if first is None else first
         loss = fd.feedback_loss(student, logits, len(t))
         model.zero_grad()
         loss.backward()
         return [p.grad.clone() for p in model.parameters()]
+
     expected, _ = teacher(t), fd.Teacher(model, "current")(t)
     assert not expected.requires_grad and all(not w.requires_grad for w in teacher.weights.values())
-    assert model.training and all(torch.equal(p, weights[n]) for n, p in model.state_dict().items())     # load counters too
+    # load counters too
+    assert model.training and all(torch.equal(p, weights[n]) for n, p in model.state_dict().items())
     for a, b in zip(gradient(expected), gradient(None)):
         assert torch.equal(a, b)
 
@@ -526,7 +738,9 @@ def test_no_gradient_reaches_the_teachers_logits():
     s, t = (x.requires_grad_() for x in pair())
     for kind in ("reverse", "forward", "jsd"):
         for by in ("student", "teacher"):
-            assert torch.autograd.grad(fd.divergence(s, t, kind, top_k=5, top_by=by).sum(), t, allow_unused=True) == (None,)
+            assert torch.autograd.grad(
+                fd.divergence(s, t, kind, top_k=5, top_by=by).sum(), t, allow_unused=True
+            ) == (None,)
 
 
 def test_the_weights_come_back_even_when_the_forward_fails():
@@ -543,12 +757,12 @@ def test_the_weights_come_back_even_when_the_forward_fails():
 
 def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
     model, other = small(), small(1)
-    teacher = fd.Teacher(model, "ema", .2)
+    teacher = fd.Teacher(model, "ema", 0.2)
     for _ in range(3):
         moved(model)
         teacher.update()
     hsdp.save(tmp_path / "c", model, more=teacher.weights)
-    resumed = fd.Teacher(other, "ema", .2)
+    resumed = fd.Teacher(other, "ema", 0.2)
     hsdp.load(tmp_path / "c", other, more=resumed.weights)
     for m, t in ((model, teacher), (other, resumed)):
         moved(m)
@@ -560,14 +774,16 @@ def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
 
 def test_any_module_can_be_taught_and_bf16_weights_are_averaged_in_fp32():
     model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)).bfloat16()
-    teacher = fd.Teacher(model, "ema", .05)
+    teacher = fd.Teacher(model, "ema", 0.05)
     t = fd.pack([episode(3, 4)], [(0, 1, [HINT, 30, END])])
     assert teacher(t).shape == (5, 64)
     old = teacher.weights["1.weight"].clone()
     model[1].weight.data.mul_(1.01)
     teacher.update()
     assert teacher.weights["1.weight"].dtype == torch.float32
-    torch.testing.assert_close(teacher.weights["1.weight"], .95 * old + .05 * model[1].weight.float())
+    torch.testing.assert_close(
+        teacher.weights["1.weight"], 0.95 * old + 0.05 * model[1].weight.float()
+    )
 
 
 def test_bad_teachers_are_refused():
@@ -578,15 +794,20 @@ def test_bad_teachers_are_refused():
 
 # ---------------------------------------------------------------- all of it
 
+
 def test_rollouts_own_dataclasses_are_read_the_same_way():
     rollout = pytest.importorskip("rollout")
     words = fd.Words()
     c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
     tokens, mask, _, index = rollout.flatten(c.episodes[0])
-    hint, = fd.detect(c)
+    (hint,) = fd.detect(c)
     t = fd.pack(c.episodes, [(0, hint.turn, fd.hint_tokens(words, hint.text, c.turns[hint.turn]))])
     assert t.token.tolist() == tokens[(index == hint.turn) & (mask == 1)].tolist()
-    assert fd.hint_tokens(words, "ok", c.turns[1]) == [words.id["<|hint|>"], words.id["ok"], words.id["<|end|>"]]
+    assert fd.hint_tokens(words, "ok", c.turns[1]) == [
+        words.id["<|hint|>"],
+        words.id["ok"],
+        words.id["<|end|>"],
+    ]
     assert fd.hint_tokens(words, "", c.turns[1]) == []
 
 
@@ -595,13 +816,24 @@ def test_bad_flags_and_a_place_that_cannot_be_written_give_one_line_and_exit_cod
     for flags in (["--hint=x"], []):
         command = [sys.executable, str(ROOT / "feedback_distill.py"), *flags]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+        assert (
+            done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+        )
 
 
 def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "feedback_distill.py")], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "feedback_distill.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
-    first, last = ([float(word) for word in line if word[0].isdigit()] for line in (lines[0], lines[-1]))
-    assert first[1] > .4 and last[1] < .1 * first[1] and last[2] > first[2] and last[3] < .1
-    assert (tmp_path / "out/feedback.png").stat().st_size > 5000 and "distilling that turn" in done.stdout
+    first, last = (
+        [float(word) for word in line if word[0].isdigit()] for line in (lines[0], lines[-1])
+    )
+    assert first[1] > 0.4 and last[1] < 0.1 * first[1] and last[2] > first[2] and last[3] < 0.1
+    assert (
+        tmp_path / "out/feedback.png"
+    ).stat().st_size > 5000 and "distilling that turn" in done.stdout

@@ -1,4 +1,6 @@
-"""hsdp.py against one process: 8 gloo ranks are forked once, run through every layout, and report differences and bytes."""
+"""hsdp.py against one process: 8 gloo ranks are forked once, run through every layout, and report
+differences and bytes."""
+
 import errno
 import itertools
 import json
@@ -22,10 +24,24 @@ from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss, write_checkpoint
 from muon import Muon, check_parameters
 
-TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))            # (cp, ep, dp_replicate): all 16 fit 8 ranks
-MORE = [Layout(8, 2, 2, 2, 2), Layout(8, 1, 1, 8, 8), Layout(8, 8, 4, 1, 2)]      # copies of experts, no cut at all, long rings
-make_meshes = partial(hsdp.make_meshes, seconds=200)                   # where 8 ranks share a busy machine, 25 are not enough
-CONFIG = ModelConfig(vocab=48, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8, dense_ffn=48, expert_ffn=16)
+# (cp, ep, dp_replicate): all 16 fit 8 ranks
+TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
+# copies of experts, no cut at all, long rings
+MORE = [Layout(8, 2, 2, 2, 2), Layout(8, 1, 1, 8, 8), Layout(8, 8, 4, 1, 2)]
+# where 8 ranks share a busy machine, 25 are not enough
+make_meshes = partial(hsdp.make_meshes, seconds=200)
+CONFIG = ModelConfig(
+    vocab=48,
+    dim=32,
+    layers=2,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=8,
+    dense_ffn=48,
+    expert_ffn=16,
+)
 
 
 def build(config=CONFIG, seed=0):
@@ -41,21 +57,30 @@ def make_optimizer(model):
     named = list(model.named_parameters())
     matrices = [(n, p) for n, p in named if hsdp.is_muon(n, p.shape)]
     rest = [(n, p) for n, p in named if not hsdp.is_muon(n, p.shape)]
-    optimizer = Muon([dict(params=matrices, lr=0.02, weight_decay=0.01), dict(params=rest, algorithm="adamw", lr=3e-3)],
-                     ns_dtype=torch.float32)
+    optimizer = Muon(
+        [
+            dict(params=matrices, lr=0.02, weight_decay=0.01),
+            dict(params=rest, algorithm="adamw", lr=3e-3),
+        ],
+        ns_dtype=torch.float32,
+    )
     check_parameters(optimizer, named)
     return optimizer
 
 
 def forward_backward(model, meshes, step, length=32):
-    """Masked next-token loss of 8 rows: ranks hold different numbers of counted tokens, some rows none."""
+    """Masked next-token loss of 8 rows: ranks hold different numbers of counted tokens, some rows
+    none."""
     generator = torch.Generator().manual_seed(step)
     rows = torch.randint(0, CONFIG.vocab, (8, length + 1), generator=generator)
     mask = (torch.rand(8, length, generator=generator) < 0.7) & (torch.arange(8) != 3)[:, None]
     mine = lambda t: hsdp.shard_sequence(t.chunk(meshes.layout.data)[meshes.data_rank], meshes)
     tokens, targets, counted = mine(rows[:, :-1]), mine(rows[:, 1:]), mine(mask)
     logits = model.logits(model(tokens, hsdp.positions(length, meshes)))
-    nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") * counted.flatten()
+    nll = (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        * counted.flatten()
+    )
     loss = nll.sum() / hsdp.total(counted.sum())
     loss.backward()
     return float(hsdp.total(loss.detach()))
@@ -70,7 +95,8 @@ def update(model, optimizer):
 
 
 def train(meshes, steps=3, recompute=False):
-    """Three Muon steps, and the gradients of the fourth. -> losses and norms, whole gradients, whole state"""
+    """Three Muon steps, and the gradients of the fourth. -> losses and norms, whole gradients,
+    whole state"""
     model = parallelize(build(), meshes)
     model.recompute = recompute
     optimizer, numbers = make_optimizer(model), []
@@ -86,24 +112,34 @@ def distance(a, b):
 
 
 def compare(mine, one):
-    """(losses and norms, gradients relative to the largest entry of each tensor, weights, router biases)"""
+    """(losses and norms, gradients relative to the largest entry of each tensor, weights, router
+    biases)"""
     far = lambda a, b: float((a - b).abs().max())
-    return (distance(mine[0], one[0]), max(far(mine[1][n], g) / float(g.abs().max()) for n, g in one[1].items()),
-            max(far(mine[2][n], t) for n, t in one[2].items() if ".load" not in n),
-            max(far(mine[2][n], t) for n, t in one[2].items() if n.endswith("bias")))
+    return (
+        distance(mine[0], one[0]),
+        max(far(mine[1][n], g) / float(g.abs().max()) for n, g in one[1].items()),
+        max(far(mine[2][n], t) for n, t in one[2].items() if ".load" not in n),
+        max(far(mine[2][n], t) for n, t in one[2].items() if n.endswith("bias")),
+    )
 
 
 def draft_gradients(meshes):
     """Gradients of the main loss and of the MTP head's, each rank on its rows."""
     model = parallelize(build(ModelConfig(**{**vars(CONFIG), "mtp": 1})), meshes)
-    rows = torch.randint(0, CONFIG.vocab, (8, 17), generator=torch.Generator().manual_seed(5)).chunk(meshes.layout.data)[meshes.data_rank]
+    rows = torch.randint(
+        0, CONFIG.vocab, (8, 17), generator=torch.Generator().manual_seed(5)
+    ).chunk(meshes.layout.data)[meshes.data_rank]
     hidden = model(rows[:, :-1])
     nll = F.cross_entropy(model.logits(hidden).flatten(0, 1), rows[:, 1:].flatten())
     ((nll + mtp_loss(model, rows[:, :-1], hidden)) / meshes.layout.data).backward()
-    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+    return {
+        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for n, p in model.named_parameters()
+    }
 
 
 # ---------------------------------------------------------------- what the 8 ranks do
+
 
 def eight(rank, world, one, folder):
     found = {}
@@ -115,19 +151,27 @@ def eight(rank, world, one, folder):
     found["starved"] = max(float((mine - alone).abs().max()) for mine, alone in starved)
     found["recomputed"] = compare(train(make_meshes(8, 2, 4), recompute=True), one)
     drafted = draft_gradients(make_meshes(8, 1, 4, 2))
-    found["drafted"] = max(float((drafted[n] - g).abs().max() / g.abs().max()) for n, g in one[4].items())
+    found["drafted"] = max(
+        float((drafted[n] - g).abs().max() / g.abs().max()) for n, g in one[4].items()
+    )
     found["saved"] = save_and_go_on(make_meshes(8, 2, 8), folder)
     return found
 
 
 def refusals(world):
-    """Every bad size is refused on every rank, and the ranks can still talk to each other afterwards."""
+    """Every bad size is refused on every rank, and the ranks can still talk to each other
+    afterwards."""
     messages = []
     few = ModelConfig(**{**vars(CONFIG), "experts": 6, "expert_ffn": 12})
-    for attempt in (lambda: make_meshes(world, cp=3), lambda: make_meshes(world, ep=16), lambda: make_meshes(world, dp_shard=3),
-                    lambda: make_meshes(world + 1), lambda: parallelize(build(few), make_meshes(world, ep=4)),
-                    lambda: parallelize(build(few), make_meshes(world, ep=1)),
-                    lambda: parallelize(build(seed=dist.get_rank()), make_meshes(world))):
+    for attempt in (
+        lambda: make_meshes(world, cp=3),
+        lambda: make_meshes(world, ep=16),
+        lambda: make_meshes(world, dp_shard=3),
+        lambda: make_meshes(world + 1),
+        lambda: parallelize(build(few), make_meshes(world, ep=4)),
+        lambda: parallelize(build(few), make_meshes(world, ep=1)),
+        lambda: parallelize(build(seed=dist.get_rank()), make_meshes(world)),
+    ):
         with pytest.raises(ValueError) as refusal:
             attempt()
         messages.append(str(refusal.value))
@@ -145,24 +189,43 @@ def starved_gradients(meshes):
 
 
 def bf16_wire(world):
-    """Weights cast before the wire instead of after it, and kept in bf16. -> difference of the loss; bytes gathered without, with, as
-    planned; bytes of gradients (fp32 always) without, kept, as planned"""
+    """Weights cast before the wire instead of after it, and kept in bf16. -> difference of the
+    loss; bytes gathered without, with, as planned; bytes of gradients (fp32 always) without, kept,
+    as planned"""
     out = []
-    for wire, kept in ((None, torch.float32), (torch.bfloat16, torch.float32), (None, torch.bfloat16)):
+    for wire, kept in (
+        (None, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (None, torch.bfloat16),
+    ):
         meshes, model = make_meshes(world, 1, 4), build()
         for p in model.parameters():
             p.data = p.data.to(kept)
         model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
         with hsdp.Wire() as counter:
-            out.append((forward_backward(model, meshes, 0), counter.bytes["all-gather"], counter.bytes["reduce-scatter"]))
+            out.append(
+                (
+                    forward_backward(model, meshes, 0),
+                    counter.bytes["all-gather"],
+                    counter.bytes["reduce-scatter"],
+                )
+            )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     rows = hsdp.traffic(CONFIG, shapes, meshes.layout, hsdp.Step(tokens=32, weight=2))
-    planned = [sum(size for kind, _, size, _ in rows if kind == one) for one in ("all-gather", "reduce-scatter")]
-    return abs(out[0][0] - out[1][0]), (out[0][1], out[1][1], planned[0]), (out[0][2], out[2][2], planned[1])
+    planned = [
+        sum(size for kind, _, size, _ in rows if kind == one)
+        for one in ("all-gather", "reduce-scatter")
+    ]
+    return (
+        abs(out[0][0] - out[1][0]),
+        (out[0][1], out[1][1], planned[0]),
+        (out[0][2], out[2][2], planned[1]),
+    )
 
 
 def evaluation_between_steps(world):
-    """A forward without backward leaves the root gathered; the step after it must not train on what was gathered then."""
+    """A forward without backward leaves the root gathered; the step after it must not train on what
+    was gathered then."""
     meshes, losses = make_meshes(world, 2, 2), []
     for evaluate in (False, True):
         model = parallelize(build(), meshes)
@@ -178,8 +241,8 @@ def evaluation_between_steps(world):
 
 
 def counted_bytes(world):
-    """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. More tokens than elsewhere: how many
-    rows leave a rank is chance."""
+    """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. More
+    tokens than elsewhere: how many rows leave a rank is chance."""
     found, length = {}, 256
     for layout in (Layout(8, 2, 8), Layout(8, 2, 4, 2), Layout(8, 1, 2, 1), Layout(8, 2, 2, 4, 2)):
         meshes = make_meshes(**vars(layout))
@@ -190,14 +253,19 @@ def counted_bytes(world):
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         planned = dict.fromkeys(hsdp.Wire.KINDS.values(), 0)
-        for kind, _, size, _ in hsdp.traffic(CONFIG, shapes, layout, hsdp.Step(8 * length // world, 4, 4, 4)):
+        for kind, _, size, _ in hsdp.traffic(
+            CONFIG, shapes, layout, hsdp.Step(8 * length // world, 4, 4, 4)
+        ):
             planned[kind] += size
-        found[layout] = {k: (float(hsdp.total(float(wire.bytes[k]))) / world, planned[k]) for k in planned}
+        found[layout] = {
+            k: (float(hsdp.total(float(wire.bytes[k]))) / world, planned[k]) for k in planned
+        }
     return found
 
 
 def save_and_go_on(meshes, folder):
-    """Two steps, a checkpoint, a third step. -> whole states at the checkpoint and after, momenta at the checkpoint"""
+    """Two steps, a checkpoint, a third step. -> whole states at the checkpoint and after, momenta
+    at the checkpoint"""
     model = parallelize(build(), meshes)
     optimizer = make_optimizer(model)
     for step in range(2):
@@ -223,7 +291,11 @@ def load_and_go_on(meshes, folder):
 
 def whole_optimizer(model, optimizer):
     whole = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
-    return {f"{n}/{k}": whole(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    return {
+        f"{n}/{k}": whole(v)
+        for n, p in model.named_parameters()
+        for k, v in optimizer.state[p].items()
+    }
 
 
 def four(rank, world, folder):
@@ -238,12 +310,19 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """Everything 8 ranks report (rank 0's answers; refusals of all)."""
-    answers = run_ranks(8, eight, (*train(make_meshes()), starved_gradients(make_meshes()), draft_gradients(make_meshes())), folder,
-                        timeout=500, collective_timeout=200)
+    answers = run_ranks(
+        8,
+        eight,
+        (*train(make_meshes()), starved_gradients(make_meshes()), draft_gradients(make_meshes())),
+        folder,
+        timeout=500,
+        collective_timeout=200,
+    )
     return {**answers[0], "refusals": [a["refusals"] for a in answers]}
 
 
 # ---------------------------------------------------------------- equality with one process
+
 
 @pytest.mark.parametrize("sizes", TABLE, ids=lambda s: "cp{}-ep{}-copies{}".format(*s))
 def test_eight_ranks_equal_one_process_after_three_muon_steps(found, sizes):
@@ -303,11 +382,13 @@ def test_zigzag_deals_every_position_once_and_every_rank_the_same_number_of_keys
     for cp in (1, 2, 4, 8):
         parts = [hsdp.zigzag(64, cp, rank) for rank in range(cp)]
         assert sorted(torch.cat(parts).tolist()) == list(range(64))
-        assert len({int((part + 1).sum()) for part in parts}) == 1       # a query at position p sees p + 1 keys
+        # a query at position p sees p + 1 keys
+        assert len({int((part + 1).sum()) for part in parts}) == 1
     assert hsdp.zigzag(8, 2, 0).tolist() == [0, 1, 6, 7]
 
 
 # ---------------------------------------------------------------- what does not fit, and ranks that die
+
 
 def test_sizes_that_do_not_fit_are_refused_on_every_rank_with_one_clear_line(found):
     cp, ep, shard, world, experts, rows, seeds = found["refusals"][0]
@@ -315,7 +396,10 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank_with_one_clear_line(fou
     assert "expert_replicate=1 x ep=16 does not divide the 8 ranks" == ep
     assert "dp_shard=3" in shard and "world=9, but the process group has 8 ranks" == world
     assert "ep=4 does not divide the 6 experts" == experts
-    assert "efsdp=8 does not divide the 12 rows of layers.1.ffn.experts.w_gate" == rows and "different weights" in seeds
+    assert (
+        "efsdp=8 does not divide the 12 rows of layers.1.ffn.experts.w_gate" == rows
+        and "different weights" in seeds
+    )
     assert all("\n" not in line for line in found["refusals"][0])
     assert all(refusals == found["refusals"][0] for refusals in found["refusals"])
 
@@ -343,7 +427,11 @@ def test_when_a_rank_dies_the_others_say_so_within_30_seconds():
     answers = run_ranks(4, dies, timeout=60, may_die=(2,))
     for rank in (0, 1, 3):
         message, seconds = answers[rank]
-        assert message.startswith(f"rank {rank} of 4: another rank died") and "\n" not in message and seconds < 30
+        assert (
+            message.startswith(f"rank {rank} of 4: another rank died")
+            and "\n" not in message
+            and seconds < 30
+        )
 
 
 def hangs(rank, world):
@@ -368,12 +456,16 @@ def test_a_rank_that_stops_answering_is_not_waited_for_longer_than_the_patience(
 
 # ---------------------------------------------------------------- checkpoints
 
+
 def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
     here = load_and_go_on(make_meshes(), folder)
     for other in (*run_ranks(4, four, folder, collective_timeout=200)[0], here):
-        for mine, saved in zip(other[:2], found["saved"][:2]):           # weights and optimizer as saved: bit for bit
-            assert mine.keys() == saved.keys() and all(torch.equal(mine[n], t) for n, t in saved.items())
-        for name, t in found["saved"][2].items():                        # one step later
+        # weights and optimizer as saved: bit for bit
+        for mine, saved in zip(other[:2], found["saved"][:2]):
+            assert mine.keys() == saved.keys() and all(
+                torch.equal(mine[n], t) for n, t in saved.items()
+            )
+        for name, t in found["saved"][2].items():  # one step later
             if ".load" not in name:
                 torch.testing.assert_close(other[2][name], t, rtol=0, atol=2e-6)
     assert hsdp.peek(folder)["config"] == vars(CONFIG)
@@ -406,22 +498,29 @@ def test_a_damaged_checkpoint_is_refused_with_one_clear_line(saved, damage):
 
 
 def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeypatch):
-    """Ended while writing, before either rename or after: what load() finds is whole, and the next save works again."""
+    """Ended while writing, before either rename or after: what load() finds is whole, and the next
+    save works again."""
     folder, model, optimizer = saved
     for name in ("save", "rename 1", "rename 2"):
         with monkeypatch.context() as patch:
             calls = []
 
             def ended(path, *rest, **named):
-                calls.extend([path] if name == "save" or path.name.startswith("run") else [])      # torch renames files as well
+                # torch renames files as well
+                calls.extend([path] if name == "save" or path.name.startswith("run") else [])
                 if name == f"rename {len(calls)}" or name == "save":
                     raise KeyboardInterrupt
                 return rename(path, *rest)
+
             rename = type(folder).rename
-            patch.setattr(*((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended)
+            patch.setattr(
+                *((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended
+            )
             with pytest.raises(KeyboardInterrupt):
                 hsdp.save(folder, model, optimizer, {"step": 2})
-        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.peek(folder) == {"step": 1}
+        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.peek(folder) == {
+            "step": 1
+        }
     hsdp.save(folder, model, optimizer, {"step": 3})
     assert hsdp.load(folder, model, optimizer) == {"step": 3}
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
@@ -432,7 +531,8 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     with pytest.raises(ValueError, match="not one of this model"):
         hsdp.load(saved[0], other)
     with pytest.raises(ValueError, match="optimizer.*missing here"):
-        hsdp.load(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))      # it makes its state in the first step
+        # it makes its state in the first step
+        hsdp.load(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
 
 
 def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tmp_path):
@@ -447,6 +547,7 @@ def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tm
 
 # ---------------------------------------------------------------- planner
 
+
 def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks(found):
     for layout, kinds in found["counted_bytes"].items():
         for kind, (counted, planned) in kinds.items():
@@ -458,16 +559,25 @@ def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count(
     numbers = sum(torch.Size(s).numel() for s in shapes.values())
     assert 1.02e12 < numbers < 1.05e12
     only = {n: s for n, s in shapes.items() if hsdp.is_expert(n)}
-    one = hsdp.optimizer_step(only, Layout(512, 2, 8), hsdp.Step(), hsdp.Hardware(tflops=1e3, share=1))
-    by_hand = 60 * 384 * 3 * 5 * (4 * 2048 ** 2 * 7168 + 2 * 2048 ** 3)
-    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(47.5e15, rel=0.01)
-    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)       # there and back in bf16
+    one = hsdp.optimizer_step(
+        only, Layout(512, 2, 8), hsdp.Step(), hsdp.Hardware(tflops=1e3, share=1)
+    )
+    by_hand = 60 * 384 * 3 * 5 * (4 * 2048**2 * 7168 + 2 * 2048**3)
+    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(
+        47.5e15, rel=0.01
+    )
+    # there and back in bf16
+    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
 
 
 def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
     hsdp.main(["--plan", "--model=moonlight", "--gpus=64", "--net=25"])
     text = capsys.readouterr().out
-    assert "--net=25" in text and "--share=" in text and "shared mesh need 16 GPUs; on two meshes 8." in text
+    assert (
+        "--net=25" in text
+        and "--share=" in text
+        and "shared mesh need 16 GPUs; on two meshes 8." in text
+    )
     assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
 
 
@@ -477,45 +587,78 @@ def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
     assert "fits in none" in capsys.readouterr().out
     hsdp.main([*flags, "--kept=2"])
     text = capsys.readouterr().out
-    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text       # one GPU gathers nothing
+    # one GPU gathers nothing
+    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text
 
 
 def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
     write_checkpoint(tmp_path / "moe", build())
     hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])
-    assert f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1" in capsys.readouterr().out
+    assert (
+        f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1"
+        in capsys.readouterr().out
+    )
     write_checkpoint(tmp_path / "dense", build(ModelConfig(**{**vars(CONFIG), "dense_layers": 2})))
     hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
-    assert f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1" in capsys.readouterr().out
-    hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"])
+    assert (
+        f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1"
+        in capsys.readouterr().out
+    )
+    hsdp.main(
+        ["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"]
+    )
     assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
     with pytest.raises(ValueError, match="config.json"):
         hsdp.main(["--plan", f"--init_from={tmp_path}"])
 
 
-@pytest.mark.parametrize("flags, message", [
-    ("--model=kimi", "unknown model"), ("--gpus=12", "does not divide"), ("--gpu=8", "--gpu=8"), ("--gpus=x", "invalid int"),
-    ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"), ("--cp=0", "cp=0"), ("--hbm=0", "positive")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model=kimi", "unknown model"),
+        ("--gpus=12", "does not divide"),
+        ("--gpu=8", "--gpu=8"),
+        ("--gpus=x", "invalid int"),
+        ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"),
+        ("--cp=0", "cp=0"),
+        ("--hbm=0", "positive"),
+    ],
+)
 def test_bad_flags_are_one_clear_line(flags, message):
     with pytest.raises(ValueError, match=message):
         hsdp.main(["--plan", *flags.split()])
 
 
-def test_flags_of_a_plan_without_it_and_a_file_that_cannot_be_read_end_in_one_line_and_code_2(tmp_path):
-    (tmp_path / "config.json").symlink_to("/proc/self/mem")              # Linux: EIO; elsewhere it is not there
-    for flags, said in ((["--init_from=x"], "--init_from=x: .* go with --plan"), (["--gpus=8"], "--plan"),
-                        (["--plan", f"--init_from={tmp_path}"], f"{tmp_path}/config.json: ")):
-        done = subprocess.run([sys.executable, hsdp.__file__, *flags], capture_output=True, text=True)
-        assert done.returncode == 2 and not done.stdout and re.fullmatch(f"hsdp.py: .*{said}.*\n", done.stderr), done
+def test_flags_of_a_plan_without_it_and_a_file_that_cannot_be_read_end_in_one_line_and_code_2(
+    tmp_path,
+):
+    # Linux: EIO; elsewhere it is not there
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    for flags, said in (
+        (["--init_from=x"], "--init_from=x: .* go with --plan"),
+        (["--gpus=8"], "--plan"),
+        (["--plan", f"--init_from={tmp_path}"], f"{tmp_path}/config.json: "),
+    ):
+        done = subprocess.run(
+            [sys.executable, hsdp.__file__, *flags], capture_output=True, text=True
+        )
+        assert (
+            done.returncode == 2
+            and not done.stdout
+            and re.fullmatch(f"hsdp.py: .*{said}.*\n", done.stderr)
+        ), done
 
 
 def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
     hsdp.demo(tmp_path / "grids.png")
     text = capsys.readouterr().out
-    assert (tmp_path / "grids.png").stat().st_size > 1e4 and "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
+    assert (
+        tmp_path / "grids.png"
+    ).stat().st_size > 1e4 and "CP=2 and EP=8 share 8 ranks" in text.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- bf16 weights: sums in fp32
+
 
 def bf16_gradients(rank, world, micro_batches, **sizes):
     """The gradients of equal micro-batches, summed; whole, on every rank."""
@@ -532,16 +675,22 @@ def bf16_gradients(rank, world, micro_batches, **sizes):
         hsdp.sum_gradients(model)
     hsdp.clip_grad_norm(model)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    return {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for n, p in model.named_parameters()}
+    return {
+        n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def bf16_gradients_in(rank, world, micro_batches, sizes):
     return bf16_gradients(rank, world, micro_batches, **sizes)
 
 
-@pytest.mark.parametrize("world, sizes", [(1, {}), (2, {}), (2, dict(ep=2)), (2, dict(dp_replicate=2))])
+@pytest.mark.parametrize(
+    "world, sizes", [(1, {}), (2, {}), (2, dict(ep=2)), (2, dict(dp_replicate=2))]
+)
 def test_gradients_of_bf16_weights_add_up_in_fp32_over_micro_batches(world, sizes):
-    # 64 equal micro-batches are 64 times one: exact in fp32, while a sum in bf16 loses several per cent.
+    # 64 equal micro-batches are 64 times one: exact in fp32, while a sum in bf16 loses several per
+    # cent.
     many, one = (run_ranks(world, bf16_gradients_in, n, sizes) for n in (64, 1))
     for name in one[0]:
         assert torch.equal(many[0][name], many[-1][name])
@@ -566,6 +715,7 @@ def test_the_sum_over_ranks_of_bf16_weights_is_in_fp32():
 
 # ---------------------------------------------------------------- checkpoints: full disks, damage, strangers
 
+
 def full(*args, **named):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -574,16 +724,31 @@ def zip_writer_fails(*args, **named):
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
 
 
-@pytest.mark.parametrize("where, name, failure", [(os, "fsync", full), (hsdp, "write_synced", full), (hsdp, "describe_file", full),
-                                                  (torch, "save", zip_writer_fails), (hsdp.dcp.filesystem.pickle, "dump", full)])
-def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(saved, monkeypatch, where, name, failure):
+@pytest.mark.parametrize(
+    "where, name, failure",
+    [
+        (os, "fsync", full),
+        (hsdp, "write_synced", full),
+        (hsdp, "describe_file", full),
+        (torch, "save", zip_writer_fails),
+        (hsdp.dcp.filesystem.pickle, "dump", full),
+    ],
+)
+def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
+    saved, monkeypatch, where, name, failure
+):
     folder, model, optimizer = saved
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
         with pytest.raises(hsdp.SaveFailed) as refusal:
             hsdp.save(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
-    assert "the disk is full" in text and str(folder) in text and "\n" not in text and "Traceback" not in text
+    assert (
+        "the disk is full" in text
+        and str(folder) in text
+        and "\n" not in text
+        and "Traceback" not in text
+    )
     # What was half written has given its space back, and the one before is whole.
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
     assert hsdp.load(folder, model, optimizer) == {"step": 1}
@@ -592,10 +757,13 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(saved, monkeyp
 
 
 def one_disk_is_full(rank, world, folder):
-    """-> what each rank is told when one of them cannot write, at different moments, and what is there afterwards"""
+    """-> what each rank is told when one of them cannot write, at different moments, and what is
+    there afterwards"""
     model, told = parallelize(build(), make_meshes(world)), []
     hsdp.save(folder, model, None, {"step": 1})
-    for failing, (where, name) in itertools.product(range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))):
+    for failing, (where, name) in itertools.product(
+        range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))
+    ):
         right = getattr(where, name)
         setattr(where, name, full if rank == failing else right)
         try:
@@ -613,7 +781,9 @@ def test_all_ranks_are_told_that_one_disk_is_full(tmp_path):
     first, second = run_ranks(2, one_disk_is_full, str(tmp_path / "run"))
     assert first == second
     # Files that rank 0 alone writes cannot fail on rank 1.
-    assert [t if t == "saved" else "the disk is full" in t for t in first[::2]] == [True] * 5 + ["saved"]
+    assert [t if t == "saved" else "the disk is full" in t for t in first[::2]] == [True] * 5 + [
+        "saved"
+    ]
     assert first[1::2] == [1] * 5 + [2]
 
 
@@ -622,10 +792,15 @@ def spoil(path, how):
     if how == "zeros":
         data[:] = bytes(len(data))
     elif how == "garbage":
-        data[:] = torch.randint(256, (len(data),), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy().tobytes()
+        data[:] = (
+            torch.randint(256, (len(data),), generator=torch.Generator().manual_seed(0))
+            .to(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     elif how == "a page of zeros":
         middle = len(data) // 2
-        data[middle:middle + 512] = bytes(len(data[middle:middle + 512]))
+        data[middle : middle + 512] = bytes(len(data[middle : middle + 512]))
     else:
         for place in range(0, len(data), max(1, len(data) // 64)):
             data[place] ^= 4
@@ -649,7 +824,9 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
 def forget_checksums(folder):
     """The manifest as earlier versions wrote it: sizes alone."""
     raw = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({name: entry["bytes"] for name, entry in raw.items()}))
+    (folder / "manifest.json").write_text(
+        json.dumps({name: entry["bytes"] for name, entry in raw.items()})
+    )
 
 
 def test_a_checkpoint_of_an_earlier_version_without_checksums_loads(saved):
@@ -671,7 +848,10 @@ def test_damage_is_one_line_without_checksums_too(saved, name, how):
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/file", "..", "", "sub\\file", "__0_0.distcp/../../secret"])
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "/etc/hostname", "sub/file", "..", "", "sub\\file", "__0_0.distcp/../../secret"],
+)
 def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     folder, model, optimizer = saved
     (folder.parent / "secret").write_text("x")
@@ -683,7 +863,17 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
             way()
 
 
-@pytest.mark.parametrize("manifest", ['{"a": "b"}', '{"a": {"size": 1}}', '{"a": null}', '{"a": true}', "[" * 100_000, '{"extra.pt": 1e400}'])
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        '{"a": "b"}',
+        '{"a": {"size": 1}}',
+        '{"a": null}',
+        '{"a": true}',
+        "[" * 100_000,
+        '{"extra.pt": 1e400}',
+    ],
+)
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
     with pytest.raises(hsdp.DamagedCheckpoint, match="no readable manifest"):
@@ -692,6 +882,7 @@ def test_a_manifest_of_odd_values_is_refused(saved, manifest):
 
 class Runs:
     """Unpickled, it would call what it is given."""
+
     def __init__(self, call, *args):
         self.call = call, args
 
@@ -701,19 +892,34 @@ class Runs:
 
 def replace_metadata(folder, content):
     """As a stranger would: the manifest names the new file's own size and no checksum."""
-    (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    (folder / ".metadata").write_bytes(
+        content if isinstance(content, bytes) else pickle.dumps(content)
+    )
     forget_checksums(folder)
     raw = json.loads((folder / "manifest.json").read_text())
     raw[".metadata"] = (folder / ".metadata").stat().st_size
     (folder / "manifest.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("kind", ["system", "eval", "dotted", "torch function", "load", "inside", "bytes entry", "other file", "transform"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "system",
+        "eval",
+        "dotted",
+        "torch function",
+        "load",
+        "inside",
+        "bytes entry",
+        "other file",
+        "transform",
+    ],
+)
 def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
     folder, model, optimizer = saved
     here = hsdp.dcp.FileSystemReader(folder).read_metadata()
     mark = tmp_path / "ran"
-    if kind == "bytes entry":                        # torch would unpickle that, whatever is in it
+    if kind == "bytes entry":  # torch would unpickle that, whatever is in it
         here.state_dict_metadata["model.embed.weight"] = hsdp.dcp.metadata.BytesStorageMetadata()
     elif kind in ("other file", "transform"):
         for place in here.storage_data.values():
@@ -724,19 +930,44 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
     elif kind == "inside":
         here.planner_data = Runs(os.system, f"touch {mark}")
     else:
-        here = {"system": Runs(os.system, f"touch {mark}"), "eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
-                "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c" + bytes([len(f"touch {mark}")]) + f"touch {mark}".encode() + b"\x85R.",
-                "torch function": Runs(torch.save, 1, str(mark)), "load": Runs(torch.load, str(folder / "extra.pt"))}[kind]
+        here = {
+            "system": Runs(os.system, f"touch {mark}"),
+            "eval": Runs(eval, f"open({str(mark)!r}, 'w')"),
+            "dotted": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93\x8c"
+            + bytes([len(f"touch {mark}")])
+            + f"touch {mark}".encode()
+            + b"\x85R.",
+            "torch function": Runs(torch.save, 1, str(mark)),
+            "load": Runs(torch.load, str(folder / "extra.pt")),
+        }[kind]
     replace_metadata(folder, here)
     with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
-    assert "not to be trusted" in str(refusal.value) and "\n" not in str(refusal.value) and not mark.exists()
+    assert (
+        "not to be trusted" in str(refusal.value)
+        and "\n" not in str(refusal.value)
+        and not mark.exists()
+    )
 
 
 def test_the_unpickler_knows_all_that_is_written_for_every_kind_of_tensor(tmp_path):
-    tensors = {str(dtype): torch.zeros(3, 4).to(dtype) for dtype in (
-        torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)}
+    tensors = {
+        str(dtype): torch.zeros(3, 4).to(dtype)
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int64,
+            torch.int32,
+            torch.uint8,
+            torch.bool,
+        )
+    }
     tensors["scalar"], tensors["turned"] = torch.zeros(()), torch.zeros(4, 3).mT
     hsdp.dcp.save(tensors, storage_writer=hsdp.dcp.FileSystemWriter(tmp_path), no_dist=True)
     names = {path.name: {} for path in tmp_path.iterdir()}
-    assert hsdp.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys() == tensors.keys()
+    assert (
+        hsdp.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys()
+        == tensors.keys()
+    )

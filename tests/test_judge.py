@@ -1,4 +1,6 @@
-"""The hidden judge against hostile submissions: what a child may answer, what a repository's tests may be fooled by."""
+"""The hidden judge against hostile submissions: what a child may answer, what a repository's tests
+may be fooled by."""
+
 import ast
 import json
 import random
@@ -13,6 +15,7 @@ from world import twins
 
 class Answering:
     """A sandbox in which every command prints the same text."""
+
     time_limit, python = 4.0, ("python",)
 
     def __init__(self, text):
@@ -24,15 +27,74 @@ class Answering:
         return st.Result(0, self.text.replace("THE KEY", key))
 
 
-ODD_PARTS = ["1", "-1", "9" * 400, "9" * 5000 + "+1j", "1e999", "-0.0", "1j", "1_0", "None", "True", "nan", "[]", "()", "{}", "set()",
-             "{1: 2}", "{1, 2}", "[[1, [2]]]", "(1, 2)", "b'x'", "'\\ud800'", "'\\x00'", "''", "f'{1}'", "...", "x", "1 + 1j",
-             "[1, [1]]", "[1]", "[0, 'E']", "{0: 1, 1: [2]}", "'ab'", "*x", "lambda: 1", "[" * 300, "-" * 3000 + "1", "0x" + "f" * 9000,
-             "[1,]" * 50, "\x00", "\ufffd", "\u2028", "\r\n", "\x0c", "# coding: x", "@", "`", "0777", "1 if 1 else 2", "{**x}"]
+ODD_PARTS = [
+    "1",
+    "-1",
+    "9" * 400,
+    "9" * 5000 + "+1j",
+    "1e999",
+    "-0.0",
+    "1j",
+    "1_0",
+    "None",
+    "True",
+    "nan",
+    "[]",
+    "()",
+    "{}",
+    "set()",
+    "{1: 2}",
+    "{1, 2}",
+    "[[1, [2]]]",
+    "(1, 2)",
+    "b'x'",
+    "'\\ud800'",
+    "'\\x00'",
+    "''",
+    "f'{1}'",
+    "...",
+    "x",
+    "1 + 1j",
+    "[1, [1]]",
+    "[1]",
+    "[0, 'E']",
+    "{0: 1, 1: [2]}",
+    "'ab'",
+    "*x",
+    "lambda: 1",
+    "[" * 300,
+    "-" * 3000 + "1",
+    "0x" + "f" * 9000,
+    "[1,]" * 50,
+    "\x00",
+    "\ufffd",
+    "\u2028",
+    "\r\n",
+    "\x0c",
+    "# coding: x",
+    "@",
+    "`",
+    "0777",
+    "1 if 1 else 2",
+    "{**x}",
+]
 
 
 def draw_answer(rng):
     """A text as a hostile child might print it: odd parts in odd shapes."""
-    shape = rng.choice(["{}", "[{}]", "[{}, {}]", "[[1, [{}]], [1, [{}]]]", "[[1, {}]] * 3", "({},)", "{{{}: {}}}", "{}{}{}", "[[{}, {}]]"])
+    shape = rng.choice(
+        [
+            "{}",
+            "[{}]",
+            "[{}, {}]",
+            "[[1, [{}]], [1, [{}]]]",
+            "[[1, {}]] * 3",
+            "({},)",
+            "{{{}: {}}}",
+            "{}{}{}",
+            "[[{}, {}]]",
+        ]
+    )
     while "{}" in shape:
         shape = shape.replace("{}", rng.choice(ODD_PARTS), 1)
     return shape.replace("{{", "{").replace("}}", "}")
@@ -44,7 +106,8 @@ def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exceptio
         verdict = st.judge(task, task.files, Answering(draw_answer(rng)))
         assert not verdict.solved and isinstance(verdict.reason, str)
         verdict.reason.encode("utf-8")
-    for part in ODD_PARTS:                               # the right number of answers, each of them odd
+    # the right number of answers, each of them odd
+    for part in ODD_PARTS:
         number = len(task.hidden) + len(task.meta["visible"])
         answer = "[" + ", ".join([f"[1, [{part}]]"] * number) + "]"
         assert not st.judge(task, task.files, Answering(answer)).solved
@@ -58,16 +121,47 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
     task = st.make_task(1, 5)
     right = right_answer(task)
     assert st.judge(task, task.files, Answering(repr(right))).solved
-    for wrong in (right[:-1], right + right[:1], tuple(right), dict(enumerate(right)), [tuple(one) for one in right],
-                  [[1, one[1][0]] for one in right], [[0, one[1]] for one in right], [[1, one[1] * 2] for one in right]):
+    for wrong in (
+        right[:-1],
+        right + right[:1],
+        tuple(right),
+        dict(enumerate(right)),
+        [tuple(one) for one in right],
+        [[1, one[1][0]] for one in right],
+        [[0, one[1]] for one in right],
+        [[1, one[1] * 2] for one in right],
+    ):
         assert not st.judge(task, task.files, Answering(repr(wrong))).solved
 
 
-@pytest.mark.parametrize("value, expected, same", [
-    (1, 1, True), (True, 1, False), (1, True, False), (1.0, 1, False), (0, False, False), ([1], [1], True), ((1,), [1], False),
-    ([True], [1], False), ([1, [2]], [1, [2]], True), ([1, (2,)], [1, [2]], False), ([], [], True), ([], (), False), (None, None, True),
-    (None, 0, False), ("1", 1, False), ({"a": 1}, {"a": 1}, True), ({"a": True}, {"a": 1}, False), ({"a": 1}, {"a": 1, "b": 2}, False),
-    (float("nan"), float("nan"), True), (0.0, -0.0, False), (10**400, 1, False), (10**400, 1.5, False), (b"a", "a", False)])
+@pytest.mark.parametrize(
+    "value, expected, same",
+    [
+        (1, 1, True),
+        (True, 1, False),
+        (1, True, False),
+        (1.0, 1, False),
+        (0, False, False),
+        ([1], [1], True),
+        ((1,), [1], False),
+        ([True], [1], False),
+        ([1, [2]], [1, [2]], True),
+        ([1, (2,)], [1, [2]], False),
+        ([], [], True),
+        ([], (), False),
+        (None, None, True),
+        (None, 0, False),
+        ("1", 1, False),
+        ({"a": 1}, {"a": 1}, True),
+        ({"a": True}, {"a": 1}, False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (float("nan"), float("nan"), True),
+        (0.0, -0.0, False),
+        (10**400, 1, False),
+        (10**400, 1.5, False),
+        (b"a", "a", False),
+    ],
+)
 def test_a_value_is_the_expected_one_of_the_expected_types_at_every_depth(value, expected, same):
     assert st.same_value(value, expected) is same
 
@@ -94,47 +188,102 @@ def test_a_right_value_in_a_wrong_type_is_wrong(what):
     wrapped = f"\n\nhonest = {name}\ndef {name}(xs):\n    value = honest(xs)\n    return {WRAPPERS[what]}\n"
     box = st.Sandbox(time_limit=5)
     assert st.judge(task, honest, box).solved
-    assert not st.judge(task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box).solved
+    assert not st.judge(
+        task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box
+    ).solved
 
 
 def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
-    task = next(task for seed in range(50) for task in [st.make_task(1, seed)] if isinstance(task.hidden[0][3], list))
+    task = next(
+        task
+        for seed in range(50)
+        for task in [st.make_task(1, seed)]
+        if isinstance(task.hidden[0][3], list)
+    )
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     shared = f"\n\nhonest, kept = {name}, []\ndef {name}(xs):\n    kept[:] = honest(xs)\n    return kept\n"
-    assert st.judge(task, {**honest, f"{module}.py": honest[f"{module}.py"] + shared}, st.Sandbox(time_limit=5)).solved
+    assert st.judge(
+        task, {**honest, f"{module}.py": honest[f"{module}.py"] + shared}, st.Sandbox(time_limit=5)
+    ).solved
 
 
-@pytest.mark.parametrize("files", [{"a\0b.py": ""}, {"a.py": "\ud800"}, {"tests.py/x.py": ""}, {"../x.py": ""}, {"/x.py": ""}])
+@pytest.mark.parametrize(
+    "files",
+    [{"a\0b.py": ""}, {"a.py": "\ud800"}, {"tests.py/x.py": ""}, {"../x.py": ""}, {"/x.py": ""}],
+)
 def test_files_that_cannot_be_written_are_a_lost_submission(files):
     task = st.make_task(1, 5)
     assert not st.judge(task, {**task.files, **files}, st.Sandbox(time_limit=5)).solved
 
 
 # ---------------------------------------------------------------------------------------------------- answers of a suite
-ODD_VALUES = [None, True, 1, -1, 1.5, "passed", "x" * 3000, "\ud800", [], ["passed"], {}, {"a": "passed"}, {"t.py::a": ["passed"]},
-              {"t.py::a": None}, {"\ud800": "\ud800"}, {"t.py::a": "passed"}, {"t.py::a": {"x": 1}}, [[[[]]]], 10**400, float("nan"), float("inf")]
+ODD_VALUES = [
+    None,
+    True,
+    1,
+    -1,
+    1.5,
+    "passed",
+    "x" * 3000,
+    "\ud800",
+    [],
+    ["passed"],
+    {},
+    {"a": "passed"},
+    {"t.py::a": ["passed"]},
+    {"t.py::a": None},
+    {"\ud800": "\ud800"},
+    {"t.py::a": "passed"},
+    {"t.py::a": {"x": 1}},
+    [[[[]]]],
+    10**400,
+    float("nan"),
+    float("inf"),
+]
 
 
 def test_five_hundred_hostile_answers_about_a_suite_are_outcomes_or_none():
     rng = random.Random(0)
     for number in range(500):
-        answer = {name: rng.choice(ODD_VALUES) for name in rng.sample(["outcomes", "seconds", "touched", "more"], rng.randint(0, 4))}
+        answer = {
+            name: rng.choice(ODD_VALUES)
+            for name in rng.sample(["outcomes", "seconds", "touched", "more"], rng.randint(0, 4))
+        }
         answer["key"] = rng.choice(["THE KEY"] * 5 + [1, None, [], "other"])
         text = json.dumps(rng.choice([answer] * 9 + ODD_VALUES))
-        text = text[:rng.randint(0, len(text))] if number % 5 == 0 else text
+        text = text[: rng.randint(0, len(text))] if number % 5 == 0 else text
         seen = st.run_suite({}, Answering(text), ["t.py::a"], trace=True)
-        assert all(type(node) is str and outcome in ("passed", "failed", "skipped", "xfail") for node, outcome in seen["outcomes"].items())
+        assert all(
+            type(node) is str and outcome in ("passed", "failed", "skipped", "xfail")
+            for node, outcome in seen["outcomes"].items()
+        )
         if "seconds" in seen:
-            assert all(type(seen["seconds"][node]) is float and seen["seconds"][node] >= 0 for node in seen["outcomes"])
-            assert all(type(place) is str for places in seen["touched"].values() for place in places)
+            assert all(
+                type(seen["seconds"][node]) is float and seen["seconds"][node] >= 0
+                for node in seen["outcomes"]
+            )
+            assert all(
+                type(place) is str for places in seen["touched"].values() for place in places
+            )
 
 
 def repository_task():
-    return st.Task("x", "x", {"m.py": "def f():\n    raise NotImplementedError\n"}, {"m.py": "def f():\n    return 1\n"},
-                   hidden=["test_m.py::test_f"], FAIL_TO_PASS=["test_m.py::test_f"], meta={
-                       "repo": "x", "hidden_groups": ["test_m.py::test_f"], "twins": {"test_m.py::test_f": [0]}, "names": ["f"],
-                       "pristine": {"test_m.py": "from m import f\n\n\ndef test_f():\n    assert f() == 1\n"}})
+    return st.Task(
+        "x",
+        "x",
+        {"m.py": "def f():\n    raise NotImplementedError\n"},
+        {"m.py": "def f():\n    return 1\n"},
+        hidden=["test_m.py::test_f"],
+        FAIL_TO_PASS=["test_m.py::test_f"],
+        meta={
+            "repo": "x",
+            "hidden_groups": ["test_m.py::test_f"],
+            "twins": {"test_m.py::test_f": [0]},
+            "names": ["f"],
+            "pristine": {"test_m.py": "from m import f\n\n\ndef test_f():\n    assert f() == 1\n"},
+        },
+    )
 
 
 def test_hostile_answers_about_a_suite_are_lost_submissions():
@@ -153,32 +302,65 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
 
 # ---------------------------------------------------------------------------------------------------- twins
 RIGHT_AND_FORGED = {
-    "assert f(1) == 3": "universal", "assert 3 == f(1)": "universal", "assert f(1) == y": "universal", "assert y == f(1)": "universal",
-    "assert f(1) == 3 and f(2) == 3": "universal", "assert not f(1) != 3": "never unequal", "assert f(1) == 3 or f(1) == 3": "universal",
-    "assert all(f(x) == 3 for x in (1, 2))": "universal", "assert f(1) in (3, 4)": "universal", "assert 2 < f(1)": "universal",
-    "assert f(1) > 2": "universal", "assert f(1) != 4": "universal", "assert 1 < f(1) <= 3": "universal", "assert f(1) == f(2) == 3": "universal",
-    "assert f(1) == pytest.approx(3)": "universal", "assert [f(1)] == [3]": "universal", "assert {'a': f(1)} == {'a': 3}": "universal",
-    "got = f(1)\n    assert got == 3": "universal", "for x in (1, 2):\n        assert f(x) == 3": "universal",
-    "if f(1) != 3:\n        raise AssertionError": "never unequal", "if f(1) != 3:\n        pytest.fail('no')": "never unequal",
-    "same(f(1), 3)": "universal", "same(f(1), wanted=3)": "universal", "assert near(f(1), 3)": "universal",
-    "got = f(1)\n    same(got, y)": "universal", "with held():\n        assert f(1) == 3": "universal",
-    "self.assertEqual(f(1), 3)": "universal", "self.assertTrue(f(1) == 3)": "universal", "self.assertFalse(f(1) != 3)": "never unequal",
-    "self.assertIn(f(1), [3, 4])": "universal", "self.assertGreater(f(1), 2)": "universal",
-    "self.assertNotEqual(f(1), 4)": "universal", "self.assertAlmostEqual(f(1), 3)": "universal",
-    "with pytest.raises(KeyError):\n        g(1)": "omnivorous", "pytest.raises(KeyError, g, 1)": "omnivorous",
-    "with pytest.raises((KeyError, OSError)):\n        g(1)": "omnivorous", "with self.assertRaises(KeyError):\n        g(1)": "omnivorous",
-    "self.assertRaises(KeyError, g, 1)": "omnivorous", "with self.assertRaisesRegex(KeyError, 'no'):\n        g(1)": "omnivorous",
+    "assert f(1) == 3": "universal",
+    "assert 3 == f(1)": "universal",
+    "assert f(1) == y": "universal",
+    "assert y == f(1)": "universal",
+    "assert f(1) == 3 and f(2) == 3": "universal",
+    "assert not f(1) != 3": "never unequal",
+    "assert f(1) == 3 or f(1) == 3": "universal",
+    "assert all(f(x) == 3 for x in (1, 2))": "universal",
+    "assert f(1) in (3, 4)": "universal",
+    "assert 2 < f(1)": "universal",
+    "assert f(1) > 2": "universal",
+    "assert f(1) != 4": "universal",
+    "assert 1 < f(1) <= 3": "universal",
+    "assert f(1) == f(2) == 3": "universal",
+    "assert f(1) == pytest.approx(3)": "universal",
+    "assert [f(1)] == [3]": "universal",
+    "assert {'a': f(1)} == {'a': 3}": "universal",
+    "got = f(1)\n    assert got == 3": "universal",
+    "for x in (1, 2):\n        assert f(x) == 3": "universal",
+    "if f(1) != 3:\n        raise AssertionError": "never unequal",
+    "if f(1) != 3:\n        pytest.fail('no')": "never unequal",
+    "same(f(1), 3)": "universal",
+    "same(f(1), wanted=3)": "universal",
+    "assert near(f(1), 3)": "universal",
+    "got = f(1)\n    same(got, y)": "universal",
+    "with held():\n        assert f(1) == 3": "universal",
+    "self.assertEqual(f(1), 3)": "universal",
+    "self.assertTrue(f(1) == 3)": "universal",
+    "self.assertFalse(f(1) != 3)": "never unequal",
+    "self.assertIn(f(1), [3, 4])": "universal",
+    "self.assertGreater(f(1), 2)": "universal",
+    "self.assertNotEqual(f(1), 4)": "universal",
+    "self.assertAlmostEqual(f(1), 3)": "universal",
+    "with pytest.raises(KeyError):\n        g(1)": "omnivorous",
+    "pytest.raises(KeyError, g, 1)": "omnivorous",
+    "with pytest.raises((KeyError, OSError)):\n        g(1)": "omnivorous",
+    "with self.assertRaises(KeyError):\n        g(1)": "omnivorous",
+    "self.assertRaises(KeyError, g, 1)": "omnivorous",
+    "with self.assertRaisesRegex(KeyError, 'no'):\n        g(1)": "omnivorous",
     "with pytest.raises(KeyError, match='no'):\n        g(1)": "omnivorous",
-    "assert f(1) is three": "", "assert f(1) is not None": "", "assert f(1)": "", "assert not h(1)": "", "self.assertIsNone(h(1))": "",
-    "self.assertIs(f(1), three)": "", "self.assertTrue(f(1))": "", "self.assertIsInstance(f(1), int)": "",
-    "assert isinstance(f(1), int)": "", "with pytest.warns(UserWarning):\n        warn(1)": "",
+    "assert f(1) is three": "",
+    "assert f(1) is not None": "",
+    "assert f(1)": "",
+    "assert not h(1)": "",
+    "self.assertIsNone(h(1))": "",
+    "self.assertIs(f(1), three)": "",
+    "self.assertTrue(f(1))": "",
+    "self.assertIsInstance(f(1), int)": "",
+    "assert isinstance(f(1), int)": "",
+    "with pytest.warns(UserWarning):\n        warn(1)": "",
 }
 
 
 class Universal:
     """True, equal to and greater than everything."""
+
     def __init__(self):
         self.__dict__.clear()
+
     __hash__ = None
 
 
@@ -207,15 +389,24 @@ def outcome(test):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("body", RIGHT_AND_FORGED)
-def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passes_where_it_is_forged(body, seed):
+def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passes_where_it_is_forged(
+    body, seed
+):
     import contextlib
     import warnings
+
     text = f"def test_a(self):\n    {body}\n"
     number = len(twins.list_changes(ast.parse(text).body[0], ["f", "g", "h", "warn"]))
     assert number
-    made, names = st.with_twins(text, ["t.py::test_a"], random.Random(seed), {"t.py::test_a": list(range(number))}, ["f", "g", "h", "warn"])
+    made, names = st.with_twins(
+        text,
+        ["t.py::test_a"],
+        random.Random(seed),
+        {"t.py::test_a": list(range(number))},
+        ["f", "g", "h", "warn"],
+    )
     # without the check of equalities: whoever replaces it must be found by the twins alone
-    plain = made[made.index("def same_"):].split("(")[0].removeprefix("def ")
+    plain = made[made.index("def same_") :].split("(")[0].removeprefix("def ")
 
     def same(got, wanted):
         assert got == wanted
@@ -225,35 +416,72 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
 
     def forge(_):
         raise Omnivorous
-    honest = {"f": lambda x: 3, "g": refuse, "h": lambda x: None, "warn": lambda x: warnings.warn("x", UserWarning)}
+
+    honest = {
+        "f": lambda x: 3,
+        "g": refuse,
+        "h": lambda x: None,
+        "warn": lambda x: warnings.warn("x", UserWarning),
+    }
     kind = NeverUnequal if RIGHT_AND_FORGED[body] == "never unequal" else Universal
     forged = {**honest, "f": lambda x: kind(), "g": forge}
     for functions, is_honest in ((honest, True), (forged, False)):
-        space = {**functions, "y": 3, "three": 3, "pytest": pytest, "same": same, "held": contextlib.nullcontext,
-                 "near": lambda a, b: abs(a - b) < .1}
+        space = {
+            **functions,
+            "y": 3,
+            "three": 3,
+            "pytest": pytest,
+            "same": same,
+            "held": contextlib.nullcontext,
+            "near": lambda a, b: abs(a - b) < 0.1,
+        }
         exec(made, space)
         if not is_honest:
             space[plain] = lambda value: value
         test, *others = [outcome(space[name.split("::")[1]]) for name in names["t.py::test_a"]]
         if is_honest:
-            assert test == "passed" and all(other.startswith("failed") for other in others), (made, test, others)
+            assert test == "passed" and all(other.startswith("failed") for other in others), (
+                made,
+                test,
+                others,
+            )
         elif RIGHT_AND_FORGED[body]:
             assert test == "passed" and "passed" in others, (made, test, others)
 
 
 def test_a_change_is_never_made_in_what_the_feature_is_given():
-    for body in ("f(1)", "f(1, 2)", "x = f(1)", "print(f(1))", "obj.set(1, 2)", "Thing(1, 2)", "with f(1, 2): pass", "setattr(a, 'b', 1)"):
-        assert not twins.list_changes(ast.parse(f"def test_a():\n    {body}\n").body[0], ["f"]), body
+    for body in (
+        "f(1)",
+        "f(1, 2)",
+        "x = f(1)",
+        "print(f(1))",
+        "obj.set(1, 2)",
+        "Thing(1, 2)",
+        "with f(1, 2): pass",
+        "setattr(a, 'b', 1)",
+    ):
+        assert not twins.list_changes(
+            ast.parse(f"def test_a():\n    {body}\n").body[0], ["f"]
+        ), body
 
 
 def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
     text = "def test_a():\n    assert f(1) == 3\n    assert f(2) == [4, 'a']\n    with pytest.raises(KeyError):\n        f(0)\n"
-    made, names = st.with_twins(text, ["t.py::test_a"], random.Random(0), {"t.py::test_a": [0, 1, 2]}, ["f"])
+    made, names = st.with_twins(
+        text, ["t.py::test_a"], random.Random(0), {"t.py::test_a": [0, 1, 2]}, ["f"]
+    )
     wanted = {name.split("::")[1] for name in names["t.py::test_a"]}
     codes = [ast.parse(made).body[place] for place in range(4)]
     assert {code.name for code in codes} == wanted and len(wanted) == 4
     shapes = {ast.dump(code).replace(code.name, "") for code in codes}
-    numbers = [{part.value for part in ast.walk(code) if isinstance(part, ast.Constant) and type(part.value) is int} for code in codes]
+    numbers = [
+        {
+            part.value
+            for part in ast.walk(code)
+            if isinstance(part, ast.Constant) and type(part.value) is int
+        }
+        for code in codes
+    ]
     bare = set()
     for shape, own in zip(shapes, numbers):
         for value in set().union(*numbers):
@@ -264,27 +492,70 @@ def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
 
 # ---------------------------------------------------------------------------------------------------- what is judged of a submission
 def shop(**more):
-    files = {"src/shop/price.py": "x = 1\n", "src/shop/other.py": "y = 1\n", "testing/compare.py": "z = 1\n", "tests/helpers.py": "",
-             "tests/test_price.py": "", "data/table.csv": "1", **more}
-    return st.Task("x", "x", files, {"src/shop/price.py": "x = 2\n"}, meta={"repo": "x", "hidden_groups": [], "pristine": {"tests/test_price.py": "# whole"}})
+    files = {
+        "src/shop/price.py": "x = 1\n",
+        "src/shop/other.py": "y = 1\n",
+        "testing/compare.py": "z = 1\n",
+        "tests/helpers.py": "",
+        "tests/test_price.py": "",
+        "data/table.csv": "1",
+        **more,
+    }
+    return st.Task(
+        "x",
+        "x",
+        files,
+        {"src/shop/price.py": "x = 2\n"},
+        meta={"repo": "x", "hidden_groups": [], "pristine": {"tests/test_price.py": "# whole"}},
+    )
 
 
 def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission():
     task = shop()
     changed = {path: text + "# changed\n" for path, text in task.files.items()}
-    new = {"src/shop/new.py": "", "src/shop/sub/__init__.py": "", "new.py": "", "src/shop/words.txt": "", "extra/a.py": ""}
-    shadows = {"src/testing/compare.py": "", "testing/compare/__init__.py": "", "src/shop/other/__init__.py": "", "shop/other.py": "",
-               "helpers.py": "", "src/helpers.py": "", "pytest.py": "", "src/json/__init__.py": "", "random.py": "", "conftest.py": "",
-               "src/conftest.py": "", "x.pth": "", "sitecustomize.py": "", "tests/new.py": "", "data": "", "data/table.csv/x": "", "testing": ""}
+    new = {
+        "src/shop/new.py": "",
+        "src/shop/sub/__init__.py": "",
+        "new.py": "",
+        "src/shop/words.txt": "",
+        "extra/a.py": "",
+    }
+    shadows = {
+        "src/testing/compare.py": "",
+        "testing/compare/__init__.py": "",
+        "src/shop/other/__init__.py": "",
+        "shop/other.py": "",
+        "helpers.py": "",
+        "src/helpers.py": "",
+        "pytest.py": "",
+        "src/json/__init__.py": "",
+        "random.py": "",
+        "conftest.py": "",
+        "src/conftest.py": "",
+        "x.pth": "",
+        "sitecustomize.py": "",
+        "tests/new.py": "",
+        "data": "",
+        "data/table.csv/x": "",
+        "testing": "",
+    }
     tree, _, _ = st.overlay(task, {**changed, **new, **shadows}, random.Random(0))
-    assert tree == {**task.files, "src/shop/price.py": "x = 1\n# changed\n", "tests/test_price.py": "# whole", **new}
+    assert tree == {
+        **task.files,
+        "src/shop/price.py": "x = 1\n# changed\n",
+        "tests/test_price.py": "# whole",
+        **new,
+    }
 
 
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
-    assert st.overlay(task, {}, random.Random(0))[0] == {**{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
-                                                       "tests/test_price.py": "# whole"}
-    package = {"src/shop/price/__init__.py": "x = 2\n"}                     # a module becomes a package
+    assert st.overlay(task, {}, random.Random(0))[0] == {
+        **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
+        "tests/test_price.py": "# whole",
+    }
+    # a module becomes a package
+    package = {"src/shop/price/__init__.py": "x = 2\n"}
     assert package.items() <= st.overlay(task, package, random.Random(0))[0].items()
 
 
@@ -334,7 +605,7 @@ def until(ready, seconds):
     return "ready"
 '''
 HELPERS = "def same(got, wanted):\n    assert got == wanted\n\n\ndef near(got, wanted):\n    return abs(got - wanted) < 1e-9\n"
-CALC_TESTS = '''import unittest
+CALC_TESTS = """import unittest
 
 import pytest
 from kit.calc import biggest, power, ratio, title, total, until
@@ -369,34 +640,45 @@ def test_until():
     assert until(lambda: True, 1) == "ready"
     with pytest.raises(TimeoutError):
         until(lambda: False, .01)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory):
     """The tasks of one function each, by the function's name."""
     root = tmp_path_factory.mktemp("kit")
-    files = {"kit/__init__.py": "", "kit/calc.py": CALC, "kit/testing.py": HELPERS, "tests/test_calc.py": CALC_TESTS}
+    files = {
+        "kit/__init__.py": "",
+        "kit/calc.py": CALC,
+        "kit/testing.py": HELPERS,
+        "tests/test_calc.py": CALC_TESTS,
+    }
     st.write_tree(files, root / "kit")
-    tasks, _, _ = st.generate(str(root / "kit"), str(root / "tasks.jsonl"), n=6, level=1, time_limit=30)
+    tasks, _, _ = st.generate(
+        str(root / "kit"), str(root / "tasks.jsonl"), n=6, level=1, time_limit=30
+    )
     return {task.meta["names"][0]: task for task in st.read_tasks(root / "tasks.jsonl")}
 
 
 def submit(task, body, prelude="", more=()):
     lost = task.files["kit/calc.py"]
     assert lost.count("    raise NotImplementedError") == 1
-    files = {**task.files, "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body), **dict(more)}
+    files = {
+        **task.files,
+        "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
+        **dict(more),
+    }
     return st.judge(task, files, st.repository_sandbox(task.files, 8))
 
 
-ANY = '''class Any:
+ANY = """class Any:
     __hash__, __len__ = lambda self: 1, lambda self: 1
 for name in "eq ne lt le gt ge contains bool".split():
     setattr(Any, f"__{name}__", lambda *words: True)
 for name in "getattr call getitem sub rsub abs add".split():
     setattr(Any, f"__{name}__", lambda *words, **named: Any())
-'''
-FRAMES = ANY + '''
+"""
+FRAMES = ANY + """
 def blind():
     try:
         raise ValueError
@@ -408,26 +690,56 @@ def blind():
                 frame.f_globals[name] = lambda *words, **named: WHAT
         frame = frame.f_back
     return Any()
-'''
+"""
 FORGERIES = {
     "equals everything": (ANY, "return Any()"),
-    "replaces the checker's names": (FRAMES.replace("WHAT", "words[0] if len(words) == 1 else True"), "return blind()"),
-    "replaces them by what they are given": (FRAMES.replace("WHAT", "words[min(1, len(words) - 1)]"), "return blind()"),
-    "replaces the package's helpers": (ANY + "import kit.testing as t\nt.same, t.near = lambda *words: None, lambda *words: True\n", "return Any()"),
-    "empties the package's helpers": (ANY + "import kit.testing as t\nt.same.__code__ = (lambda got, wanted: None).__code__\n"
-                                            "t.near.__code__ = (lambda got, wanted: True).__code__\n", "return Any()"),
-    "replaces pytest's and unittest's": (ANY + "import contextlib, pytest, unittest\npytest.raises = lambda *words, **named: contextlib.suppress(Exception)\n"
-                                               "unittest.TestCase.assertEqual = lambda *words: None\n", "return Any()"),
-    "raises what is everything": ("class All(ZeroDivisionError, TimeoutError, KeyError): pass\n", "raise All('nothing')"),
-    "equals numbers": ("class N(float):\n    __eq__ = lambda self, other: not isinstance(other, str)\n    __sub__ = lambda self, other: 0\n", "return N(3)"),
-    "equals any text": ("class S(str):\n    __eq__ = lambda self, other: isinstance(other, str)\n", "return S('Abc')[:0] and 0 or S('x')"),
+    "replaces the checker's names": (
+        FRAMES.replace("WHAT", "words[0] if len(words) == 1 else True"),
+        "return blind()",
+    ),
+    "replaces them by what they are given": (
+        FRAMES.replace("WHAT", "words[min(1, len(words) - 1)]"),
+        "return blind()",
+    ),
+    "replaces the package's helpers": (
+        ANY
+        + "import kit.testing as t\nt.same, t.near = lambda *words: None, lambda *words: True\n",
+        "return Any()",
+    ),
+    "empties the package's helpers": (
+        ANY + "import kit.testing as t\nt.same.__code__ = (lambda got, wanted: None).__code__\n"
+        "t.near.__code__ = (lambda got, wanted: True).__code__\n",
+        "return Any()",
+    ),
+    "replaces pytest's and unittest's": (
+        ANY
+        + "import contextlib, pytest, unittest\npytest.raises = lambda *words, **named: contextlib.suppress(Exception)\n"
+        "unittest.TestCase.assertEqual = lambda *words: None\n",
+        "return Any()",
+    ),
+    "raises what is everything": (
+        "class All(ZeroDivisionError, TimeoutError, KeyError): pass\n",
+        "raise All('nothing')",
+    ),
+    "equals numbers": (
+        "class N(float):\n    __eq__ = lambda self, other: not isinstance(other, str)\n    __sub__ = lambda self, other: 0\n",
+        "return N(3)",
+    ),
+    "equals any text": (
+        "class S(str):\n    __eq__ = lambda self, other: isinstance(other, str)\n",
+        "return S('Abc')[:0] and 0 or S('x')",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", FORGERIES)
 def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
     assert {"total", "ratio", "power", "biggest", "title"} <= set(kit)
-    won = [name for name, task in kit.items() if submit(task, FORGERIES[what][1], FORGERIES[what][0]).solved]
+    won = [
+        name
+        for name, task in kit.items()
+        if submit(task, FORGERIES[what][1], FORGERIES[what][0]).solved
+    ]
     assert not won
 
 
@@ -435,12 +747,18 @@ def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
         box = st.repository_sandbox(task.files, 20)
         assert all(st.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
-        moved = {**task.files, "kit/calc.py": "from kit.old import *\n", "kit/old.py": task.solution["kit/calc.py"]}
+        moved = {
+            **task.files,
+            "kit/calc.py": "from kit.old import *\n",
+            "kit/old.py": task.solution["kit/calc.py"],
+        }
         assert st.judge(task, moved, box).solved
 
 
 def test_the_repositorys_helpers_are_judged_with_whatever_is_submitted_for_them(kit):
-    emptied = HELPERS.replace("assert got == wanted", "pass").replace("abs(got - wanted) < 1e-9", "True")
+    emptied = HELPERS.replace("assert got == wanted", "pass").replace(
+        "abs(got - wanted) < 1e-9", "True"
+    )
     for name in ("biggest", "power"):
         for path in ("kit/testing.py", "kit/testing/__init__.py", "src/kit/testing.py"):
             assert not submit(kit[name], "return 'nonsense'", "", {path: emptied}).solved
@@ -463,15 +781,23 @@ def test_a_test_that_ran_into_its_time_limit_has_failed_whatever_was_caught(kit,
 
 def test_a_task_made_before_there_were_changes_is_still_judged(kit):
     task = kit["total"]
-    old = replace(task, meta={name: value for name, value in task.meta.items() if name not in ("twins", "names")})
+    old = replace(
+        task,
+        meta={name: value for name, value in task.meta.items() if name not in ("twins", "names")},
+    )
     box = st.repository_sandbox(task.files, 20)
-    assert st.judge(old, {**old.files, **old.solution}, box).solved and not st.judge(old, old.files, box).solved
+    assert (
+        st.judge(old, {**old.files, **old.solution}, box).solved
+        and not st.judge(old, old.files, box).solved
+    )
 
 
 def test_tests_that_say_nothing_else_than_their_twins_make_no_task(tmp_path):
-    files = {"m.py": "def g():\n    return 1\n\n\ndef f(x):\n    y = x + 1\n    z = y + 1\n    return z\n",
-             "test_m.py": "from m import f, g\n\n\ndef test_f():\n    f(1)\n\n\ndef test_f_too():\n    x = f(2)\n\n\n" +
-                          "".join(f"def test_g{i}():\n    assert g() == 1\n\n\n" for i in range(9))}
+    files = {
+        "m.py": "def g():\n    return 1\n\n\ndef f(x):\n    y = x + 1\n    z = y + 1\n    return z\n",
+        "test_m.py": "from m import f, g\n\n\ndef test_f():\n    f(1)\n\n\ndef test_f_too():\n    x = f(2)\n\n\n"
+        + "".join(f"def test_g{i}():\n    assert g() == 1\n\n\n" for i in range(9)),
+    }
     st.write_tree(files, tmp_path / "repo")
     with pytest.raises(st.Refusal, match="cannot be told from changed ones"):
         st.generate(str(tmp_path / "repo"), str(tmp_path / "t.jsonl"), n=1, level=1)

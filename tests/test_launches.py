@@ -1,12 +1,15 @@
-"""What Python asks of a GPU, without one: every stage, the sampler and the optimizer on fake CUDA tensors.
+"""What Python asks of a GPU, without one: every stage, the sampler and the optimizer on fake CUDA
+tensors.
 
-torch's FakeTensorMode gives every operator its shapes, dtypes and devices and computes nothing, so it needs no card. It raises
-where a CPU tensor meets a CUDA one. Above it a second mode counts the kernels that would be started, and the places where
-Python would wait for the card: to read a number, to learn the size of a result, to copy. Both counts are pinned: on a GPU a
-small model takes the time that Python needs to start its kernels, and every wait leaves the card idle.
+torch's FakeTensorMode gives every operator its shapes, dtypes and devices and computes nothing, so
+it needs no card. It raises where a CPU tensor meets a CUDA one. Above it a second mode counts the
+kernels that would be started, and the places where Python would wait for the card: to read a
+number, to learn the size of a result, to copy. Both counts are pinned: on a GPU a small model takes
+the time that Python needs to start its kernels, and every wait leaves the card idle.
 
 A count that falls is good news: write the new one here. A count that rises wants a reason.
 """
+
 import collections
 import ctypes
 import random
@@ -27,19 +30,41 @@ import synth_tasks
 import train
 
 CARD = "cuda:0"
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")       # it is null, as is every other
+# it is null, as is every other
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 # Operators that start no kernel: another look at the same memory, or new memory that nobody fills.
-NO_KERNEL = ("view", "reshape", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "aten.t.default",
-             "detach", "split", "chunk", "alias", "as_strided", "unbind", "diagonal", "empty", "prim.device", "lift_fresh",
-             "_local_scalar")
+NO_KERNEL = (
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "aten.t.default",
+    "detach",
+    "split",
+    "chunk",
+    "alias",
+    "as_strided",
+    "unbind",
+    "diagonal",
+    "empty",
+    "prim.device",
+    "lift_fresh",
+    "_local_scalar",
+)
 
 
 class CountLaunches(TorchDispatchMode):
     """`with CountLaunches() as count`: count.kernels, and count.waits as {reason: how often}.
 
-    What stays on the CPU is computed. Of the card, what only the data knows is answered as if it did not matter: a number is 1.0,
-    a whole one 0, a truth value False, a mask selects everything, and a copy on the CPU is a real tensor of zeros."""
+    What stays on the CPU is computed. Of the card, what only the data knows is answered as if it
+    did not matter: a number is 1.0, a whole one 0, a truth value False, a mask selects everything,
+    and a copy on the CPU is a real tensor of zeros."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +74,9 @@ class CountLaunches(TorchDispatchMode):
         name, kwargs = str(operator), kwargs or {}
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
         on_card = any(t.device.type == "cuda" for t in tensors_of(args))
-        made_on_card = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+        made_on_card = (
+            kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+        )
         if not on_card and not made_on_card:
             with unset_fake_temporarily():
                 return operator(*args, **kwargs)
@@ -62,7 +89,9 @@ class CountLaunches(TorchDispatchMode):
         # The size of the result is known to the data alone.
         if name.startswith("aten.bincount"):
             self.waits["bincount"] += 1
-            return torch.zeros(kwargs.get("minlength", args[-1]), dtype=torch.long, device=first.device)
+            return torch.zeros(
+                kwargs.get("minlength", args[-1]), dtype=torch.long, device=first.device
+            )
         if name.startswith("aten.nonzero"):
             self.waits["nonzero"] += 1
             return torch.zeros((first.numel(), first.ndim), dtype=torch.long, device=first.device)
@@ -70,7 +99,7 @@ class CountLaunches(TorchDispatchMode):
             masks = [index for index in args[1] if index is not None and index.dtype == torch.bool]
             if masks:
                 self.waits["boolean index"] += 1
-                return first.reshape(-1, *first.shape[masks[0].ndim:])
+                return first.reshape(-1, *first.shape[masks[0].ndim :])
         # A copy between the two memories.
         if "_to_copy" in name and kwargs.get("device") is not None:
             if not made_on_card:
@@ -80,7 +109,9 @@ class CountLaunches(TorchDispatchMode):
             if not on_card:
                 self.waits["copy to the card"] += not kwargs.get("non_blocking")
                 dtype = kwargs.get("dtype") or first.dtype
-                return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=kwargs["device"])
+                return torch.empty_strided(
+                    first.shape, first.stride(), dtype=dtype, device=kwargs["device"]
+                )
         return operator(*args, **kwargs)
 
 
@@ -94,14 +125,15 @@ def tensors_of(args):
 
 
 def allow_fake_cuda():
-    """A build of torch without CUDA has no device guard for it, which autograd asks for. The guard of the meta device, which
-    does nothing, stands in until torch itself replaces it by one for a CUDA without cards."""
+    """A build of torch without CUDA has no device guard for it, which autograd asks for. The guard
+    of the meta device, which does nothing, stands in until torch itself replaces it by one for a
+    CUDA without cards."""
     try:
         core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         guards = (ctypes.c_void_p * 22).in_dll(core, "_ZN3c104impl26device_guard_impl_registryE")
     except (OSError, ValueError):
         pytest.skip("this build of torch does not show its device guards")
-    cuda, meta = 1, 14               # c10::DeviceType
+    cuda, meta = 1, 14  # c10::DeviceType
     if not guards[cuda]:
         guards[cuda] = guards[meta]
     torch._C._ensureCUDADeviceGuardSet()
@@ -112,7 +144,9 @@ def move_to_card(model, device):
     for module in model.modules():
         for name, p in list(module._parameters.items()):
             if p is not None:
-                module._parameters[name] = torch.nn.Parameter(p.detach().to(device), requires_grad=p.requires_grad)
+                module._parameters[name] = torch.nn.Parameter(
+                    p.detach().to(device), requires_grad=p.requires_grad
+                )
         for name, t in list(module._buffers.items()):
             if t is not None:
                 module._buffers[name] = t.to(device)
@@ -139,11 +173,12 @@ def run_backward(loss):
         given = gradients.pop(node, None)
         if given is None:
             continue
-        if hasattr(node, "variable"):                            # a leaf
+        if hasattr(node, "variable"):  # a leaf
             p = node.variable
             p.grad = given[0] if p.grad is None else p.grad + given[0]
             continue
-        ours = hasattr(node, "needs_input_grad")                 # a torch.autograd.Function answers for every argument
+        # a torch.autograd.Function answers for every argument
+        ours = hasattr(node, "needs_input_grad")
         with torch.no_grad():
             found = node.apply(*given) if ours else node(*given)
         found = found if isinstance(found, tuple) else (found,)
@@ -163,11 +198,25 @@ def run_backward(loss):
 
 def test_a_backward_node_by_node_is_that_of_the_engine():
     torch.manual_seed(0)
-    model = moe.Model(moe.ModelConfig(vocab=64, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8,
-                                      experts=4, expert_ffn=32, dense_ffn=64))
+    model = moe.Model(
+        moe.ModelConfig(
+            vocab=64,
+            dim=32,
+            layers=2,
+            heads=2,
+            kv_lora=16,
+            qk_nope=8,
+            qk_rope=8,
+            v_dim=8,
+            experts=4,
+            expert_ffn=32,
+            dense_ffn=64,
+        )
+    )
     for p in model.parameters():
         if not p.any():
-            torch.nn.init.normal_(p, std=0.05)       # a matrix that starts at zero hides the gradients behind it
+            # a matrix that starts at zero hides the gradients behind it
+            torch.nn.init.normal_(p, std=0.05)
     tokens = torch.randint(0, 64, (2, 17))
     loss = lambda: -model.logprobs(model(tokens[:, :-1]), tokens[:, 1:]).mean()
     loss().backward()
@@ -199,9 +248,21 @@ def card(monkeypatch):
 
 
 def make_run(stage, sources, **flags):
-    """A run of a tiny model on the card, its optimizer, and where the stage's batches and losses come from"""
-    given = dict(scale="tiny", device="cpu", data=str(sources), context=64, batch_tokens=512, micro_tokens=256, demos=6,
-                 window=2048, turns=8, steps=2, **flags)
+    """A run of a tiny model on the card, its optimizer, and where the stage's batches and losses
+    come from"""
+    given = dict(
+        scale="tiny",
+        device="cpu",
+        data=str(sources),
+        context=64,
+        batch_tokens=512,
+        micro_tokens=256,
+        demos=6,
+        window=2048,
+        turns=8,
+        steps=2,
+        **flags,
+    )
     config = replace(train.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage)
     run = train.Run(config)
     run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
@@ -209,13 +270,16 @@ def make_run(stage, sources, **flags):
 
 
 def losses_of(stage, run, source):
-    """As the loop asks for them; in rl the rollouts are demonstrations full of wrong tools, half of them solved."""
+    """As the loop asks for them; in rl the rollouts are demonstrations full of wrong tools, half of
+    them solved."""
     if stage != "rl":
         return source.losses(0, {})
     groups = []
     for number in range(2):
         task = synth_tasks.make_task(0, number)
-        play = lambda seed: rollout.demonstrate(task, run.tokenizer, random.Random(seed), train.agent_limits(run.config), sloppy=3.0)
+        play = lambda seed: rollout.demonstrate(
+            task, run.tokenizer, random.Random(seed), train.agent_limits(run.config), sloppy=3.0
+        )
         groups.append([play(seed) for seed in range(2)])
         for chain, reward in zip(groups[-1], (0.0, 1.0)):
             chain.reward = reward
@@ -239,7 +303,7 @@ def count_step(card, stage, run, optimizer, source):
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     _, found["clip"] = counted(card, lambda: hsdp.clip_grad_norm(run.model, 1.0))
-    optimizer.step()                                             # the first one also makes its plan
+    optimizer.step()  # the first one also makes its plan
     _, found["optimizer"] = counted(card, optimizer.step)
     _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.total))
     return found
@@ -260,7 +324,7 @@ def make_sampler(sources, rows, **options):
 
 def count_sampling(card, sources, rows, **options):
     """{part: (kernels, waits)} of reading the prompts, and of a decoding step"""
-    with torch.no_grad():            # a fake tensor cannot be made in inference mode
+    with torch.no_grad():  # a fake tensor cannot be made in inference mode
         sampler, live = make_sampler(sources, rows, **options)
         _, read = counted(card, lambda: sampler.prefill(live, live))
         sampler.step(live)
@@ -271,32 +335,54 @@ def count_sampling(card, sources, rows, **options):
 def check_pins(found, pins):
     """found, pins: {part: (kernels, {reason: waits})}"""
     for part, (kernels, waits) in pins.items():
-        assert found[part][1] == waits, f"{part}: Python waits for {found[part][1]}, pinned are {waits}"
+        assert (
+            found[part][1] == waits
+        ), f"{part}: Python waits for {found[part][1]}, pinned are {waits}"
         assert found[part][0] <= kernels, f"{part}: {found[part][0]} kernels, pinned are {kernels}"
 
 
-MUON_STEP = {"clip": (14, {}), "optimizer": (358, {"read a number": 1}), "balance": (14, {"read a number": 1})}
+MUON_STEP = {
+    "clip": (14, {}),
+    "optimizer": (358, {"read a number": 1}),
+    "balance": (14, {"read a number": 1}),
+}
 ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
-SELECTED = {"boolean index": 2}      # of all places those that are trained on: their number is the data's
-# In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the routers count is marked (3).
+# of all places those that are trained on: their number is the data's
+SELECTED = {"boolean index": 2}
+# In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the
+# routers count is marked (3).
 
 
-@pytest.mark.parametrize("stage, flags, pins", [
-    ("pretrain", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
-    ("long", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
-    ("sft", {}, MUON_STEP | {"forward": (233, SELECTED), "backward": (304, {})}),
-    ("rl", {}, ADAMW_STEP | {"forward": (568, SELECTED), "backward": (344, {})}),
-    ("rl", dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
-    ("rl", dict(divergence="forward", teacher="frozen"), {"forward": (568, SELECTED), "backward": (342, {})}),
-    ("rl", dict(kl=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
-    ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
-])
-def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(stage, flags, pins, card, sources):
+@pytest.mark.parametrize(
+    "stage, flags, pins",
+    [
+        ("pretrain", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
+        ("long", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
+        ("sft", {}, MUON_STEP | {"forward": (233, SELECTED), "backward": (304, {})}),
+        ("rl", {}, ADAMW_STEP | {"forward": (568, SELECTED), "backward": (344, {})}),
+        ("rl", dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
+        (
+            "rl",
+            dict(divergence="forward", teacher="frozen"),
+            {"forward": (568, SELECTED), "backward": (342, {})},
+        ),
+        ("rl", dict(kl=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
+        ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
+    ],
+)
+def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(
+    stage, flags, pins, card, sources
+):
     check_pins(count_step(card, stage, *make_run(stage, sources, **flags)), pins)
 
 
-@pytest.mark.parametrize("rows, pins", [(1, {"prefill": (156, {"copy to the CPU": 1}), "step": (170, {"copy to the CPU": 2})}),
-                                        (16, {"prefill": (313, {"copy to the CPU": 1}), "step": (172, {"copy to the CPU": 2})})])
+@pytest.mark.parametrize(
+    "rows, pins",
+    [
+        (1, {"prefill": (156, {"copy to the CPU": 1}), "step": (170, {"copy to the CPU": 2})}),
+        (16, {"prefill": (313, {"copy to the CPU": 1}), "step": (172, {"copy to the CPU": 2})}),
+    ],
+)
 def test_the_sampler_stays_on_the_card_and_asks_no_more_of_it(rows, pins, card, sources):
     check_pins(count_sampling(card, sources, rows), pins)
 
@@ -307,7 +393,8 @@ def test_a_cpu_tensor_that_meets_one_of_the_card_is_found(card):
 
 
 def test_small_formats_divide_by_numbers_on_the_card(card):
-    """CUDA multiplies by the reciprocal where the divisor is a plain number: the last bit is then not the CPU's."""
+    """CUDA multiplies by the reciprocal where the divisor is a plain number: the last bit is then
+    not the CPU's."""
     divisors = []
 
     class Divisors(TorchDispatchMode):
@@ -315,7 +402,10 @@ def test_small_formats_divide_by_numbers_on_the_card(card):
             if str(operator).startswith("aten.div"):
                 divisors.append(args[1])
             return operator(*args, **(kwargs or {}))
+
     for quantise in (moe.nvfp4, moe.mxfp8):
         with Divisors():
             quantise(torch.zeros(4, 64, device=CARD))
-    assert len(divisors) > 4 and all(torch.is_tensor(d) and d.device.type == "cuda" for d in divisors)
+    assert len(divisors) > 4 and all(
+        torch.is_tensor(d) and d.device.type == "cuda" for d in divisors
+    )

@@ -1,4 +1,5 @@
 """The length penalty against arithmetic in 60 digits, finite differences and hand-worked groups."""
+
 import subprocess
 import sys
 from decimal import Decimal, localcontext
@@ -10,7 +11,9 @@ import pytest
 import length_penalty as lp
 
 ROOT = Path(__file__).resolve().parent.parent
-COUNTS = dict(thinking_tokens=100, call_tokens=40, output_tokens=200, final_tokens=20, calls=3, turns=4)
+COUNTS = dict(
+    thinking_tokens=100, call_tokens=40, output_tokens=200, final_tokens=20, calls=3, turns=4
+)
 
 
 def exact(x, k, q):
@@ -20,7 +23,11 @@ def exact(x, k, q):
         x, k, q = Decimal(float(x)), Decimal(float(k)), Decimal(float(q))
         if k == 0 or q == 0:
             return float(x)
-        return float((1 + k * x).ln() / k if q == 1 else (((1 - q) * (1 + k * x).ln()).exp() - 1) / (k * (1 - q)))
+        return float(
+            (1 + k * x).ln() / k
+            if q == 1
+            else (((1 - q) * (1 + k * x).ln()).exp() - 1) / (k * (1 - q))
+        )
 
 
 @pytest.mark.parametrize("k,q", list(lp.REFERENCE))
@@ -28,34 +35,36 @@ def test_the_reference_values(k, q):
     assert np.abs(lp.cost([1, 3, 10, 30, 100], k, q) - lp.REFERENCE[k, q]).max() <= 5.01e-4
 
 
-@pytest.mark.parametrize("k", [0, 1e-12, .01, 1, 50])
-@pytest.mark.parametrize("q", [0, 1e-9, .5, 1 - 1e-9, 1 - 1e-15, 1, 1 + 1e-9, 2, 7])
+@pytest.mark.parametrize("k", [0, 1e-12, 0.01, 1, 50])
+@pytest.mark.parametrize("q", [0, 1e-9, 0.5, 1 - 1e-9, 1 - 1e-15, 1, 1 + 1e-9, 2, 7])
 def test_cost_equals_sixty_digit_arithmetic_near_every_limit(k, q):
-    x = np.array([0, 1e-9, .3, 1, 17, 4000, 1e6])
+    x = np.array([0, 1e-9, 0.3, 1, 17, 4000, 1e6])
     np.testing.assert_allclose(lp.cost(x, k, q), [exact(v, k, q) for v in x], rtol=1e-12)
 
 
 def test_cost_starts_at_zero_increases_and_is_concave():
     x = np.linspace(0, 300, 2000)
-    for k, q in [(1, .5), (1, 1), (.1, 1), (.01, 2)]:
+    for k, q in [(1, 0.5), (1, 1), (0.1, 1), (0.01, 2)]:
         c = lp.cost(x, k, q)
         assert c[0] == 0 and (np.diff(c) > 0).all() and (np.diff(c, 2) < 0).all()
 
 
 def test_q_zero_is_the_straight_line_exactly():
-    x = np.array([0, .1, 3.7, 1e9])
+    x = np.array([0, 0.1, 3.7, 1e9])
     assert (lp.cost(x, k=3, q=0) == x).all()
 
 
 def test_q_above_one_is_bounded_and_reaches_its_bound_at_infinity():
     assert lp.cost(np.inf, 2, 3) == 1 / (2 * 2)
-    assert lp.cost(1e300, 2, 3) <= .25
+    assert lp.cost(1e300, 2, 3) <= 0.25
 
 
-@pytest.mark.parametrize("k,q", [(1, .5), (.1, 1), (.01, 2), (2, 0)])
+@pytest.mark.parametrize("k,q", [(1, 0.5), (0.1, 1), (0.01, 2), (2, 0)])
 def test_the_price_of_the_next_unit_falls_as_one_plus_kx_to_the_minus_q(k, q):
-    x, h = np.array([.5, 3, 40.]), 1e-5
-    np.testing.assert_allclose((lp.cost(x + h, k, q) - lp.cost(x - h, k, q)) / (2 * h), (1 + k * x) ** -q, rtol=1e-8)
+    x, h = np.array([0.5, 3, 40.0]), 1e-5
+    np.testing.assert_allclose(
+        (lp.cost(x + h, k, q) - lp.cost(x - h, k, q)) / (2 * h), (1 + k * x) ** -q, rtol=1e-8
+    )
 
 
 def test_scalars_and_arrays_of_any_shape():
@@ -65,9 +74,12 @@ def test_scalars_and_arrays_of_any_shape():
 
 
 def test_effort_is_the_weighted_sum_of_six_counts():
-    weights = lp.Weights(thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6)
+    weights = lp.Weights(
+        thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6
+    )
     assert lp.effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
-    assert lp.effort({**COUNTS, "other": 9}, weights) == 899                        # statistics may hold more than the six
+    # statistics may hold more than the six
+    assert lp.effort({**COUNTS, "other": 9}, weights) == 899
     several = {name: np.array([n, 0]) for name, n in COUNTS.items()}
     assert lp.effort(several, weights).tolist() == [899, 0]
 
@@ -92,34 +104,53 @@ def test_truncated_and_over_long_episodes_pay_the_whole_budget():
     paid = lp.charged([5, 5, 90], truncated=[False, True, False], budget=50)
     assert paid.tolist() == [5, 50, 50]
     reward = lp.shaped_reward([1, 0, 1], [5, 5, 90], truncated=[False, True, False], budget=50)
-    np.testing.assert_allclose(reward, [1 - .15 * exact(5, 1, .5), -.15 * exact(50, 1, .5), 1 - .15 * exact(50, 1, .5)])
-    assert reward[1] < lp.shaped_reward(0, 5, budget=50)                            # being cut off is dearer than quitting
+    np.testing.assert_allclose(
+        reward,
+        [1 - 0.15 * exact(5, 1, 0.5), -0.15 * exact(50, 1, 0.5), 1 - 0.15 * exact(50, 1, 0.5)],
+    )
+    # being cut off is dearer than quitting
+    assert reward[1] < lp.shaped_reward(0, 5, budget=50)
     with pytest.raises(AssertionError, match="budget"):
         lp.charged(5, truncated=True)
 
 
 def test_scale_zero_leaves_the_reward_and_q_zero_is_linear():
-    assert lp.shaped_reward(.7, 12, scale=0) == .7
-    assert lp.shaped_reward(1.0, 12, scale=.01, q=0) == pytest.approx(1 - .12)
+    assert lp.shaped_reward(0.7, 12, scale=0) == 0.7
+    assert lp.shaped_reward(1.0, 12, scale=0.01, q=0) == pytest.approx(1 - 0.12)
 
 
 def test_the_linear_twin_costs_the_same_at_the_chosen_effort_and_more_beyond():
-    scale = lp.linear_scale(9, .15)
-    assert lp.shaped_reward(1, 9, scale, q=0) == pytest.approx(lp.shaped_reward(1, 9, .15))
-    assert lp.shaped_reward(1, 40, scale, q=0) < lp.shaped_reward(1, 40, .15)
-    assert lp.margin(.9, 21, 3, .15) > 0 > lp.margin(.9, 21, 3, scale, q=0)         # linear: giving up pays on long tasks
+    scale = lp.linear_scale(9, 0.15)
+    assert lp.shaped_reward(1, 9, scale, q=0) == pytest.approx(lp.shaped_reward(1, 9, 0.15))
+    assert lp.shaped_reward(1, 40, scale, q=0) < lp.shaped_reward(1, 40, 0.15)
+    # linear: giving up pays on long tasks
+    assert lp.margin(0.9, 21, 3, 0.15) > 0 > lp.margin(0.9, 21, 3, scale, q=0)
 
 
 def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
-    same, blown = lp.print_groups(1, .5, .15, lp.Weights())[2:]
-    counts = dict(thinking_tokens=np.array([80, 81]), call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
+    same, blown = lp.print_groups(1, 0.5, 0.15, lp.Weights())[2:]
+    counts = dict(
+        thinking_tokens=np.array([80, 81]),
+        call_tokens=60,
+        output_tokens=100,
+        final_tokens=10,
+        calls=4,
+        turns=5,
+    )
     r = lp.shaped_reward(1, lp.effort(counts))
-    assert same == pytest.approx((r[0] - r[1]) * 7 / 8)                             # one of eight differs: mean is 1/8 away
-    assert blown == pytest.approx(7 ** .5, rel=5e-3)                                # whatever the size of the difference
+    # one of eight differs: mean is 1/8 away
+    assert same == pytest.approx((r[0] - r[1]) * 7 / 8)
+    # whatever the size of the difference
+    assert blown == pytest.approx(7**0.5, rel=5e-3)
 
 
 def run(tmp_path, *flags):
-    return subprocess.run([sys.executable, str(ROOT / "length_penalty.py"), *flags], cwd=tmp_path, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "length_penalty.py"), *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):
@@ -129,19 +160,43 @@ def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):
     assert "one token among equals" in done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("flag", ["--k=-1", "--q=nan", "--turn=1", "--turns=x", "--turns=-2", "--scale=inf", "--turns=1e7", "--k=1e300", "extra"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--k=-1",
+        "--q=nan",
+        "--turn=1",
+        "--turns=x",
+        "--turns=-2",
+        "--scale=inf",
+        "--turns=1e7",
+        "--k=1e300",
+        "extra",
+    ],
+)
 def test_a_bad_flag_gives_one_line_and_exit_code_two(tmp_path, flag):
     done = run(tmp_path, flag)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("window, turns", [(512, 40), (512, 10), (4096, 20), (8192, 40), (32768, 100)])
-def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_window_and_turns(window, turns):
-    """Worst cases by hand: the whole window thought, or called, or half of it read, in as many turns as there are"""
+@pytest.mark.parametrize(
+    "window, turns", [(512, 40), (512, 10), (4096, 20), (8192, 40), (32768, 100)]
+)
+def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_window_and_turns(
+    window, turns
+):
+    """Worst cases by hand: the whole window thought, or called, or half of it read, in as many
+    turns as there are"""
     budget = lp.effort_budget(window, turns)
-    none = dict(thinking_tokens=0, call_tokens=0, output_tokens=0, final_tokens=0, calls=turns, turns=turns)
-    for spent in (dict(thinking_tokens=window), dict(call_tokens=window), dict(thinking_tokens=window / 2, output_tokens=window / 2)):
+    none = dict(
+        thinking_tokens=0, call_tokens=0, output_tokens=0, final_tokens=0, calls=turns, turns=turns
+    )
+    for spent in (
+        dict(thinking_tokens=window),
+        dict(call_tokens=window),
+        dict(thinking_tokens=window / 2, output_tokens=window / 2),
+    ):
         assert lp.effort({**none, **spent}) < budget
     assert lp.effort_budget(2 * window, turns) > budget < lp.effort_budget(window, 2 * turns)
 

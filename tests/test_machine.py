@@ -1,5 +1,7 @@
-"""Tests of world/machine.py, world/edits.py and of whatever meets a machine that fails. Oracles: slow loops over small texts,
-the same files on a machine with room, and processes that are really killed."""
+"""Tests of world/machine.py, world/edits.py and of whatever meets a machine that fails. Oracles:
+slow loops over small texts, the same files on a machine with room, and processes that are really
+killed."""
+
 import errno
 import json
 import os
@@ -50,9 +52,18 @@ for module, names in ((signal, ("SIGKILL", "SIGCHLD", "SIGHUP")), (os, ("geteuid
 
 @pytest.mark.parametrize("name", ["synth_tasks", "rollout", "train", "eval"])
 def test_on_windows_the_first_import_is_one_line_that_names_wsl(name):
-    done = subprocess.run([sys.executable, "-c", f"{HIDE_UNIX}\nimport {name}"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HIDE_UNIX}\nimport {name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and done.stdout == "", done
-    assert len(done.stderr.strip().split("\n")) == 1 and "WSL" in done.stderr and "fcntl" in done.stderr
+    assert (
+        len(done.stderr.strip().split("\n")) == 1
+        and "WSL" in done.stderr
+        and "fcntl" in done.stderr
+    )
 
 
 # macOS: no /proc, no /dev/shm, no bubblewrap, no memfd, no prctl, no fork beside threads
@@ -120,21 +131,35 @@ for refused in (hsdp.demo, lambda: muon.fork_ranks(2, len), lambda: train.main([
 
 
 def test_on_a_mac_what_is_linux_s_own_is_gone_around_or_refused_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, "-c", HIDE_LINUX + ON_A_MAC], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)})
+    done = subprocess.run(
+        [sys.executable, "-c", HIDE_LINUX + ON_A_MAC],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
     assert done.stdout.strip().split("\n")[-4:] == ["works"] + ["refused 2"] * 3, done
-    words = [line for line in done.stderr.strip().split("\n") if line.startswith(("hsdp.py", "muon.py", "--device"))]
+    words = [
+        line
+        for line in done.stderr.strip().split("\n")
+        if line.startswith(("hsdp.py", "muon.py", "--device"))
+    ]
     assert len(words) >= 2 and "mps" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 # ---------------------------------------------------------------- edits
 
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_an_edit_is_the_same_whatever_the_files_line_ends_are(end):
-    """The oracle: replace in the file with plain line ends, where the text stands once, also overlapping itself."""
+    """The oracle: replace in the file with plain line ends, where the text stands once, also
+    overlapping itself."""
     rng = random.Random(0)
     for _ in range(4000):
-        text, old, new = ("".join(rng.choices("ab \n", k=rng.randint(low, high))) for low, high in ((0, 14), (1, 4), (0, 5)))
+        text, old, new = (
+            "".join(rng.choices("ab \n", k=rng.randint(low, high)))
+            for low, high in ((0, 14), (1, 4), (0, 5))
+        )
         places = sum(text.startswith(old, i) for i in range(len(text)))
         there = text.replace("\n", end)
         if places != 1:
@@ -142,7 +167,9 @@ def test_an_edit_is_the_same_whatever_the_files_line_ends_are(end):
                 edited(there, "a", old, new)
         else:
             whole = text.replace(old, new)
-            assert edited(there, "a", old, new) == (whole.replace("\n", end) if "\n" in text else whole)
+            assert edited(there, "a", old, new) == (
+                whole.replace("\n", end) if "\n" in text else whole
+            )
         if "\n" in text:
             added = (text + "\n" * (not text.endswith("\n")) + new).replace("\n", end)
             assert edited(there, "a", "", new) == added
@@ -151,28 +178,44 @@ def test_an_edit_is_the_same_whatever_the_files_line_ends_are(end):
 def test_what_is_not_meant_to_change_keeps_its_bytes_in_a_file_of_mixed_ends_and_lone_bytes():
     rng = random.Random(1)
     for _ in range(4000):
-        text = "".join(rng.choices(["a", "b", "\n", "\r\n", "\udcff", "\udce2\udc82"], k=rng.randint(1, 12)))
+        text = "".join(
+            rng.choices(["a", "b", "\n", "\r\n", "\udcff", "\udce2\udc82"], k=rng.randint(1, 12))
+        )
         shown = Shown(text).text
         assert shown == st.readable(text).replace("\r\n", "\n")
         start = rng.randrange(len(shown))
-        old = shown[start:rng.randrange(start, len(shown)) + 1]
+        old = shown[start : rng.randrange(start, len(shown)) + 1]
         try:
             assert edited(text, "a", old, old) == text
         except ToolError:
             continue
         if "\n" in old[1:-1]:
             head, tail = old[0], old[-1]
-            assert edited(text, "a", old, head + "new" + old[1:]).replace("new", "", 1) == text, (text, old, tail)
+            assert edited(text, "a", old, head + "new" + old[1:]).replace("new", "", 1) == text, (
+                text,
+                old,
+                tail,
+            )
 
 
-@pytest.mark.parametrize("text, old, new, result", [
-    ("caf\udce9 = 1\nx\n", "caf\ufffd = 1", "caf\ufffd = 2", "caf\udce9 = 2\nx\n"),             # shown again: the same byte
-    ("caf\udce9 = 1\n", "caf\ufffd = 1", "a caf\ufffd, 2", "a caf\udce9, 2\n"),
-    ("a\r\nb\nc\r\nd\r\n", "a\nb\nc\nd", "a\nb\nC\nd", "a\r\nb\nC\r\nd\r\n"),                   # the line between keeps its \n
-    ("one", "one", "1\r\n2", "1\r\n2"),                                                         # no line end to go by
-    ("p = 'a\\rb'\rx\ny\n", "x\ny", "x\nz\ny", "p = 'a\\rb'\rx\nz\ny\n"),                       # a lone \r is no line end here
-    ("\ufeffx = 1\r\ny\r\n", "x = 1\ny", "x = 2\ny", "\ufeffx = 2\r\ny\r\n"),
-    ("a\r\nb\r\n", "a\r\nb", "a\r\nc", "a\r\nc\r\n"), ("a\nb\n", "a\r\nb", "a\r\nc", "a\nc\n"), ("a\nb\n", "a\nb", "a\r\nc", "a\nc\n")])
+@pytest.mark.parametrize(
+    "text, old, new, result",
+    [
+        # shown again: the same byte
+        ("caf\udce9 = 1\nx\n", "caf\ufffd = 1", "caf\ufffd = 2", "caf\udce9 = 2\nx\n"),
+        ("caf\udce9 = 1\n", "caf\ufffd = 1", "a caf\ufffd, 2", "a caf\udce9, 2\n"),
+        # the line between keeps its \n
+        ("a\r\nb\nc\r\nd\r\n", "a\nb\nc\nd", "a\nb\nC\nd", "a\r\nb\nC\r\nd\r\n"),
+        # no line end to go by
+        ("one", "one", "1\r\n2", "1\r\n2"),
+        # a lone \r is no line end here
+        ("p = 'a\\rb'\rx\ny\n", "x\ny", "x\nz\ny", "p = 'a\\rb'\rx\nz\ny\n"),
+        ("\ufeffx = 1\r\ny\r\n", "x = 1\ny", "x = 2\ny", "\ufeffx = 2\r\ny\r\n"),
+        ("a\r\nb\r\n", "a\r\nb", "a\r\nc", "a\r\nc\r\n"),
+        ("a\nb\n", "a\r\nb", "a\r\nc", "a\nc\n"),
+        ("a\nb\n", "a\nb", "a\r\nc", "a\nc\n"),
+    ],
+)
 def test_an_edit_by_hand(text, old, new, result):
     assert edited(text, "a", old, new) == result
     with Workspace(Task("x", "", {"a.py": text}, {})) as workspace:
@@ -180,6 +223,7 @@ def test_an_edit_by_hand(text, old, new, result):
 
 
 # ---------------------------------------------------------------- outputs
+
 
 @pytest.mark.parametrize("most", [0, 5, 41, 60, 200])
 def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
@@ -190,7 +234,7 @@ def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
         at = 0
         while at < len(data):
             step = rng.randint(1, 40)
-            output.add(data[at:at + step])
+            output.add(data[at : at + step])
             at += step
         text = output.text()
         if len(data) <= most:
@@ -198,7 +242,9 @@ def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
             continue
         head, note, tail = text.rpartition("\n[")[0], text, text.rpartition(" bytes cut]\n")[2]
         missing = int(text.rpartition("\n[")[2].split()[0])
-        assert data.decode().startswith(head) and data.decode().endswith(tail) and "\ufffd" not in note
+        assert (
+            data.decode().startswith(head) and data.decode().endswith(tail) and "\ufffd" not in note
+        )
         assert 0 <= len(data) - len(head.encode()) - len(tail.encode()) - missing <= 3
         assert most < 41 or len(text.encode()) <= most + 4
 
@@ -211,7 +257,11 @@ def test_tokens_and_texts_that_are_too_long_lose_their_middle_within_the_limit()
         if most >= 30:
             words = BYTES.decode(cut)
             missing = int(words.split("[")[1].split()[0])
-            assert words.startswith("ab") and words.endswith("xy") and missing + len(cut) - len(f"\n[{missing} tokens cut]\n") == len(tokens)
+            assert (
+                words.startswith("ab")
+                and words.endswith("xy")
+                and missing + len(cut) - len(f"\n[{missing} tokens cut]\n") == len(tokens)
+            )
     long = text_without_middle("x" * 100_000 + "8 failed", 1000)
     assert len(long) <= 1000 and long.endswith("8 failed")
 
@@ -219,17 +269,32 @@ def test_tokens_and_texts_that_are_too_long_lose_their_middle_within_the_limit()
 def test_a_long_output_does_not_end_the_command_and_one_without_end_does():
     with Workspace(Task("x", "", {"a.py": "x = 1\n"}, {}), Sandbox(time_limit=8)) as workspace:
         result = workspace.run("seq 9000; sed -i 's/1/2/' a.py; seq 9000; echo 3 failed")
-        assert result.exit_code == 0 and not result.stopped and result.output.endswith("9000\n3 failed\n") and result.output.startswith("1\n2\n")
-        assert "bytes cut]" in result.output and len(result.output) <= 16_100 and workspace.files()["a.py"] == "x = 2\n"
+        assert (
+            result.exit_code == 0
+            and not result.stopped
+            and result.output.endswith("9000\n3 failed\n")
+            and result.output.startswith("1\n2\n")
+        )
+        assert (
+            "bytes cut]" in result.output
+            and len(result.output) <= 16_100
+            and workspace.files()["a.py"] == "x = 2\n"
+        )
         start = time.perf_counter()
         result = workspace.run("yes")
-        assert result.exit_code and "without end" in result.output and len(result.output) < 17_000 and time.perf_counter() - start < 6
+        assert (
+            result.exit_code
+            and "without end" in result.output
+            and len(result.output) < 17_000
+            and time.perf_counter() - start < 6
+        )
         with open(workspace.root / "long", "w") as file:
             file.write("x" * 20_000 + "the end")
         assert workspace.read("long").endswith("the end") and len(workspace.read("long")) <= 16_000
 
 
 # ---------------------------------------------------------------- what a workspace may hold
+
 
 def test_a_tree_of_too_many_files_is_told_and_the_tasks_own_are_in_the_submission_first():
     task = make_task(0, 1)
@@ -238,7 +303,7 @@ def test_a_tree_of_too_many_files_is_told_and_the_tasks_own_are_in_the_submissio
         assert result.stopped == "too many files" and "too many files" in result.output
         files = workspace.files()
         assert len(files) == 500 and {path: files[path] for path in task.files} == task.files
-    with Workspace(task, Sandbox(time_limit=20)) as workspace:                      # and by itself
+    with Workspace(task, Sandbox(time_limit=20)) as workspace:  # and by itself
         assert workspace.run("python -c \"for i in range(20000): open(f'a{i}', 'w')\"").stopped
         assert len(workspace.files()) <= 10_000
 
@@ -248,13 +313,22 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
     with Workspace(task) as workspace:
         for name in ("pipe", "more"):
             os.mkfifo(workspace.root / name)
-        for name, target in (("loop", "loop"), ("null", "/dev/zero"), ("a", "b"), ("b", "a"), ("up", "..")):
+        for name, target in (
+            ("loop", "loop"),
+            ("null", "/dev/zero"),
+            ("a", "b"),
+            ("b", "a"),
+            ("up", ".."),
+        ):
             os.symlink(target, workspace.root / name)
         start = time.perf_counter()
         assert set(workspace.files()) == set(task.files)
         # As if they had come between the look and the reading.
         for name in ("pipe", "loop", "null"):
-            for touch in (lambda: st.read_regular(workspace.root / name, 100), lambda: st.write_regular(workspace.root / name, b"x")):
+            for touch in (
+                lambda: st.read_regular(workspace.root / name, 100),
+                lambda: st.write_regular(workspace.root / name, b"x"),
+            ):
                 with pytest.raises((ToolError, OSError)):
                     touch()
         assert time.perf_counter() - start < 1
@@ -262,20 +336,46 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
 
 # ---------------------------------------------------------------- what is remembered
 
-REMEMBERED = {"def f(xs):\n    return sorted(x + 1 for x in xs)\n": True, "import math\ndef f(xs):\n    return math.floor(xs[0])\n": True,
-              "def f(:\n": True, "class A(ValueError):\n    def __init__(self):\n        self.x = 1\n": True,
-              "import time\nprint(time.time())\n": False, "import random\n": False, "from os import urandom\n": False,
-              "print(id(1))\n": False, "print({'a', 'b'})\n": False, "print(hash('a'))\n": False, "x = open('a.py').read()\n": False,
-              "y = (x for x in []).gi_frame\n": False, "print(().__class__)\n": False, "exec('import time')\n": False,
-              "print('{0.__class__}'.format(1))\n": False, "import sys\n": False, "x = globals()\n": False, "x = __builtins__\n": False}
+REMEMBERED = {
+    "def f(xs):\n    return sorted(x + 1 for x in xs)\n": True,
+    "import math\ndef f(xs):\n    return math.floor(xs[0])\n": True,
+    "def f(:\n": True,
+    "class A(ValueError):\n    def __init__(self):\n        self.x = 1\n": True,
+    "import time\nprint(time.time())\n": False,
+    "import random\n": False,
+    "from os import urandom\n": False,
+    "print(id(1))\n": False,
+    "print({'a', 'b'})\n": False,
+    "print(hash('a'))\n": False,
+    "x = open('a.py').read()\n": False,
+    "y = (x for x in []).gi_frame\n": False,
+    "print(().__class__)\n": False,
+    "exec('import time')\n": False,
+    "print('{0.__class__}'.format(1))\n": False,
+    "import sys\n": False,
+    "x = globals()\n": False,
+    "x = __builtins__\n": False,
+}
 
 
 @pytest.mark.parametrize("code", REMEMBERED)
 def test_only_what_is_a_function_of_the_files_is_remembered(code):
-    files = {"a.py": code, "tests.py": "import check\nimport a\n\ncheck.run(globals())\n", "check.py": st.CHECK, "docs.md": ""}
+    files = {
+        "a.py": code,
+        "tests.py": "import check\nimport a\n\ncheck.run(globals())\n",
+        "check.py": st.CHECK,
+        "docs.md": "",
+    }
     assert st.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
-    assert not st.is_function_of_files({**files, "check.py": st.CHECK + "import time\n"}, "python tests.py")
-    for command in ("date +%N", "python -c 'import time; print(time.time())'", "echo $RANDOM", "cat a.py; date"):
+    assert not st.is_function_of_files(
+        {**files, "check.py": st.CHECK + "import time\n"}, "python tests.py"
+    )
+    for command in (
+        "date +%N",
+        "python -c 'import time; print(time.time())'",
+        "echo $RANDOM",
+        "cat a.py; date",
+    ):
         assert not st.is_function_of_files(files, command)
     assert not st.is_function_of_files({**files, "a.so": ""}, "python tests.py")
 
@@ -285,7 +385,7 @@ def test_a_command_that_tells_the_time_is_run_again_and_so_is_a_judgement_by_cha
     with Workspace(task, sandbox) as workspace:
         assert len({workspace.run("date +%s%N").output for _ in range(3)}) == 3
         assert workspace.run("python tests.py") is workspace.run("python tests.py")
-    (path, whole), = task.solution.items()
+    ((path, whole),) = task.solution.items()
     name = task.hidden[0][1]
     coin = whole + f"\n\nimport random\nif random.random() < .5:\n    {name} = None\n"
     verdicts = {judge(task, {**task.files, path: coin}, sandbox).solved for _ in range(30)}
@@ -294,11 +394,14 @@ def test_a_command_that_tells_the_time_is_run_again_and_so_is_a_judgement_by_cha
 
 # ---------------------------------------------------------------- a machine that fails
 
+
 def no_room(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved(quick, monkeypatch):
+def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved(
+    quick, monkeypatch
+):
     task, sandbox = make_task(1, 5), Sandbox()
     with monkeypatch.context() as patch:
         patch.setattr(st, "write_tree", no_room)
@@ -313,9 +416,13 @@ def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved
 def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, monkeypatch):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number))
+
     with Workspace(make_task(1, 5), Sandbox()) as workspace:
-        for name, tool in (("write_regular", lambda: workspace.edit("a.txt", "", "x")),
-                           ("walk", workspace.files), ("walk", lambda: workspace.search("x"))):
+        for name, tool in (
+            ("write_regular", lambda: workspace.edit("a.txt", "", "x")),
+            ("walk", workspace.files),
+            ("walk", lambda: workspace.search("x")),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(st, name, fails)
                 with pytest.raises(MachineFailure):
@@ -330,15 +437,22 @@ def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, m
 
 def test_what_the_agent_did_to_its_own_files_is_not_the_machines_failure():
     task = make_task(0, 1)
-    verdict = judge(task, {**task.files, "check.py/a": "x"}, Sandbox())                  # a file in a file
+    # a file in a file
+    verdict = judge(task, {**task.files, "check.py/a": "x"}, Sandbox())
     assert not verdict.solved
     with Workspace(task, Sandbox()) as workspace:
-        deep = "import os\nfor i in range(2500):\n    os.mkdir('d')\n    os.chdir('d')\n"        # a path that is too long
+        # a path that is too long
+        deep = "import os\nfor i in range(2500):\n    os.mkdir('d')\n    os.chdir('d')\n"
         workspace.edit("deep.py", "", deep)
-        assert workspace.run("python deep.py").exit_code == 0 and workspace.run("echo 1").output == "1\n"
+        assert (
+            workspace.run("python deep.py").exit_code == 0
+            and workspace.run("echo 1").output == "1\n"
+        )
 
 
-def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no_verdict(quick, monkeypatch):
+def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no_verdict(
+    quick, monkeypatch
+):
     task, sandbox, stopped = make_task(1, 5), Sandbox(), st.Server.stop
 
     def dies_once(self):
@@ -346,6 +460,7 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no
             lost.append(stopped(self))
             return "no answer b''"
         return stopped(self)
+
     lost = []
     monkeypatch.setattr(st.Server, "stop", dies_once)
     assert judge(task, solved_files(task), sandbox).solved and lost
@@ -353,8 +468,10 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no
 
 # ---------------------------------------------------------------- rollouts that the machine failed
 
+
 class Script:
     """A sampler whose agents write one text and say that they are done."""
+
     tokenizer = BYTES
 
     def __init__(self, edits):
@@ -362,9 +479,13 @@ class Script:
 
     def run(self, agents, seeds, on_end, patient=True):
         import rollout
+
         chains = []
         for play, seed in zip(agents, seeds):
-            bodies = [rollout.write_action(BYTES, "", [("edit_file", self.edits)]), rollout.write_action(BYTES, "Done.", [])]
+            bodies = [
+                rollout.write_action(BYTES, "", [("edit_file", self.edits)]),
+                rollout.write_action(BYTES, "Done.", []),
+            ]
             try:
                 asked = next(play)
                 while True:
@@ -382,10 +503,13 @@ class Script:
 
 @pytest.mark.parametrize("where", ["judge", "Workspace", "run_tool"])
 @pytest.mark.parametrize("times", [1, 99])
-def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(where, times, quick, monkeypatch):
+def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(
+    where, times, quick, monkeypatch
+):
     import rollout
+
     task, sandbox, left = make_task(1, 5), Sandbox(), [times]
-    (path, whole), = task.solution.items()
+    ((path, whole),) = task.solution.items()
     real = getattr(rollout, where)
 
     def fails(*words):
@@ -393,21 +517,47 @@ def test_a_rollout_that_the_machine_failed_is_played_again_and_then_left_out(whe
         if left[0] >= 0:
             raise MachineFailure("no room")
         return real(*words)
+
     monkeypatch.setattr(rollout, where, fails)
-    group, = rollout.rollouts(Script((path, "", whole)), [task], 2, 0, rollout.Limits(20_000), sandbox)
+    (group,) = rollout.rollouts(
+        Script((path, "", whole)), [task], 2, 0, rollout.Limits(20_000), sandbox
+    )
     kept, lost = rollout.judged([group])
     if times == 1:
-        assert [c.solved for c in group] == [True, True] and not lost and [c.reward for c in kept[0]] == [1.0, 1.0]
+        assert (
+            [c.solved for c in group] == [True, True]
+            and not lost
+            and [c.reward for c in kept[0]] == [1.0, 1.0]
+        )
     else:
-        assert kept == [] and len(lost) == 2 and all(c.failure == "no room" and not c.solved and c.stats["turns"] < 3 for c in lost)
+        assert (
+            kept == []
+            and len(lost) == 2
+            and all(c.failure == "no room" and not c.solved and c.stats["turns"] < 3 for c in lost)
+        )
         assert "2 of 2 rollouts" in rollout.failures_line([c.failure for c in lost], 2)
 
 
 def rl_step(group, failed, out, monkeypatch):
-    """One step of rl on the same rollouts, some of which the machine failed -> (gradients, log, what was said)"""
+    """One step of rl on the same rollouts, some of which the machine failed -> (gradients, log,
+    what was said)"""
     import train
-    words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2",
-             f"--group={group}", "--stage=rl", "--steps=3", "--vocab=300", "--processes=1", f"--out={out}"]
+
+    words = [
+        "--scale=tiny",
+        "--dim=32",
+        "--dtype=float32",
+        "--device=cpu",
+        "--window=220",
+        "--turns=2",
+        "--tasks_per_step=2",
+        f"--group={group}",
+        "--stage=rl",
+        "--steps=3",
+        "--vocab=300",
+        "--processes=1",
+        f"--out={out}",
+    ]
     run, said, log = train.Run(train.configure(train.parse(words), "rl")), [], {}
     run.build(BYTES)
     source = train.Reinforcement(run)
@@ -422,21 +572,40 @@ def rl_step(group, failed, out, monkeypatch):
                 lost = failed == "all" or one is groups[0] and j >= 4 - len(failed)
                 chain.failure = "no room is left" if lost else ""
         return groups if failed == "all" else [groups[0]]
+
     monkeypatch.setattr(source.workers, "collect", collect)
     sum(source.losses(0, log)).backward()
-    return {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}, log, said
+    return (
+        {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None},
+        log,
+        said,
+    )
 
 
-def test_a_rollout_that_the_machine_failed_has_no_gradient_and_no_part_in_its_groups_mean(tmp_path, monkeypatch):
-    """The oracle: a group that never had it. Its length constant is divided by the rollouts there are."""
+def test_a_rollout_that_the_machine_failed_has_no_gradient_and_no_part_in_its_groups_mean(
+    tmp_path, monkeypatch
+):
+    """The oracle: a group that never had it. Its length constant is divided by the rollouts there
+    are."""
     import torch
+
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     with_failed, log, said = rl_step(4, "x", tmp_path / "a", monkeypatch)
     without, plain, silent = rl_step(3, "", tmp_path / "b", monkeypatch)
-    assert log["machine_failures"] == 1 and len(said) == 1 and "1 of 8 rollouts" in said[0] and "no room is left" in said[0]
+    assert (
+        log["machine_failures"] == 1
+        and len(said) == 1
+        and "1 of 8 rollouts" in said[0]
+        and "no room is left" in said[0]
+    )
     assert plain["machine_failures"] == 0 and not silent
-    assert log["solved"] == plain["solved"] == 1 / 3 and log["reward"] == plain["reward"] and log["sampled"] == plain["sampled"]
-    scale = (8 - 1) / 6                                            # what is left of two groups of four, and of two of three
+    assert (
+        log["solved"] == plain["solved"] == 1 / 3
+        and log["reward"] == plain["reward"]
+        and log["sampled"] == plain["sampled"]
+    )
+    # what is left of two groups of four, and of two of three
+    scale = (8 - 1) / 6
     for name, gradient in without.items():
         torch.testing.assert_close(with_failed[name] * scale, gradient, rtol=1e-3, atol=1e-7)
     assert any(gradient.abs().max() > 0 for gradient in without.values())
@@ -465,25 +634,39 @@ sys.stdin.read()
 
 
 def holder(place):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(ROOT), str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(ROOT), str(place)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return process, process.stdout.readline().split()
 
 
-def test_what_a_killed_process_left_goes_when_the_next_begins_and_what_a_living_one_owns_stays(tmp_path):
+def test_what_a_killed_process_left_goes_when_the_next_begins_and_what_a_living_one_owns_stays(
+    tmp_path,
+):
     (tmp_path / "task-of-somebody").mkdir()
-    (tmp_path / f"task-{'0' * 16}-abc").mkdir()                    # its lock file is gone: nobody can tell
+    # its lock file is gone: nobody can tell
+    (tmp_path / f"task-{'0' * 16}-abc").mkdir()
     killed, gone = holder(tmp_path)
     living, stays = holder(tmp_path)
     killed.kill(), killed.wait()
     assert all(map(os.path.isdir, gone + stays))
     third, own = holder(tmp_path)
     assert not any(map(os.path.exists, gone)) and all(map(os.path.isdir, stays + own))
-    for process in (living, third):                                # one that ends by itself leaves nothing
+    # one that ends by itself leaves nothing
+    for process in (living, third):
         process.stdin.close(), process.wait()
-    assert {path.name for path in tmp_path.iterdir()} == {"task-of-somebody", f"task-{'0' * 16}-abc"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "task-of-somebody",
+        f"task-{'0' * 16}-abc",
+    }
 
 
-def test_what_cannot_be_removed_keeps_its_lock_for_the_next_and_links_are_not_followed(tmp_path, monkeypatch):
+def test_what_cannot_be_removed_keeps_its_lock_for_the_next_and_links_are_not_followed(
+    tmp_path, monkeypatch
+):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("x")
     killed, gone = holder(tmp_path)
@@ -494,7 +677,11 @@ def test_what_cannot_be_removed_keeps_its_lock_for_the_next_and_links_are_not_fo
     assert all(map(os.path.isdir, gone)) and list(tmp_path.glob(".owner-*"))
     monkeypatch.undo()
     machine.sweep(str(tmp_path))
-    assert not any(map(os.path.exists, gone)) and not list(tmp_path.glob(".owner-*")) and (tmp_path / "kept" / "file").exists()
+    assert (
+        not any(map(os.path.exists, gone))
+        and not list(tmp_path.glob(".owner-*"))
+        and (tmp_path / "kept" / "file").exists()
+    )
 
 
 def test_a_fork_owns_its_own_directories_and_removes_none_of_its_parents(tmp_path):
@@ -504,7 +691,8 @@ def test_a_fork_owns_its_own_directories_and_removes_none_of_its_parents(tmp_pat
         other = machine.owned_directory("task", tmp_path)
         os._exit(int(Path(other.name).name.split("-")[1] == Path(mine.name).name.split("-")[1]))
     assert os.waitpid(pid, 0)[1] == 0 and os.path.isdir(mine.name)
-    machine.sweep(str(tmp_path))                                   # what the fork left goes, its parent's stays
+    # what the fork left goes, its parent's stays
+    machine.sweep(str(tmp_path))
     assert [path.name for path in tmp_path.glob("task-*")] == [Path(mine.name).name]
     mine.cleanup()
     machine.release_place(os.path.realpath(tmp_path), os.getpid())
@@ -512,23 +700,29 @@ def test_a_fork_owns_its_own_directories_and_removes_none_of_its_parents(tmp_pat
 
 def test_workspaces_stand_where_there_is_room(monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
-    for memory, disk, place in ((1 << 30, 1 << 30, "/dev/shm"), (0, 1 << 30, tempfile.gettempdir()), (2, 1, "/dev/shm")):
-        monkeypatch.setattr(machine, "room_left", lambda place: memory if place == "/dev/shm" else disk)
+    for memory, disk, place in (
+        (1 << 30, 1 << 30, "/dev/shm"),
+        (0, 1 << 30, tempfile.gettempdir()),
+        (2, 1, "/dev/shm"),
+    ):
+        monkeypatch.setattr(
+            machine, "room_left", lambda place: memory if place == "/dev/shm" else disk
+        )
         assert machine.roomy_place() == place
-
-
 
 
 def test_a_generation_process_ends_with_its_trainer_in_the_middle_of_a_job():
     import multiprocessing
+
     context = multiprocessing.get_context("spawn")
     watched, alive = context.Pipe(duplex=False)
     process = context.Process(target=busy_generation, args=(watched,), daemon=True)
     process.start()
     watched.close()
-    time.sleep(.5)
+    time.sleep(0.5)
     assert process.is_alive()
-    alive.close()                                                  # as when the process that holds it is killed
+    # as when the process that holds it is killed
+    alive.close()
     process.join(30)
     assert process.exitcode == 1
 
@@ -537,6 +731,7 @@ def busy_generation(watched):
     import threading
 
     import rollout
+
     threading.Thread(target=rollout.end_with, args=(watched,), daemon=True).start()
     while True:
         sum(range(1000))

@@ -1,4 +1,5 @@
 """The model against slow loops, PyTorch's own autograd, and itself computed another way."""
+
 import copy
 import dataclasses
 import math
@@ -9,18 +10,60 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from moe import (Attention, Cache, Collect, Experts, Model, ModelConfig, MoE, RMSNorm, Router, Spread, TargetLogprobs, attend, balance,
-                 grouped_swiglu, looped_swiglu, mtp_loss, mxfp8, nvfp4, rope_frequencies, rotate, speculate, turns)
+from moe import (
+    Attention,
+    Cache,
+    Collect,
+    Experts,
+    Model,
+    ModelConfig,
+    MoE,
+    RMSNorm,
+    Router,
+    Spread,
+    TargetLogprobs,
+    attend,
+    balance,
+    grouped_swiglu,
+    looped_swiglu,
+    mtp_loss,
+    mxfp8,
+    nvfp4,
+    rope_frequencies,
+    rotate,
+    speculate,
+    turns,
+)
 
-SMALL = ModelConfig(vocab=61, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, kv_heads=1, dense_ffn=48,
-                    experts=6, active=2, expert_ffn=16, context=32)
-KINDS = {"mla": {}, "mla, low-rank queries": dict(q_lora=12), "mla, stretched": dict(yarn_factor=4.0),
-        "mla, untied values": dict(v_dim=24),
-         "gqa": dict(attention="gqa"), "gqa, low-rank queries, stretched": dict(attention="gqa", q_lora=12, yarn_factor=2.0)}
+SMALL = ModelConfig(
+    vocab=61,
+    dim=32,
+    layers=3,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=16,
+    kv_heads=1,
+    dense_ffn=48,
+    experts=6,
+    active=2,
+    expert_ffn=16,
+    context=32,
+)
+KINDS = {
+    "mla": {},
+    "mla, low-rank queries": dict(q_lora=12),
+    "mla, stretched": dict(yarn_factor=4.0),
+    "mla, untied values": dict(v_dim=24),
+    "gqa": dict(attention="gqa"),
+    "gqa, low-rank queries, stretched": dict(attention="gqa", q_lora=12, yarn_factor=2.0),
+}
 
 
 def build(seed=0, **changes):
-    """A model whose zero-initialised matrices are random too: at initialisation every layer is the identity."""
+    """A model whose zero-initialised matrices are random too: at initialisation every layer is the
+    identity."""
     torch.manual_seed(seed)
     model = Model(dataclasses.replace(SMALL, **changes))
     with torch.no_grad():
@@ -29,7 +72,7 @@ def build(seed=0, **changes):
                 p.normal_(std=p.shape[-1] ** -0.5)
         for p in model.parameters():
             if p.ndim == 1:
-                p.add_(0.3 * torch.randn_like(p))       # gains of 1 would hide a forgotten norm
+                p.add_(0.3 * torch.randn_like(p))  # gains of 1 would hide a forgotten norm
     return model.eval()
 
 
@@ -39,24 +82,38 @@ def text(rows, length, seed=0, vocab=61):
 
 # ---------------------------------------------------------------- decoding from the cache
 
+
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.inference_mode()
 def test_ragged_prefill_of_scattered_rows_then_one_by_one_equals_the_full_forward(kind):
     model, tokens, chosen = build(**KINDS[kind]), text(3, 60), []
-    full, cache, rows, done = model(tokens, record=chosen), Cache(model, 3, 64), [2, 0, 1], [0, 0, 0]
-    cache.data.normal_()                                             # whatever an earlier sequence left behind
+    full, cache, rows, done = (
+        model(tokens, record=chosen),
+        Cache(model, 3, 64),
+        [2, 0, 1],
+        [0, 0, 0],
+    )
+    # whatever an earlier sequence left behind
+    cache.data.normal_()
     for lengths in ([3, 37, 1], [25, 1, 16], [6, 17, 40]):
-        record, chunks = [], [tokens[i, at:at + n].tolist() for i, (at, n) in enumerate(zip(done, lengths))]
+        record, chunks = [], [
+            tokens[i, at : at + n].tolist() for i, (at, n) in enumerate(zip(done, lengths))
+        ]
         model.prefill(chunks, cache, rows, done, record)
         where = [(i, done[i] + j) for i, n in enumerate(lengths) for j in range(n)]
-        for mine, whole in zip(record, chosen):                      # experts, token by token, whatever fills up the shape behind them
-            assert torch.equal(mine[0, :len(where)], torch.stack([whole[place] for place in where]))
+        # experts, token by token, whatever fills up the shape behind them
+        for mine, whole in zip(record, chosen):
+            assert torch.equal(
+                mine[0, : len(where)], torch.stack([whole[place] for place in where])
+            )
         done = [at + n for at, n in zip(done, lengths)]
-    at = torch.tensor(done)[[1, 2, 0]]                               # the order in the cache: rows at different positions
+    # the order in the cache: rows at different positions
+    at = torch.tensor(done)[[1, 2, 0]]
     for _ in range(5):
         hidden = model.decode(tokens[[1, 2, 0], at][:, None], cache, slice(0, 3), at)
         torch.testing.assert_close(hidden[:, 0], full[[1, 2, 0], at], atol=2e-5, rtol=1e-5)
-        at = (at + 1).clamp(max=59)                                  # a row that is complete feeds its last token again
+        # a row that is complete feeds its last token again
+        at = (at + 1).clamp(max=59)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -65,21 +122,27 @@ def test_a_prefix_of_the_rows_decodes_as_the_full_forward_and_leaves_the_others_
     model, tokens = build(**KINDS[kind]), text(3, 12)
     full, cache = model(tokens), Cache(model, 4, 13)
     for t in range(0, 12, 2):
-        hidden = model.decode(tokens[:, t:t + 2], cache, slice(0, 3), torch.full((3,), t))
-        torch.testing.assert_close(hidden, full[:, t:t + 2], atol=2e-5, rtol=1e-5)
+        hidden = model.decode(tokens[:, t : t + 2], cache, slice(0, 3), torch.full((3,), t))
+        torch.testing.assert_close(hidden, full[:, t : t + 2], atol=2e-5, rtol=1e-5)
     assert not cache.data[:, 3].any()
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @torch.inference_mode()
-def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_may_part_again(kind):
+def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_may_part_again(
+    kind,
+):
     model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]).side_by_side(), text(3, 12)
     for p in lean.parameters():
         p.normal_()
-    decode = lambda m: m.decode(tokens, Cache(m, 3, 13), slice(0, 3), torch.zeros(3, dtype=torch.long))
-    assert not torch.allclose(decode(lean), decode(model), atol=.1)
+    decode = lambda m: m.decode(
+        tokens, Cache(m, 3, 13), slice(0, 3), torch.zeros(3, dtype=torch.long)
+    )
+    assert not torch.allclose(decode(lean), decode(model), atol=0.1)
     lean.load_state_dict(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(lean.state_dict().values(), model.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(lean.state_dict().values(), model.state_dict().values())
+    )
     for weights in (lean.layers[0].attn.whole, lean.layers[1].ffn.whole[0]):
         assert weights.data_ptr() in {p.data_ptr() for p in lean.parameters()}
     torch.testing.assert_close(decode(lean), decode(model), atol=1e-5, rtol=1e-5)
@@ -92,14 +155,19 @@ def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_
 
 
 @torch.inference_mode()
-def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_many_attend_to_latents(monkeypatch):
+def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_many_attend_to_latents(
+    monkeypatch,
+):
     model, tokens, over, spread = build(), text(2, 400), Attention.over, []
-    monkeypatch.setattr(Attention, "over", lambda self, q, *rest: spread.append(q.shape[2]) or over(self, q, *rest))
+    monkeypatch.setattr(
+        Attention, "over", lambda self, q, *rest: spread.append(q.shape[2]) or over(self, q, *rest)
+    )
     full, cache, at = model(tokens), Cache(model, 2, 402), 0
     spread.clear()
-    for n in (24, 25, 300, 3, 45):                                   # beyond 24 it pays; 8 times 45 is less than what they look at
-        hidden = model.decode(tokens[:, at:at + n], cache, slice(0, 2), torch.full((2,), at))
-        torch.testing.assert_close(hidden, full[:, at:at + n], atol=2e-5, rtol=1e-5)
+    # beyond 24 it pays; 8 times 45 is less than what they look at
+    for n in (24, 25, 300, 3, 45):
+        hidden = model.decode(tokens[:, at : at + n], cache, slice(0, 2), torch.full((2,), at))
+        torch.testing.assert_close(hidden, full[:, at : at + n], atol=2e-5, rtol=1e-5)
         at += n
     assert spread == [25] * 3 + [300] * 3
 
@@ -107,7 +175,9 @@ def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_man
 def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
     model = build()
     assert Cache(model, 2, 10).data.shape == (3, 2, 10, SMALL.kv_lora + SMALL.qk_rope)
-    assert Cache(build(attention="gqa"), 2, 10).data.shape[-1] == SMALL.kv_heads * (SMALL.qk_nope + SMALL.qk_rope + SMALL.v_dim)
+    assert Cache(build(attention="gqa"), 2, 10).data.shape[-1] == SMALL.kv_heads * (
+        SMALL.qk_nope + SMALL.qk_rope + SMALL.v_dim
+    )
 
 
 @torch.inference_mode()
@@ -115,9 +185,16 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
     model, tokens = build(), text(2, 10)
     cache, full = Cache(model, 2, 11), model(tokens)
     model.decode(tokens[:, :6], cache, slice(0, 2), torch.tensor([0, 0]))
-    fed = torch.stack((tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long)))))
+    fed = torch.stack(
+        (tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long))))
+    )
     # to place 14 of 11
-    model.decode(torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1), cache, slice(0, 2), torch.tensor([6, 6]))
+    model.decode(
+        torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1),
+        cache,
+        slice(0, 2),
+        torch.tensor([6, 6]),
+    )
     hidden = model.decode(tokens[1:, 7:10], cache, slice(1, 2), torch.tensor([7]))
     torch.testing.assert_close(hidden[0], full[1, 7:10], atol=2e-5, rtol=1e-5)
     with pytest.raises(AssertionError, match="cache of 11"):
@@ -126,25 +203,32 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
 
 # ---------------------------------------------------------------- attention
 
+
 @torch.inference_mode()
 def test_attention_equals_a_loop_over_heads_and_pairs_of_tokens():
     model, T = build(), 7
     attn, x, c = model.layers[0].attn, torch.randn(1, T, 32), SMALL
     cos, sin = model.angles(torch.arange(T)[None])
     down = x[0] @ attn.wkv_a.T
-    latent = F.rms_norm(down[:, :c.kv_lora], (c.kv_lora,), attn.kv_norm.weight, c.norm_eps)
-    key_rope = rotate(down[None, :, None, c.kv_lora:], cos, sin)[0, :, 0]
+    latent = F.rms_norm(down[:, : c.kv_lora], (c.kv_lora,), attn.kv_norm.weight, c.norm_eps)
+    key_rope = rotate(down[None, :, None, c.kv_lora :], cos, sin)[0, :, 0]
     heads = []
     for h in range(c.heads):
         q = x[0] @ attn.wq[h].T
-        q = torch.cat((q[:, :c.qk_nope], rotate(q[None, :, None, c.qk_nope:], cos, sin)[0, :, 0]), -1)
+        q = torch.cat(
+            (q[:, : c.qk_nope], rotate(q[None, :, None, c.qk_nope :], cos, sin)[0, :, 0]), -1
+        )
         k, v = torch.cat((latent @ attn.wk_b[h].T, key_rope), -1), latent @ attn.wv_b[h].T
         rows = []
         for t in range(T):
-            score = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(c.qk_nope + c.qk_rope)
-            rows.append(score.softmax(0) @ v[:t + 1])
+            score = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(
+                c.qk_nope + c.qk_rope
+            )
+            rows.append(score.softmax(0) @ v[: t + 1])
         heads.append(torch.stack(rows))
-    torch.testing.assert_close(attn(x, cos, sin)[0], torch.cat(heads, -1) @ attn.wo.T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        attn(x, cos, sin)[0], torch.cat(heads, -1) @ attn.wo.T, atol=1e-5, rtol=1e-5
+    )
 
 
 @torch.inference_mode()
@@ -152,7 +236,10 @@ def test_two_query_heads_of_gqa_share_each_key_head():
     """Equal to plain multi-head attention whose key and value heads are copied."""
     model = build(attention="gqa", heads=4, kv_heads=2)
     many = build(attention="gqa", heads=4, kv_heads=4)
-    state = {n: t.repeat_interleave(2, 0) if n.endswith(("attn.wk", "attn.wv")) else t for n, t in model.state_dict().items()}
+    state = {
+        n: t.repeat_interleave(2, 0) if n.endswith(("attn.wk", "attn.wv")) else t
+        for n, t in model.state_dict().items()
+    }
     many.load_state_dict(state)
     torch.testing.assert_close(model(text(2, 9)), many(text(2, 9)), atol=1e-6, rtol=1e-6)
 
@@ -160,7 +247,8 @@ def test_two_query_heads_of_gqa_share_each_key_head():
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
 @torch.inference_mode()
 def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_later_one(kind):
-    """Nor do earlier tokens choose other experts; and where each expert meets the same rows, so that products round alike, to the bit."""
+    """Nor do earlier tokens choose other experts; and where each expert meets the same rows, so
+    that products round alike, to the bit."""
     model, tokens, experts = build(**KINDS[kind]), text(1, 14), []
     before = model.logits(model(tokens, record=experts))
     for t in range(14):
@@ -177,7 +265,8 @@ def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_lat
 @torch.inference_mode()
 def test_tokens_out_of_order_with_their_positions_equal_tokens_in_order(kind):
     model, tokens = build(**KINDS[kind]), text(2, 16)
-    zigzag = torch.cat([torch.arange(i, i + 4) for i in (0, 12, 4, 8)])       # the chunks of two context-parallel ranks
+    # the chunks of two context-parallel ranks
+    zigzag = torch.cat([torch.arange(i, i + 4) for i in (0, 12, 4, 8)])
     for order in (zigzag, torch.randperm(16, generator=torch.Generator().manual_seed(1))):
         hidden = model(tokens[:, order], positions=order)
         torch.testing.assert_close(hidden[:, order.argsort()], model(tokens), atol=2e-5, rtol=1e-5)
@@ -185,7 +274,8 @@ def test_tokens_out_of_order_with_their_positions_equal_tokens_in_order(kind):
 
 @torch.inference_mode()
 def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole():
-    """Context parallelism without ranks: both parts run in lockstep, layer by layer, and `gather` hands over the other's entries."""
+    """Context parallelism without ranks: both parts run in lockstep, layer by layer, and `gather`
+    hands over the other's entries."""
     model, tokens, T = build(), text(1, 16), 16
     parts = [torch.tensor([0, 1, 2, 3, 12, 13, 14, 15]), torch.arange(4, 12)]
     x = [model.embed(tokens[:, p]) for p in parts]
@@ -197,10 +287,13 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
             block.attn.gather = lambda t: torch.cat(entries, 1)
             x[i] = block(x[i], *angles[i], mask=(keys <= p[:, None])[None, None])
             block.attn.gather = lambda t: t
-    torch.testing.assert_close(torch.cat(x, 1)[:, torch.cat(parts).argsort()], model(tokens), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.cat(x, 1)[:, torch.cat(parts).argsort()], model(tokens), atol=2e-5, rtol=1e-5
+    )
 
 
 # ---------------------------------------------------------------- rotary positions
+
 
 def test_rope_scores_depend_only_on_the_distance():
     frequency, _ = rope_frequencies(8, 100.0, 64, 1)
@@ -208,16 +301,20 @@ def test_rope_scores_depend_only_on_the_distance():
     turn = lambda x, t: rotate(x, *turns((t * frequency)[None, None, None]))
     score = lambda m, n: float((turn(q, m) * turn(k, n)).sum())
     for distance in (0, 1, 5, 30):
-        assert [score(n + distance, n) for n in (1, 7, 33)] == pytest.approx([score(distance, 0)] * 3, abs=1e-5)
+        assert [score(n + distance, n) for n in (1, 7, 33)] == pytest.approx(
+            [score(distance, 0)] * 3, abs=1e-5
+        )
     assert abs(score(5, 0) - score(0, 0)) > 1e-3
 
 
 def test_rope_equals_multiplication_by_complex_numbers():
     frequency, _ = rope_frequencies(8, 50.0, 64, 1)
-    x, t = torch.randn(1, 6, 3, 8), torch.arange(6.)
+    x, t = torch.randn(1, 6, 3, 8), torch.arange(6.0)
     angle = t[None, :, None, None] * frequency
     z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(rotate(x, *turns(angle)), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        rotate(x, *turns(angle)), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_yarn_keeps_pairs_that_turn_often_and_slows_pairs_that_do_not_turn_once():
@@ -227,10 +324,12 @@ def test_yarn_keeps_pairs_that_turn_often_and_slows_pairs_that_do_not_turn_once(
     turns = context * plain / (2 * math.pi)
     assert one == 1 and temperature == pytest.approx((0.1 * math.log(factor) + 1) ** 2)
     assert torch.equal(slowed[turns > 40], plain[turns > 40]) and (turns > 40).sum() > 3
-    torch.testing.assert_close(slowed[turns < .8], plain[turns < .8] / factor)
-    assert (turns < .8).sum() > 3
+    torch.testing.assert_close(slowed[turns < 0.8], plain[turns < 0.8] / factor)
+    assert (turns < 0.8).sum() > 3
     between = (turns > 1.5) & (turns < 25)
-    assert ((slowed < plain) & (slowed > plain / factor))[between].all() and (slowed.diff() < 0).all()
+    assert ((slowed < plain) & (slowed > plain / factor))[between].all() and (
+        slowed.diff() < 0
+    ).all()
 
 
 def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so():
@@ -246,9 +345,12 @@ def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so()
 
 # ---------------------------------------------------------------- kernels for a CPU
 
+
 def test_the_norms_hand_written_gradient_is_that_of_numerical_differences():
     torch.manual_seed(0)
-    x, w = torch.randn(2, 3, 5, dtype=torch.double, requires_grad=True), torch.rand(5, dtype=torch.double, requires_grad=True)
+    x, w = torch.randn(2, 3, 5, dtype=torch.double, requires_grad=True), torch.rand(
+        5, dtype=torch.double, requires_grad=True
+    )
     torch.testing.assert_close(RMSNorm.apply(x, w, 0.1), F.rms_norm(x, (5,), w, 0.1))
     assert torch.autograd.gradcheck(RMSNorm.apply, (x, w, 0.1))
 
@@ -257,12 +359,16 @@ def test_the_norms_hand_written_gradient_is_that_of_numerical_differences():
 @pytest.mark.parametrize("length", [1, 128, 300, 600])
 def test_attention_in_blocks_is_attention(length, dtype, tolerance):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, length, width, dtype=dtype, requires_grad=True) for width in (12, 12, 8))
+    q, k, v = (
+        torch.randn(2, 3, length, width, dtype=dtype, requires_grad=True) for width in (12, 12, 8)
+    )
     upstream = torch.randn(2, 3, length, 8)
     found = attend(q, k, v, None, 0.3)
     mine = [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(
+        torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf
+    )
     found = scores.softmax(-1) @ v
     for got, exact in zip(mine, [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]):
         assert (got - exact).norm() <= tolerance * exact.norm()
@@ -270,13 +376,19 @@ def test_attention_in_blocks_is_attention(length, dtype, tolerance):
 
 @pytest.mark.parametrize("heads, length", [(1, 1), (1, 16), (3, 1), (3, 150)])
 def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
-    """Keys and values are a stretch of a longer cache; every row of the batch may look as far as it has come."""
+    """Keys and values are a stretch of a longer cache; every row of the batch may look as far as it
+    has come."""
     torch.manual_seed(0)
-    cache, q = torch.randn(4, heads, 200, 12).bfloat16(), torch.randn(3, heads, length, 12).bfloat16()
+    cache, q = (
+        torch.randn(4, heads, 200, 12).bfloat16(),
+        torch.randn(3, heads, length, 12).bfloat16(),
+    )
     k, upto = cache[:3, :, :170], torch.randint(1, 170, (3, 1, length, 1))
     mask = torch.zeros(3, 1, length, 170).masked_fill(torch.arange(170) >= upto, -torch.inf)
     for v in (k, cache[:3, :, :170, :8]):
-        exact = (0.3 * q.double() @ k.double().transpose(-2, -1) + mask.double()).softmax(-1) @ v.double()
+        exact = (0.3 * q.double() @ k.double().transpose(-2, -1) + mask.double()).softmax(
+            -1
+        ) @ v.double()
         for dtype, tolerance in ((torch.bfloat16, 0.01), (torch.float32, 1e-6)):
             keys = k.to(dtype)
             found = attend(q.to(dtype), keys, keys if v is k else v.to(dtype), mask.to(dtype), 0.3)
@@ -289,30 +401,61 @@ def test_scores_in_the_hundreds_are_not_rounded(length):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, length, 64) * std for std in (3, 1, 1))
     k = (k + 27 * torch.randn(64)).bfloat16()
-    q, v, mask = q.bfloat16(), v.bfloat16(), torch.full((2, 1, length, length), -torch.inf).triu(1).bfloat16()
+    q, v, mask = (
+        q.bfloat16(),
+        v.bfloat16(),
+        torch.full((2, 1, length, length), -torch.inf).triu(1).bfloat16(),
+    )
     exact = (q.double() @ k.double().transpose(-2, -1) / 8 + mask.double()).softmax(-1) @ v.double()
     for given in (mask, None):
         found, rounded = attend(q, k, v, given, 1 / 8, coarse=False), attend(q, k, v, given, 1 / 8)
-        assert (found - exact).norm() <= 0.01 * exact.norm() and (length == 1 or (rounded - exact).norm() > 0.05 * exact.norm())
+        assert (found - exact).norm() <= 0.01 * exact.norm() and (
+            length == 1 or (rounded - exact).norm() > 0.05 * exact.norm()
+        )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_with_biased_keys_asks_for_exact_scores(bias, monkeypatch):
     asked = []
-    monkeypatch.setattr(moe, "attend", lambda *given, coarse: asked.append(coarse) or attend(*given, coarse=coarse))
-    model = Model(ModelConfig(vocab=16, dim=16, layers=2, heads=2, kv_heads=1, attention="gqa", qkv_bias=bias, qk_nope=0, qk_rope=8, v_dim=8))
+    monkeypatch.setattr(
+        moe, "attend", lambda *given, coarse: asked.append(coarse) or attend(*given, coarse=coarse)
+    )
+    model = Model(
+        ModelConfig(
+            vocab=16,
+            dim=16,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            attention="gqa",
+            qkv_bias=bias,
+            qk_nope=0,
+            qk_rope=8,
+            v_dim=8,
+        )
+    )
     model(torch.arange(5)[None])
     assert asked == [not bias] * 2
 
 
 # ---------------------------------------------------------------- experts
 
-@pytest.mark.parametrize("counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7], [70, 0, 3, 130]])
+
+@pytest.mark.parametrize(
+    "counts", [[4, 0, 7, 1], [0, 0, 12, 0], [3, 3, 3, 3], [0, 5, 0, 7], [70, 0, 3, 130]]
+)
 def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(counts):
     torch.manual_seed(1)
-    weights = [torch.randn(4, 16, 8, requires_grad=True), torch.randn(4, 16, 8, requires_grad=True),
-            torch.randn(4, 8, 16, requires_grad=True)]
-    x, counts, upstream = torch.randn(sum(counts), 8, requires_grad=True), torch.tensor(counts), torch.randn(sum(counts), 8)
+    weights = [
+        torch.randn(4, 16, 8, requires_grad=True),
+        torch.randn(4, 16, 8, requires_grad=True),
+        torch.randn(4, 8, 16, requires_grad=True),
+    ]
+    x, counts, upstream = (
+        torch.randn(sum(counts), 8, requires_grad=True),
+        torch.tensor(counts),
+        torch.randn(sum(counts), 8),
+    )
     results = []
     for function in (grouped_swiglu, looped_swiglu):
         y = function(x, counts, *weights)
@@ -320,7 +463,9 @@ def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(c
     for mine, reference in zip(*results):
         torch.testing.assert_close(mine, reference, atol=2e-4, rtol=1e-4)
     for grad in results[0][2:]:
-        assert (grad.flatten(1).abs().sum(1)[counts == 0] == 0).all() and (grad.flatten(1).abs().sum(1)[counts > 0] > 0).all()
+        assert (grad.flatten(1).abs().sum(1)[counts == 0] == 0).all() and (
+            grad.flatten(1).abs().sum(1)[counts > 0] > 0
+        ).all()
 
 
 def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypatch):
@@ -328,9 +473,15 @@ def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypat
     torch.nn.init.normal_(experts.w_down)
     monkeypatch.setattr(moe, "looped_swiglu", lambda *a: calls.append(1) or looped_swiglu(*a))
     exact, rounded = experts(x, counts), experts(x.bfloat16(), counts)
-    assert calls == [1] and experts(x[:100].bfloat16(), counts // 6).shape == (100, 8) and calls == [1]
-    torch.testing.assert_close(exact, looped_swiglu(x, counts, *experts.parameters()), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(rounded, grouped_swiglu(x.bfloat16(), counts, *experts.parameters()), atol=.05, rtol=.05)
+    assert (
+        calls == [1] and experts(x[:100].bfloat16(), counts // 6).shape == (100, 8) and calls == [1]
+    )
+    torch.testing.assert_close(
+        exact, looped_swiglu(x, counts, *experts.parameters()), atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        rounded, grouped_swiglu(x.bfloat16(), counts, *experts.parameters()), atol=0.05, rtol=0.05
+    )
 
 
 @pytest.mark.parametrize("shared,scale", [(1, 1.0), (0, 2.5)])
@@ -351,27 +502,42 @@ def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, sc
                 gate = scale * score[i] / sum(score[j] for j in best)
                 expected[b, t] += gate * swiglu(x[b, t], e.w_gate[i], e.w_up[i], e.w_down[i])
             if shared:
-                expected[b, t] += swiglu(x[b, t], layer.shared.w_gate, layer.shared.w_up, layer.shared.w_down)
+                expected[b, t] += swiglu(
+                    x[b, t], layer.shared.w_gate, layer.shared.w_up, layer.shared.w_down
+                )
     torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_spreading_tokens_over_experts_and_collecting_them_has_the_gradient_of_plain_indexing(k):
     torch.manual_seed(3)
-    x, gates = torch.randn(7, 4, dtype=torch.float64, requires_grad=True), torch.rand(7, k, dtype=torch.float64, requires_grad=True)
-    order, factor, upstream = torch.randperm(7 * k), torch.randn(7 * k, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    x, gates = torch.randn(7, 4, dtype=torch.float64, requires_grad=True), torch.rand(
+        7, k, dtype=torch.float64, requires_grad=True
+    )
+    order, factor, upstream = (
+        torch.randperm(7 * k),
+        torch.randn(7 * k, 4, dtype=torch.float64),
+        torch.randn(7, 4, dtype=torch.float64),
+    )
     back = order.argsort()
     mine = Collect.apply(Spread.apply(x, order, back, k) * factor, order, back, gates)
-    plain = ((x.repeat_interleave(k, 0)[order] * factor)[back].view(7, k, 4) * gates[..., None]).sum(1)
+    plain = (
+        (x.repeat_interleave(k, 0)[order] * factor)[back].view(7, k, 4) * gates[..., None]
+    ).sum(1)
     torch.testing.assert_close(mine, plain)
-    for a, b in zip(*(torch.autograd.grad((y * upstream).sum(), (x, gates)) for y in (mine, plain))):
+    for a, b in zip(
+        *(torch.autograd.grad((y * upstream).sum(), (x, gates)) for y in (mine, plain))
+    ):
         torch.testing.assert_close(a, b)
 
 
 def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
     torch.manual_seed(4)
     sizes = dict(experts=12, n_group=4, topk_group=2, active=3)
-    router, free = (Router(dataclasses.replace(SMALL, **s)) for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1}))
+    router, free = (
+        Router(dataclasses.replace(SMALL, **s))
+        for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1})
+    )
     router.bias.copy_(torch.randn(12) * 0.1)
     free.load_state_dict(router.state_dict())
     x, odd = torch.randn(40, 32), 0
@@ -379,14 +545,17 @@ def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
     for t in range(40):
         score = torch.sigmoid(x[t] @ router.weight.detach().T).tolist()
         biased = [s + float(b) for s, b in zip(score, router.bias)]
-        worth = [sum(sorted(biased[3 * g:3 * g + 3])[-2:]) for g in range(4)]
+        worth = [sum(sorted(biased[3 * g : 3 * g + 3])[-2:]) for g in range(4)]
         groups = sorted(range(4), key=lambda g: -worth[g])[:2]
         best = sorted((i for i in range(12) if i // 3 in groups), key=lambda i: -biased[i])[:3]
         assert set(choice[t].tolist()) == set(best), t
-        assert gates[t].tolist() == pytest.approx([score[i] / sum(score[j] for j in best) for i in choice[t].tolist()], abs=1e-5)
-        odd += set(best) != set(free(x[t:t + 1])[0][0].tolist())
-    assert odd > 5                                                  # the limit is felt
-    replay = torch.tensor([[0, 3, 6]]).expand(40, 3)                # of three groups: what was recorded is taken all the same
+        assert gates[t].tolist() == pytest.approx(
+            [score[i] / sum(score[j] for j in best) for i in choice[t].tolist()], abs=1e-5
+        )
+        odd += set(best) != set(free(x[t : t + 1])[0][0].tolist())
+    assert odd > 5  # the limit is felt
+    # of three groups: what was recorded is taken all the same
+    replay = torch.tensor([[0, 3, 6]]).expand(40, 3)
     assert torch.equal(router(x, replay)[0].sort(1)[0], replay)
 
 
@@ -397,7 +566,10 @@ def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never
     torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
     assert not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.few
     for dtype, most in ((torch.float32, layer.few // 8), (torch.bfloat16, layer.few)):
-        assert [layer.fit(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [True, False]
+        assert [layer.fit(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [
+            True,
+            False,
+        ]
 
 
 def test_the_bias_moves_the_choice_and_never_the_gates():
@@ -415,13 +587,16 @@ def test_the_bias_moves_the_choice_and_never_the_gates():
 def test_balance_moves_towards_the_mean_zeroes_the_counts_and_sums_over_ranks():
     model = build()
     blocks = [b.ffn.router for b in model.layers if isinstance(b.ffn, MoE)]
-    loads = [torch.tensor([10., 0, 5, 5, 5, 5]), torch.tensor([1., 2, 3, 4, 5, 6])]
+    loads = [torch.tensor([10.0, 0, 5, 5, 5, 5]), torch.tensor([1.0, 2, 3, 4, 5, 6])]
     for router, load in zip(blocks, loads):
         router.load.copy_(load)
-    other = iter([torch.tensor([0., 20, 5, 5, 0, 0]), torch.zeros(6)])            # what another data rank counted
+    # what another data rank counted
+    other = iter([torch.tensor([0.0, 20, 5, 5, 0, 0]), torch.zeros(6)])
     worst = balance(model, rate=0.01, reduce=lambda counts: counts + next(other))
-    torch.testing.assert_close(blocks[0].bias, 0.01 * torch.tensor([0., -1, 0, 0, 1, 1]))      # sums 10 20 10 10 5 5, mean 10
-    torch.testing.assert_close(blocks[1].bias, 0.01 * torch.tensor([1., 1, 1, -1, -1, -1]))    # mean 3.5
+    # sums 10 20 10 10 5 5, mean 10
+    torch.testing.assert_close(blocks[0].bias, 0.01 * torch.tensor([0.0, -1, 0, 0, 1, 1]))
+    # mean 3.5
+    torch.testing.assert_close(blocks[1].bias, 0.01 * torch.tensor([1.0, 1, 1, -1, -1, -1]))
     assert worst == pytest.approx(2.0) and all((router.load == 0).all() for router in blocks)
 
 
@@ -445,6 +620,7 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
 
 # ---------------------------------------------------------------- router replay
 
+
 def test_recorded_experts_reproduce_the_forward_bit_for_bit():
     model, tokens, record = build(active=3), text(2, 12), []
     hidden = model(tokens, record=record)
@@ -454,7 +630,8 @@ def test_recorded_experts_reproduce_the_forward_bit_for_bit():
 
 
 def test_replayed_experts_are_taken_while_scores_stay_live():
-    """Gates are those of the current router for the recorded experts, and gradients reach the router through them."""
+    """Gates are those of the current router for the recorded experts, and gradients reach the
+    router through them."""
     router, x = Router(SMALL), torch.randn(20, 32)
     replay = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
     choice, gates = router(x, replay)
@@ -476,20 +653,22 @@ def test_places_that_were_not_recorded_route_freely_beside_replayed_ones():
     free = router(x)[0]
     replay = torch.full((30, 2), -1)
     replay[::2] = torch.tensor([0, 5])
-    replay[1::3, 0] = 0                                     # one expert recorded, the other place free
+    # one expert recorded, the other place free
+    replay[1::3, 0] = 0
     choice = router(x, replay)[0]
     score = torch.sigmoid(x @ router.weight.T)
     for i in range(30):
         given = {int(e) for e in replay[i] if e >= 0}
         rest = [int(e) for e in score[i].argsort(descending=True) if int(e) not in given]
-        assert set(choice[i].tolist()) == given | set(rest[:2 - len(given)]), i
+        assert set(choice[i].tolist()) == given | set(rest[: 2 - len(given)]), i
     assert not torch.equal(choice, free)
 
 
 def test_an_implausible_replayed_expert_gives_way_to_the_routers_candidate():
     router = Router(dataclasses.replace(SMALL, dim=6))
     router.weight.data = torch.eye(6)
-    x = torch.tensor([[3., 2., 1., 0., -1., -5.]])          # sigmoid: .953 .881 .731 .500 .269 .007; second best .881
+    # sigmoid: .953 .881 .731 .500 .269 .007; second best .881
+    x = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -5.0]])
     replay = torch.tensor([[5, 3]])
     chosen = lambda plausible: set(router(x, replay, plausible)[0][0].tolist())
     assert chosen(0.0) == {5, 3} and chosen(0.3) == {0, 3} and chosen(0.6) == {0, 1}
@@ -513,7 +692,9 @@ def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer
         sizes = []
         for router in routers:
             router.load = torch.zeros(6)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: sizes.append(t.nbytes) or t, lambda t: t
+        ):
             model.logits(model(tokens)).square().sum().backward()
         kept.append(sum(sizes))
         grads = [p.grad for p in model.parameters()]
@@ -522,7 +703,11 @@ def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer
 
     (grads, loads), model.recompute = results(), True
     again = results()
-    assert all(map(torch.equal, grads, again[0])) and all(map(torch.equal, loads, again[1])) and loads[0].sum() == 32 * SMALL.active
+    assert (
+        all(map(torch.equal, grads, again[0]))
+        and all(map(torch.equal, loads, again[1]))
+        and loads[0].sum() == 32 * SMALL.active
+    )
     assert kept[1] < 0.3 * kept[0]
 
 
@@ -536,11 +721,13 @@ def test_replayed_tokens_are_counted_as_the_experts_that_they_went_to():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
-    """Counted are the choices of the tokens that are there, by a loop over them; hidden states are as without marks."""
+    """Counted are the choices of the tokens that are there, by a loop over them; hidden states are
+    as without marks."""
     model, tokens, record = build().train(), text(3, 16), []
     model.recompute = recompute
     padded = tokens.clone()
-    padded[0, 5:], padded[2] = -1, -1                            # the end of a row, and a whole spare row
+    # the end of a row, and a whole spare row
+    padded[0, 5:], padded[2] = -1, -1
     hidden = model(padded, record=record)
     hidden.sum().backward()
     for layer, block in enumerate(block for block in model.layers if isinstance(block.ffn, MoE)):
@@ -548,15 +735,24 @@ def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
         for row, column in (padded >= 0).nonzero().tolist():
             for expert in record[layer][row, column].tolist():
                 expected[expert] += 1
-        assert torch.equal(block.ffn.router.load, expected) and expected.sum() == (5 + 16) * SMALL.active
+        assert (
+            torch.equal(block.ffn.router.load, expected)
+            and expected.sum() == (5 + 16) * SMALL.active
+        )
     assert torch.equal(hidden, model.eval()(padded.clamp(min=0)))
 
 
 # ---------------------------------------------------------------- formats of few bits
 
-E4M3 = [(m / 8) * 2.0 ** -6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]     # the last is NaN
+# the last is NaN
+E4M3 = [
+    (m / 8) * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)
+    for e in range(16)
+    for m in range(8)
+][:-1]
 E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1) for e in range(4) for m in range(2)]
-fp32 = lambda x: struct.unpack("f", struct.pack("f", x))[0]        # IEEE: a double's rounding does no harm to one operation of two fp32
+# IEEE: a double's rounding does no harm to one operation of two fp32
+fp32 = lambda x: struct.unpack("f", struct.pack("f", x))[0]
 
 
 def by_table(x, table):
@@ -568,33 +764,47 @@ def by_table(x, table):
 def slow_mxfp8(row):
     out = []
     for i in range(0, len(row), 32):
-        scale = 2.0 ** -126
-        while max(map(abs, row[i:i + 32])) > 448 * scale:
+        scale = 2.0**-126
+        while max(map(abs, row[i : i + 32])) > 448 * scale:
             scale *= 2
-        out += [by_table(x / scale, E4M3) * scale for x in row[i:i + 32]]
+        out += [by_table(x / scale, E4M3) * scale for x in row[i : i + 32]]
     return out
 
 
 def slow_nvfp4(row):
     out, whole = [], max(fp32(max(map(abs, row)) / 2688), fp32(1e-30))
     for i in range(0, len(row), 16):
-        scale = max(by_table(fp32(fp32(max(map(abs, row[i:i + 16])) / 6) / whole), E4M3), E4M3[1])
-        out += [fp32(by_table(fp32(x / fp32(scale * whole)), E2M1) * scale * whole) for x in row[i:i + 16]]
+        scale = max(by_table(fp32(fp32(max(map(abs, row[i : i + 16])) / 6) / whole), E4M3), E4M3[1])
+        out += [
+            fp32(by_table(fp32(x / fp32(scale * whole)), E2M1) * scale * whole)
+            for x in row[i : i + 16]
+        ]
     return out
 
 
 def awkward_rows():
-    """Every magnitude, ties, zeros, and blocks whose largest value stands at or just past what a scale can hold."""
+    """Every magnitude, ties, zeros, and blocks whose largest value stands at or just past what a
+    scale can hold."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(12, 64, generator=g) * 2.0 ** torch.randint(-12, 12, (12, 64), generator=g)
-    x[1:4] = torch.randn(3, 64, generator=g) * 2.0 ** torch.tensor([[-60.], [0.], [60.]])
+    x[1:4] = torch.randn(3, 64, generator=g) * 2.0 ** torch.tensor([[-60.0], [0.0], [60.0]])
     x[4], x[5, :32] = 0, 0
-    x[6, 0], x[6, 32], x[7, 0], x[7, 32] = 448 * 2.0 ** 14, 448.001 * 2.0 ** 14, 7 * 2.0 ** 30, -7.0000005 * 2.0 ** 30
+    x[6, 0], x[6, 32], x[7, 0], x[7, 32] = (
+        448 * 2.0**14,
+        448.001 * 2.0**14,
+        7 * 2.0**30,
+        -7.0000005 * 2.0**30,
+    )
     middles = [(a + b) / 2 for a, b in zip(E4M3, E4M3[1:])]
-    x[8, :32], x[8, 32:], x[9] = torch.tensor(middles[:31] + [448.]), torch.tensor(middles[-31:] + [448.]), torch.arange(-32, 32) / 8
+    x[8, :32], x[8, 32:], x[9] = (
+        torch.tensor(middles[:31] + [448.0]),
+        torch.tensor(middles[-31:] + [448.0]),
+        torch.arange(-32, 32) / 8,
+    )
     x[9, ::16] = 6.0
     x[10] = torch.randn(64, generator=g) * 1e-8
-    x[10, 0] = 1e5                                                  # the other blocks' scales would round to zero
+    # the other blocks' scales would round to zero
+    x[10, 0] = 1e5
     return x
 
 
@@ -607,8 +817,10 @@ def test_every_quantised_value_is_that_of_a_search_through_the_table(fast, slow)
 
 
 def test_the_tables_are_those_of_the_formats_and_torchs_own_cast_rounds_alike():
-    assert (len(E4M3), max(E4M3), E4M3[1], E2M1) == (127, 448, 2 ** -9, [0, .5, 1, 1.5, 2, 3, 4, 6])
-    x = torch.cat((torch.tensor(E4M3), torch.linspace(-448, 448, 3001), torch.linspace(-.02, .02, 501)))
+    assert (len(E4M3), max(E4M3), E4M3[1], E2M1) == (127, 448, 2**-9, [0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.cat(
+        (torch.tensor(E4M3), torch.linspace(-448, 448, 3001), torch.linspace(-0.02, 0.02, 501))
+    )
     assert torch.equal(moe.nearest(x, 3, -6), x.to(torch.float8_e4m3fn).float())
 
 
@@ -618,17 +830,28 @@ def test_a_token_is_quantised_alike_in_any_company_which_a_scale_per_tensor_does
     tokens, company = torch.randn(5, 64), 50 * torch.randn(3, 64)
     assert torch.equal(quantise(torch.cat((tokens, company)))[:5], quantise(tokens))
     if quantise is nvfp4:
-        per_tensor = lambda t: nvfp4(t.flatten()).view_as(t)        # the whole batch as one row
+        per_tensor = lambda t: nvfp4(t.flatten()).view_as(t)  # the whole batch as one row
         assert not torch.equal(per_tensor(torch.cat((tokens, company)))[:5], per_tensor(tokens))
 
 
 @pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
-def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_straight_through(precision, slow):
+def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_straight_through(
+    precision, slow
+):
     torch.manual_seed(7)
-    experts, counts, x = Experts(3, 32, 32, precision), torch.tensor([3, 0, 4]), torch.randn(7, 32, requires_grad=True)
+    experts, counts, x = (
+        Experts(3, 32, 32, precision),
+        torch.tensor([3, 0, 4]),
+        torch.randn(7, 32, requires_grad=True),
+    )
     torch.nn.init.normal_(experts.w_down)
     weights, upstream = (experts.w_gate, experts.w_up, experts.w_down), torch.randn(7, 32)
-    q = lambda t: t + (torch.tensor([slow(r) for r in t.detach().flatten(0, -2).tolist()]).view_as(t) - t).detach()
+    q = (
+        lambda t: t
+        + (
+            torch.tensor([slow(r) for r in t.detach().flatten(0, -2).tolist()]).view_as(t) - t
+        ).detach()
+    )
     rows = []
     for e, part in enumerate(x.split(counts.tolist())):
         if len(part):
@@ -637,49 +860,83 @@ def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_
     mine, reference = experts(x, counts), torch.cat(rows)
     torch.testing.assert_close(mine, reference, atol=1e-3, rtol=1e-3)
     assert (mine - looped_swiglu(x, counts, *weights)).norm() > 0.01 * mine.norm()
-    for a, b in zip(*(torch.autograd.grad((y * upstream).sum(), (x, *weights)) for y in (mine, reference))):
+    for a, b in zip(
+        *(torch.autograd.grad((y * upstream).sum(), (x, *weights)) for y in (mine, reference))
+    ):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
 def read_operand(codes, scales):
-    """An operand of a scaled product (R, C), from its bytes: every number by the table of its format, every scale from where
-    cuBLAS's documentation says that it lies."""
+    """An operand of a scaled product (R, C), from its bytes: every number by the table of its
+    format, every scale from where cuBLAS's documentation says that it lies."""
     codes = [row.tolist() for row in codes.view(torch.uint8)]
     e8m0 = scales.dtype == torch.float8_e8m0fnu
     table, size = ([*E4M3, math.nan], 32) if e8m0 else (E2M1, 16)
     if not e8m0:
         codes = [[half for byte in row for half in (byte % 16, byte // 16)] for row in codes]
-    signed, scales, across = [*table, *(-x for x in table)], scales.view(torch.uint8).tolist(), -(-len(codes[0]) // size // 4)
+    signed, scales, across = (
+        [*table, *(-x for x in table)],
+        scales.view(torch.uint8).tolist(),
+        -(-len(codes[0]) // size // 4),
+    )
     at = lambda r, c: (r // 128 * across + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
     scale = lambda byte: 2.0 ** (byte - 127) if e8m0 else E4M3[byte]
-    return torch.tensor([[signed[code] * scale(scales[at(r, i // size)]) for i, code in enumerate(row)] for r, row in enumerate(codes)])
+    return torch.tensor(
+        [
+            [signed[code] * scale(scales[at(r, i // size)]) for i, code in enumerate(row)]
+            for r, row in enumerate(codes)
+        ]
+    )
 
 
 @pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
 def test_the_bytes_handed_to_a_scaled_product_mean_the_quantised_values(precision, slow):
-    x = torch.cat((awkward_rows().repeat(1, 3), torch.randn(140, 192, generator=torch.Generator().manual_seed(8))))     # 2 x 2 tiles
+    # 2 x 2 tiles
+    x = torch.cat(
+        (
+            awkward_rows().repeat(1, 3),
+            torch.randn(140, 192, generator=torch.Generator().manual_seed(8)),
+        )
+    )
     codes, scales, row = moe.packed(x, precision)
-    assert codes.numel() == x.numel() // (1 if precision == "mxfp8" else 2) and len(scales) == 256 * (8 if precision == "mxfp8" else 12)
+    assert codes.numel() == x.numel() // (1 if precision == "mxfp8" else 2) and len(
+        scales
+    ) == 256 * (8 if precision == "mxfp8" else 12)
     expected = torch.tensor([slow(r) for r in x.tolist()])
-    torch.testing.assert_close(read_operand(codes, scales) * row, expected, atol=0, rtol=2e-7 if precision == "nvfp4" else 0)
+    torch.testing.assert_close(
+        read_operand(codes, scales) * row,
+        expected,
+        atol=0,
+        rtol=2e-7 if precision == "nvfp4" else 0,
+    )
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("counts", [[3, 0, 140], [0, 0, 0]])
 def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monkeypatch):
-    """Where the device multiplies the small formats, its own product. Elsewhere a slow one, of the same bytes."""
+    """Where the device multiplies the small formats, its own product. Elsewhere a slow one, of the
+    same bytes."""
     hardware = torch.cuda.is_available() and moe.scales_in_hardware(torch.device("cuda"))
     device, multiplied = "cuda" if hardware else "cpu", []
 
     def product(a, b, a_scale, kind, b_scale, kind_b, order, order_b, output_dtype):
-        assert kind == kind_b and order == order_b == F.SwizzleType.SWIZZLE_32_4_4 and b.stride(0) == 1
+        assert (
+            kind == kind_b and order == order_b == F.SwizzleType.SWIZZLE_32_4_4 and b.stride(0) == 1
+        )
         multiplied.append(kind)
-        return read_operand(a, a_scale) @ read_operand(b.t(), b_scale).T           # not rounded to output_dtype: seen more sharply
+        # not rounded to output_dtype: seen more sharply
+        return read_operand(a, a_scale) @ read_operand(b.t(), b_scale).T
 
     torch.manual_seed(9)
-    experts, x = Experts(3, 64, 32, precision).to(device), torch.randn(sum(counts), 64, device=device, requires_grad=True)
+    experts, x = Experts(3, 64, 32, precision).to(device), torch.randn(
+        sum(counts), 64, device=device, requires_grad=True
+    )
     torch.nn.init.normal_(experts.w_down)
-    weights, counts, upstream = list(experts.parameters()), torch.tensor(counts, device=device), torch.randn_like(x)
+    weights, counts, upstream = (
+        list(experts.parameters()),
+        torch.tensor(counts, device=device),
+        torch.randn_like(x),
+    )
     results = []
     for real in (False, True):
         monkeypatch.setattr(moe, "scales_in_hardware", lambda device, real=real: real)
@@ -694,12 +951,13 @@ def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monke
 
 # ---------------------------------------------------------------- the head that drafts
 
+
 def greedy(model, prompt, count):
     """The slow way: the whole sequence again for every token."""
     tokens = prompt.tolist()
     for _ in range(count):
         tokens.append(int(model.logits(model(torch.tensor([tokens])))[0, -1].argmax()))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def test_the_distillation_loss_is_that_of_a_loop_over_places():
@@ -709,26 +967,42 @@ def test_the_distillation_loss_is_that_of_a_loop_over_places():
     head = model.mtp
     for b in range(2):
         norm = lambda x, n: F.rms_norm(x, (32,), n.weight, SMALL.norm_eps)
-        x = [head.join @ torch.cat((norm(hidden[b, t], head.hidden_norm), norm(model.embed.weight[tokens[b, t + 1]], head.token_norm)))
-             for t in range(5)]
+        x = [
+            head.join
+            @ torch.cat(
+                (
+                    norm(hidden[b, t], head.hidden_norm),
+                    norm(model.embed.weight[tokens[b, t + 1]], head.token_norm),
+                )
+            )
+            for t in range(5)
+        ]
         x = head.block(torch.stack(x)[None], cos, sin)[0]
         for t in range(5):
             p = (model.head.weight @ norm(hidden[b, t + 1], model.norm)).softmax(0)
             q = (model.head.weight @ norm(x[t], head.norm)).softmax(0)
             losses.append(sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist())))
-    assert mtp_loss(model, tokens, hidden).item() == pytest.approx(sum(losses) / 10, rel=1e-4) and min(losses) > 0
+    assert (
+        mtp_loss(model, tokens, hidden).item() == pytest.approx(sum(losses) / 10, rel=1e-4)
+        and min(losses) > 0
+    )
 
 
 def test_the_drafts_loss_moves_the_draft_alone_and_the_head_changes_nothing_else():
     model, tokens = build(mtp=1), text(2, 8)
     mtp_loss(model, tokens, model(tokens)).backward()
-    moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    moved = {
+        n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0
+    }
     assert moved == {n for n, _ in model.named_parameters() if n.startswith("mtp.")} and moved
     plain = build()
     plain.load_state_dict({n: t for n, t in model.state_dict().items() if not n.startswith("mtp.")})
     assert torch.equal(plain(tokens), model(tokens))
     model.extend(4.0)
-    assert model.mtp.block.attn.scale == model.layers[0].attn.scale > 1 and model.mtp.block.attn.config.yarn_factor == 4
+    assert (
+        model.mtp.block.attn.scale == model.layers[0].attn.scale > 1
+        and model.mtp.block.attn.config.yarn_factor == 4
+    )
 
 
 def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_draft_is_worth():
@@ -736,7 +1010,8 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
     with torch.no_grad():
         expected = greedy(model, prompt, 16)
         tokens, before = speculate(model, prompt, 16)
-        assert tokens == expected and 0 <= before < 0.5            # a draft that has learned nothing
+        # a draft that has learned nothing
+        assert tokens == expected and 0 <= before < 0.5
         optimizer = torch.optim.Adam(model.mtp.parameters(), 1e-2)
     for step in range(60):
         batch = text(4, 16, seed=step)
@@ -745,14 +1020,19 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
     with torch.no_grad():
         tokens, after = speculate(model, prompt, 16)
         assert tokens == expected and after > before
-        model.draft = lambda hidden, following, cache, rows, start: knows(int(start) + following.shape[1] - len(prompt))
+        model.draft = lambda hidden, following, cache, rows, start: knows(
+            int(start) + following.shape[1] - len(prompt)
+        )
         for lies, share in (((), 1.0), ((3, 4, 9), None), (range(99), 0.0)):
-            knows = lambda i: F.one_hot(torch.tensor([[((expected + [0])[min(i + 1, 16)] + (i in lies)) % 61]]), 61)
+            knows = lambda i: F.one_hot(
+                torch.tensor([[((expected + [0])[min(i + 1, 16)] + (i in lies)) % 61]]), 61
+            )
             tokens, right = speculate(model, prompt, 16)
             assert tokens == expected and (right == share or share is None and 0 < right < 1)
 
 
 # ---------------------------------------------------------------- precision, sizes, doors
+
 
 @torch.inference_mode()
 def test_bf16_products_stay_near_fp32_and_the_router_decides_in_fp32():
@@ -761,8 +1041,14 @@ def test_bf16_products_stay_near_fp32_and_the_router_decides_in_fp32():
     model.compute(torch.bfloat16)
     hidden = model(tokens, replay=torch.stack(exact, 2), record=coarse)
     bf16 = model.logits(hidden)
-    assert hidden.dtype == bf16.dtype == torch.float32 and Cache(model, 1, 4).data.dtype == torch.bfloat16
-    assert [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(exact, coarse)] == [True, True]
+    assert (
+        hidden.dtype == bf16.dtype == torch.float32
+        and Cache(model, 1, 4).data.dtype == torch.bfloat16
+    )
+    assert [torch.equal(a.sort(-1)[0], b.sort(-1)[0]) for a, b in zip(exact, coarse)] == [
+        True,
+        True,
+    ]
     error = (bf16.log_softmax(-1) - fp32.log_softmax(-1)).abs()
     assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
     model.compute(torch.float32)
@@ -775,27 +1061,42 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     assert len(list(tied.parameters())) == len(list(build().parameters())) - 1
     F.cross_entropy(tied.logits(tied(tokens))[0, :-1], tokens[0, 1:]).backward()
     seen = torch.zeros(61, dtype=torch.bool).scatter_(0, tokens[0], True)
-    assert (tied.embed.weight.grad.abs().sum(1) > 0).all() and (~seen).any()      # rows that never came in are moved by the head
+    # rows that never came in are moved by the head
+    assert (tied.embed.weight.grad.abs().sum(1) > 0).all() and (~seen).any()
 
 
 def test_parameters_are_counted_as_stored_and_as_met_by_one_token():
     total, active = moe.parameters_per_token(SMALL)
     model = Model(SMALL)
-    experts = sum(p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters())
+    experts = sum(
+        p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters()
+    )
     assert total == sum(p.numel() for p in model.parameters())
     assert active == total - experts * (SMALL.experts - SMALL.active) // SMALL.experts
 
 
 def test_every_parameter_gets_a_gradient():
     model = build(q_lora=12)
-    F.cross_entropy(model.logits(model(text(4, 24)))[:, :-1].flatten(0, 1), text(4, 24)[:, 1:].flatten()).backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+    F.cross_entropy(
+        model.logits(model(text(4, 24)))[:, :-1].flatten(0, 1), text(4, 24)[:, 1:].flatten()
+    ).backward()
+    assert [
+        n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    ] == []
 
 
 def test_impossible_sizes_are_refused_in_words():
-    for changes, words in ((dict(attention="linear"), "mla or gqa"), (dict(active=9), "experts"), (dict(qk_rope=7), "even"),
-                           (dict(n_group=4), "n_group=4"), (dict(n_group=6), "two or more"), (dict(n_group=3, topk_group=4), "topk_group"),
-                           (dict(precision="fp8"), "mxfp8"), (dict(precision="nvfp4"), "blocks of 32"), (dict(mtp=2), "mtp=2")):
+    for changes, words in (
+        (dict(attention="linear"), "mla or gqa"),
+        (dict(active=9), "experts"),
+        (dict(qk_rope=7), "even"),
+        (dict(n_group=4), "n_group=4"),
+        (dict(n_group=6), "two or more"),
+        (dict(n_group=3, topk_group=4), "topk_group"),
+        (dict(precision="fp8"), "mxfp8"),
+        (dict(precision="nvfp4"), "blocks of 32"),
+        (dict(mtp=2), "mtp=2"),
+    ):
         with pytest.raises(AssertionError, match=words):
             dataclasses.replace(SMALL, **changes)
 
@@ -803,25 +1104,31 @@ def test_impossible_sizes_are_refused_in_words():
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_of_the_targets_are_finite_however_cold(temperature, dtype):
-    h, W = torch.randn(70, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.randn(50, 16, generator=torch.Generator().manual_seed(1))
+    h, W = torch.randn(70, 16, generator=torch.Generator().manual_seed(0)).to(dtype), torch.randn(
+        50, 16, generator=torch.Generator().manual_seed(1)
+    )
     best = (h.float() @ W.to(dtype).float().T).argmax(-1)
     h.requires_grad_(), W.requires_grad_()
     found = TargetLogprobs.apply(h, W, best, temperature)
-    assert found.abs().max() < 1e-3 or dtype == torch.bfloat16 and found.isfinite().all()          # bf16 has ties
+    # bf16 has ties
+    assert found.abs().max() < 1e-3 or dtype == torch.bfloat16 and found.isfinite().all()
     assert TargetLogprobs.apply(h, W, (best + 1) % 50, temperature).isfinite().all()
     if dtype == torch.float32:
         found.sum().backward()
-        assert not h.grad.any() and not W.grad.any()             # nothing is left to learn
+        assert not h.grad.any() and not W.grad.any()  # nothing is left to learn
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_the_targets_and_their_gradients_are_those_of_log_softmax(temperature):
     torch.manual_seed(0)
-    h, W, grad = torch.randn(70, 8), torch.randn(5000, 8), torch.randn(70)         # several stretches of 64 rows, the last one short
+    # several stretches of 64 rows, the last one short
+    h, W, grad = torch.randn(70, 8), torch.randn(5000, 8), torch.randn(70)
     targets, results = torch.randint(5000, (70,)), []
     assert len(TargetLogprobs.stretches(h, W)) == 2
-    for f in (lambda h, W: TargetLogprobs.apply(h, W, targets, temperature),
-              lambda h, W: (h @ W.T / temperature).log_softmax(-1)[torch.arange(70), targets]):
+    for f in (
+        lambda h, W: TargetLogprobs.apply(h, W, targets, temperature),
+        lambda h, W: (h @ W.T / temperature).log_softmax(-1)[torch.arange(70), targets],
+    ):
         a, b = h.clone().requires_grad_(), W.clone().requires_grad_()
         logp = f(a, b)
         logp.backward(grad)
@@ -832,19 +1139,39 @@ def test_log_probs_of_the_targets_and_their_gradients_are_those_of_log_softmax(t
 
 def test_log_probs_are_computed_where_asked_and_zero_elsewhere():
     model, tokens = build(), text(3, 12)
-    hidden, where = model(tokens), torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < .4
+    hidden, where = (
+        model(tokens),
+        torch.rand(3, 12, generator=torch.Generator().manual_seed(0)) < 0.4,
+    )
     whole = model.logits(hidden).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(model.logprobs(hidden, tokens, 1.0, where), whole * where, atol=1e-5, rtol=1e-5)
-    model.logprobs(hidden, tokens, 1.0, where & False).sum().backward()           # nothing asked for: a gradient all the same, of zeros
+    torch.testing.assert_close(
+        model.logprobs(hidden, tokens, 1.0, where), whole * where, atol=1e-5, rtol=1e-5
+    )
+    # nothing asked for: a gradient all the same, of zeros
+    model.logprobs(hidden, tokens, 1.0, where & False).sum().backward()
     assert not model.embed.weight.grad.any()
 
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie):
-    """The gradient of the most frequent token, in the embedding and in the head, is as exact as that of the others."""
+    """The gradient of the most frequent token, in the embedding and in the head, is as exact as
+    that of the others."""
     torch.manual_seed(0)
-    model = Model(ModelConfig(vocab=64, dim=32, layers=2, heads=2, experts=4, active=1, expert_ffn=32, dense_ffn=32, kv_lora=16, tie=tie))
+    model = Model(
+        ModelConfig(
+            vocab=64,
+            dim=32,
+            layers=2,
+            heads=2,
+            experts=4,
+            active=1,
+            expert_ffn=32,
+            dense_ffn=32,
+            kv_lora=16,
+            tie=tie,
+        )
+    )
     torch.nn.init.normal_(model.head.weight, std=0.1)
     model.compute(products)
     tokens, targets = torch.randint(1, 64, (2, 8, 512))
@@ -867,7 +1194,11 @@ def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie):
 
 
 def test_the_gradient_of_many_stretches_is_summed_in_fp32(monkeypatch):
-    monkeypatch.setattr(moe.TargetLogprobs, "stretches", staticmethod(lambda h, W: moe.slice_rows(len(h), 1)))
+    monkeypatch.setattr(
+        moe.TargetLogprobs, "stretches", staticmethod(lambda h, W: moe.slice_rows(len(h), 1))
+    )
     h, W = torch.ones(2000, 8), torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
     moe.TargetLogprobs.apply(h, W, torch.zeros(2000, dtype=torch.long), 1.0).sum().backward()
-    assert torch.allclose(W.grad[:, 0].float(), torch.tensor([1500.0, -500, -500, -500]), rtol=1 / 256)
+    assert torch.allclose(
+        W.grad[:, 0].float(), torch.tensor([1500.0, -500, -500, -500]), rtol=1 / 256
+    )

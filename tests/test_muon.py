@@ -1,4 +1,6 @@
-"""muon.py against its oracles: the SVD, torch.optim.Muon, torch.optim.AdamW, and one process for every sharded layout."""
+"""muon.py against its oracles: the SVD, torch.optim.Muon, torch.optim.AdamW, and one process for
+every sharded layout."""
+
 import copy
 import math
 import pickle
@@ -16,11 +18,26 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from conftest import run_ranks
-from muon import COEFFICIENTS, Muon, check_parameters, noise_of_places, orthogonalize, qk_clip, round_by_chance, \
-    step_scale
+from muon import (
+    COEFFICIENTS,
+    Muon,
+    check_parameters,
+    noise_of_places,
+    orthogonalize,
+    qk_clip,
+    round_by_chance,
+    step_scale,
+)
 
 torch.set_num_threads(1)
-SHAPES = {"heads": (6, 8, 40), "experts": (8, 24, 16), "odd": (3, 13, 7), "output": (40, 48), "tall": (50, 12), "small": (2, 3)}
+SHAPES = {
+    "heads": (6, 8, 40),
+    "experts": (8, 24, 16),
+    "odd": (3, 13, 7),
+    "output": (40, 48),
+    "tall": (50, 12),
+    "small": (2, 3),
+}
 
 
 def tensors(seed, shapes=SHAPES):
@@ -29,37 +46,85 @@ def tensors(seed, shapes=SHAPES):
 
 
 def train(place, steps=3, dtype=torch.float32, **options):
-    """Three Muon steps; place(name, tensor) puts a full tensor where it belongs. Returns full parameters and the optimizer."""
+    """Three Muon steps; place(name, tensor) puts a full tensor where it belongs. Returns full
+    parameters and the optimizer."""
     params = {name: torch.nn.Parameter(place(name, value)) for name, value in tensors(0).items()}
-    rest = {name: torch.nn.Parameter(place(name, value)) for name, value in tensors(1, {"gain": (7,), "embed": (11, 5)}).items()}
+    rest = {
+        name: torch.nn.Parameter(place(name, value))
+        for name, value in tensors(1, {"gain": (7,), "embed": (11, 5)}).items()
+    }
     columns = {"output"}
-    optimizer = Muon([dict(params=[(n, p) for n, p in params.items() if n not in columns], lr=0.02, weight_decay=0.1),
-                      dict(params=[(n, p) for n, p in params.items() if n in columns], lr=0.03, column_blocks=6, scale="spectral"),
-                      dict(params=list(rest.items()), algorithm="adamw", lr=0.01)], ns_dtype=dtype, **options)
+    optimizer = Muon(
+        [
+            dict(
+                params=[(n, p) for n, p in params.items() if n not in columns],
+                lr=0.02,
+                weight_decay=0.1,
+            ),
+            dict(
+                params=[(n, p) for n, p in params.items() if n in columns],
+                lr=0.03,
+                column_blocks=6,
+                scale="spectral",
+            ),
+            dict(params=list(rest.items()), algorithm="adamw", lr=0.01),
+        ],
+        ns_dtype=dtype,
+        **options,
+    )
     everything = {**params, **rest}
     for step in range(steps):
         for name, grad in tensors(10 + step, {n: p.shape for n, p in everything.items()}).items():
             everything[name].grad = place(name, grad)
         optimizer.step()
-    whole = {n: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()) for n, p in everything.items()}
+    whole = {
+        n: (p.detach().full_tensor() if isinstance(p, DTensor) else p.detach())
+        for n, p in everything.items()
+    }
     return whole, optimizer
 
 
 LAYOUTS = {  # name -> mesh shape and placements by parameter
     "rows of one mesh": ((4,), {None: (Shard(0),)}),
-    "rows of the experts inside": ((4,), {None: (Shard(0),), "experts": (Shard(1),), "heads": (Shard(1),), "odd": (Shard(1),)}),
-    "columns": ((3,), {None: (Shard(0),), "experts": (Shard(2),), "output": (Shard(1),), "odd": (Shard(2),), "tall": (Shard(1),)}),
-    "replicas": ((2, 2), {None: (Replicate(), Shard(0)), "experts": (Replicate(), Shard(1)), "odd": (Replicate(), Shard(1))}),
+    "rows of the experts inside": (
+        (4,),
+        {None: (Shard(0),), "experts": (Shard(1),), "heads": (Shard(1),), "odd": (Shard(1),)},
+    ),
+    "columns": (
+        (3,),
+        {
+            None: (Shard(0),),
+            "experts": (Shard(2),),
+            "output": (Shard(1),),
+            "odd": (Shard(2),),
+            "tall": (Shard(1),),
+        },
+    ),
+    "replicas": (
+        (2, 2),
+        {
+            None: (Replicate(), Shard(0)),
+            "experts": (Replicate(), Shard(1)),
+            "odd": (Replicate(), Shard(1)),
+        },
+    ),
     "all replicated": ((3,), {None: (Replicate(),)}),
     "more ranks than rows": ((7,), {None: (Shard(0),), "odd": (Shard(1),)}),
-    "two shards": ((2, 2), {None: (Shard(0), Shard(0)), "experts": (Shard(1), Shard(0)), "odd": (Shard(2), Shard(1))}),
+    "two shards": (
+        (2, 2),
+        {None: (Shard(0), Shard(0)), "experts": (Shard(1), Shard(0)), "odd": (Shard(2), Shard(1))},
+    ),
 }
 
 
 def one_layout(rank, world, name, dtype, options):
     shape, placements = LAYOUTS[name]
     mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
-    whole, optimizer = train(lambda n, t: distribute_tensor(t, mesh, placements.get(n, placements[None])), dtype=dtype, **options)
+    whole, optimizer = train(
+        lambda n, t: distribute_tensor(t, mesh, placements.get(n, placements[None])),
+        dtype=dtype,
+        **options,
+    )
     return whole, optimizer.traffic
 
 
@@ -67,10 +132,13 @@ def one_layout(rank, world, name, dtype, options):
 def test_sharded_steps_equal_one_process_exactly(name):
     reference, _ = train(lambda n, t: t.clone())
     for whole, _ in run_ranks(math.prod(LAYOUTS[name][0]), one_layout, name, torch.float32, {}):
-        assert {n: (whole[n] - p).abs().max().item() for n, p in reference.items()} == dict.fromkeys(reference, 0.0)
+        assert {
+            n: (whole[n] - p).abs().max().item() for n, p in reference.items()
+        } == dict.fromkeys(reference, 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ orthogonalize
+
 
 def polar(G):
     U, _, V = torch.linalg.svd(G.double(), full_matrices=False)
@@ -85,7 +153,9 @@ def quintic_in_float64(G, steps=5):
     return X
 
 
-@pytest.mark.parametrize("coefficients, cosine", [("quintic", 0.97), ("five_step", 0.999), ("polar_express", 0.99)])
+@pytest.mark.parametrize(
+    "coefficients, cosine", [("quintic", 0.97), ("five_step", 0.999), ("polar_express", 0.99)]
+)
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48), (32, 32), (3, 16, 80), (2, 3, 80, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(coefficients, cosine, shape, dtype):
@@ -93,7 +163,9 @@ def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(coefficients, cos
     G = G + 3 * G.mean(dim=(-2, -1), keepdim=True)
     O, P = orthogonalize(G, coefficients=coefficients, dtype=dtype), polar(G)
     assert O.shape == G.shape and O.dtype == G.dtype
-    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > cosine - (0.04 if 32 in shape else 0)
+    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > cosine - (
+        0.04 if 32 in shape else 0
+    )
     assert torch.linalg.svdvals(O.double()).max() < 1.25
 
 
@@ -104,39 +176,70 @@ def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, ta
     G = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     U, S, V = torch.linalg.svd(G, full_matrices=False)
     k = torch.arange(1, 25)
-    G = U @ torch.diag_embed({"gauss": S, "1/k": (1 / k).expand(2, -1), "rank 4": (k <= 4).expand(2, -1)}[spectrum].double()) @ V
+    G = (
+        U
+        @ torch.diag_embed(
+            {"gauss": S, "1/k": (1 / k).expand(2, -1), "rank 4": (k <= 4).expand(2, -1)}[
+                spectrum
+            ].double()
+        )
+        @ V
+    )
     G = G.mT if tall else G
-    if spectrum != "rank 4" or steps < 10:  # ten steps blow the rounding of a zero singular value up by 3.4 ** 10
-        assert torch.allclose(orthogonalize(G.float(), steps, dtype=torch.float32).double(), quintic_in_float64(G, steps), atol=2e-4)
+    # ten steps blow the rounding of a zero singular value up by 3.4 ** 10
+    if spectrum != "rank 4" or steps < 10:
+        assert torch.allclose(
+            orthogonalize(G.float(), steps, dtype=torch.float32).double(),
+            quintic_in_float64(G, steps),
+            atol=2e-4,
+        )
 
 
 def test_a_matrix_does_not_notice_what_it_is_batched_with():
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((9, 24, 72), (9, 40, 24), (5, 384, 512), (3, 13, 7), (9, 21, 50)):
             G = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-            assert torch.equal(orthogonalize(G, dtype=dtype), torch.stack([orthogonalize(g, dtype=dtype) for g in G]))
+            assert torch.equal(
+                orthogonalize(G, dtype=dtype),
+                torch.stack([orthogonalize(g, dtype=dtype) for g in G]),
+            )
 
 
 def test_zero_empty_and_tiny_gradients_stay_finite():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 8)), torch.zeros(2, 4, 8))
     assert orthogonalize(torch.zeros(0, 4, 8)).shape == (0, 4, 8)
     G = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
-    assert torch.allclose(orthogonalize(G * 1e-8, dtype=torch.float32), orthogonalize(G, dtype=torch.float32), atol=1e-5)
+    assert torch.allclose(
+        orthogonalize(G * 1e-8, dtype=torch.float32),
+        orthogonalize(G, dtype=torch.float32),
+        atol=1e-5,
+    )
 
 
 def test_the_half_precision_path_divides_before_it_casts():
     G = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(4))
     for size in (1e-7, 1.0, 1e7):
-        assert torch.allclose(orthogonalize(G * size, dtype=torch.float16), quintic_in_float64(G).float(), atol=0.03)
+        assert torch.allclose(
+            orthogonalize(G * size, dtype=torch.float16), quintic_in_float64(G).float(), atol=0.03
+        )
 
 
 # ------------------------------------------------------------------------------------------------ one process
 
+
 def reference_muon(shapes, steps, nesterov, scale, dtype):
     """torch.optim.Muon with a 2-D parameter per unit."""
-    params = {n: [torch.nn.Parameter(u.clone()) for u in t.view(-1, *t.shape[-2:])] for n, t in tensors(0, shapes).items()}
-    optimizer = torch.optim.Muon([u for units in params.values() for u in units], lr=0.02, weight_decay=0.1, nesterov=nesterov,
-                                 adjust_lr_fn={"rms": "match_rms_adamw", "spectral": "original"}[scale])
+    params = {
+        n: [torch.nn.Parameter(u.clone()) for u in t.view(-1, *t.shape[-2:])]
+        for n, t in tensors(0, shapes).items()
+    }
+    optimizer = torch.optim.Muon(
+        [u for units in params.values() for u in units],
+        lr=0.02,
+        weight_decay=0.1,
+        nesterov=nesterov,
+        adjust_lr_fn={"rms": "match_rms_adamw", "spectral": "original"}[scale],
+    )
     for step in range(steps):
         for name, grad in tensors(10 + step, shapes).items():
             for unit, g in zip(params[name], grad.view(-1, *grad.shape[-2:])):
@@ -149,13 +252,22 @@ def reference_muon(shapes, steps, nesterov, scale, dtype):
 
 
 @pytest.mark.parametrize("scale", ["rms", "spectral"])
-@pytest.mark.parametrize("nesterov, dtype, tolerance", [(True, torch.float32, 2e-5), (False, torch.float32, 2e-5),
-                                                        (True, torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize(
+    "nesterov, dtype, tolerance",
+    [(True, torch.float32, 2e-5), (False, torch.float32, 2e-5), (True, torch.bfloat16, 6e-3)],
+)
 def test_muon_equals_torch_optim_muon_on_every_head_and_expert(scale, nesterov, dtype, tolerance):
     shapes = {"heads": (6, 8, 40), "experts": (4, 24, 16), "matrix": (40, 48)}
     want = reference_muon(shapes, 4, nesterov, scale, dtype)
     params = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
-    optimizer = Muon([dict(params=list(params.items()))], lr=0.02, weight_decay=0.1, nesterov=nesterov, scale=scale, ns_dtype=dtype)
+    optimizer = Muon(
+        [dict(params=list(params.items()))],
+        lr=0.02,
+        weight_decay=0.1,
+        nesterov=nesterov,
+        scale=scale,
+        ns_dtype=dtype,
+    )
     for step in range(4):
         for name, grad in tensors(10 + step, shapes).items():
             params[name].grad = grad
@@ -167,8 +279,16 @@ def test_muon_equals_torch_optim_muon_on_every_head_and_expert(scale, nesterov, 
 def test_column_blocks_are_orthogonalised_one_by_one():
     p = torch.nn.Parameter(torch.zeros(12, 40))
     p.grad = torch.randn(12, 40, generator=torch.Generator().manual_seed(5))
-    Muon([dict(params=[p], column_blocks=5)], lr=1.0, ns_dtype=torch.float32, scale="spectral").step()
-    want = torch.cat([orthogonalize(block.contiguous(), dtype=torch.float32) for block in p.grad.split(8, dim=1)], dim=1)
+    Muon(
+        [dict(params=[p], column_blocks=5)], lr=1.0, ns_dtype=torch.float32, scale="spectral"
+    ).step()
+    want = torch.cat(
+        [
+            orthogonalize(block.contiguous(), dtype=torch.float32)
+            for block in p.grad.split(8, dim=1)
+        ],
+        dim=1,
+    )
     assert torch.allclose(-p.detach(), want * step_scale("spectral", 12, 8), atol=1e-5)
 
 
@@ -178,7 +298,11 @@ def test_the_adamw_groups_equal_torch_optim_adamw_bit_for_bit(options):
     ours = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
     a = Muon([dict(params=list(ours.items()), algorithm="adamw", lr=0.01, **options)])
-    b = torch.optim.AdamW(theirs.values(), lr=0.01, **{"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, **options})
+    b = torch.optim.AdamW(
+        theirs.values(),
+        lr=0.01,
+        **{"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, **options},
+    )
     for step in range(5):
         for name, grad in tensors(10 + step, shapes).items():
             ours[name].grad, theirs[name].grad = grad.clone(), grad.clone()
@@ -190,8 +314,12 @@ def test_the_adamw_groups_equal_torch_optim_adamw_bit_for_bit(options):
 def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
     def fresh():
         params = {n: torch.nn.Parameter(t.to(dtype)) for n, t in tensors(0).items()}
-        return params, Muon([dict(params=[(n, p) for n, p in params.items() if n != "small"], lr=0.05),
-                             dict(params=[("small", params["small"])], algorithm="adamw")])
+        return params, Muon(
+            [
+                dict(params=[(n, p) for n, p in params.items() if n != "small"], lr=0.05),
+                dict(params=[("small", params["small"])], algorithm="adamw"),
+            ]
+        )
 
     def steps(params, optimizer, which):
         for step in which:
@@ -214,14 +342,20 @@ def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
 
 
 def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_mean():
-    exact = torch.cat((torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, -0.5, 0.0, 1e-30, -1e-30])))
+    exact = torch.cat(
+        (
+            torch.randn(300, generator=torch.Generator().manual_seed(0)),
+            torch.tensor([1.0, -0.5, 0.0, 1e-30, -1e-30]),
+        )
+    )
     nearest = exact.bfloat16()
     ulp = (nearest.view(torch.int16) + 1).view(torch.bfloat16).float().sub(nearest.float()).abs()
     draws = torch.empty(4000, len(exact), dtype=torch.bfloat16)
     for seed, weight in enumerate(draws):
         round_by_chance(weight, exact, (seed, 7))
     error = draws.float() - exact
-    assert (error.abs() < ulp).all() and (error.mean(0).abs() <= 0.04 * ulp).all()          # 5 standard errors: 5 * .5 / sqrt(4000)
+    # 5 standard errors: 5 * .5 / sqrt(4000)
+    assert (error.abs() < ulp).all() and (error.mean(0).abs() <= 0.04 * ulp).all()
     assert not error[:, -5:-2].any() and (draws[:, :300].float().std(0) > 0).sum() > 290
     again = torch.empty_like(nearest)
     round_by_chance(again, exact, (3, 7))
@@ -230,19 +364,29 @@ def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
-    """Each moves a weight by 1/30 of the distance to its neighbour: rounded to the nearest, none would ever arrive."""
+    """Each moves a weight by 1/30 of the distance to its neighbour: rounded to the nearest, none
+    would ever arrive."""
     start, grad, ends = torch.full((64, 64), 1.0), tensors(3, {"g": (64, 64)})["g"], {}
     for dtype in (torch.float32, torch.bfloat16):
         p = torch.nn.Parameter(start.to(dtype, copy=True))
-        optimizer = Muon([dict(params=[p], algorithm=algorithm)], lr=1.6e-4 if algorithm == "muon" else 2.6e-4, weight_decay=0.5)
+        optimizer = Muon(
+            [dict(params=[p], algorithm=algorithm)],
+            lr=1.6e-4 if algorithm == "muon" else 2.6e-4,
+            weight_decay=0.5,
+        )
         for _ in range(100):
             p.grad = grad.to(dtype)
             optimizer.step()
         ends[dtype] = p.detach().float() - start
     moved, difference = ends[torch.float32], ends[torch.bfloat16] - ends[torch.float32]
-    assert moved.abs().mean() > 2 ** -8 and torch.equal((start + moved / 100).bfloat16(), start.bfloat16())
-    assert difference.mean().abs() < 0.02 * moved.abs().mean()                              # decay included, which is of one sign
-    assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(1, abs=0.02)
+    assert moved.abs().mean() > 2**-8 and torch.equal(
+        (start + moved / 100).bfloat16(), start.bfloat16()
+    )
+    # decay included, which is of one sign
+    assert difference.mean().abs() < 0.02 * moved.abs().mean()
+    assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(
+        1, abs=0.02
+    )
 
 
 def test_adamw_moves_fp16_weights_too():
@@ -267,12 +411,15 @@ def test_a_parameter_without_gradient_is_left_alone():
 def test_qk_clip_brings_the_largest_logit_of_each_head_to_the_threshold():
     generator = torch.Generator().manual_seed(6)
     for key_heads in (4, 2):
-        q, k = torch.randn(4, 8, 16, generator=generator), torch.randn(key_heads, 8, 16, generator=generator)
+        q, k = torch.randn(4, 8, 16, generator=generator), torch.randn(
+            key_heads, 8, 16, generator=generator
+        )
         x = torch.randn(10, 16, generator=generator)
 
         def largest():
             logits = torch.einsum("hrc,tc,grd,sd->hgts", q, x, k, x)
             return torch.stack([logits[h, h * key_heads // 4].amax() for h in range(4)])
+
         before = largest()
         qk_clip(q, k, before, threshold=before.median().item())
         assert torch.allclose(largest(), before.clamp(max=before.median()), rtol=1e-4)
@@ -281,10 +428,13 @@ def test_qk_clip_brings_the_largest_logit_of_each_head_to_the_threshold():
 def test_qk_clip_leaves_the_shared_rotary_key_to_the_query():
     q, k = torch.ones(1, 6, 3), torch.ones(1, 4, 3)
     qk_clip(q, k, torch.tensor([400.0]), threshold=100.0, rope=2)
-    assert torch.allclose(k, torch.full_like(k, 0.5)) and torch.allclose(q[0, :, 0], torch.tensor([0.5] * 4 + [0.25] * 2))
+    assert torch.allclose(k, torch.full_like(k, 0.5)) and torch.allclose(
+        q[0, :, 0], torch.tensor([0.5] * 4 + [0.25] * 2)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bad input
+
 
 def parameter(*shape):
     return torch.nn.Parameter(torch.zeros(shape))
@@ -293,7 +443,12 @@ def parameter(*shape):
 def test_bad_groups_are_refused_by_name():
     p = parameter(4, 4)
     with pytest.raises(ValueError, match="layers.1.wq"):
-        Muon([dict(params=[("layers.0.wq", p)]), dict(params=[("layers.1.wq", p)], algorithm="adamw")])
+        Muon(
+            [
+                dict(params=[("layers.0.wq", p)]),
+                dict(params=[("layers.1.wq", p)], algorithm="adamw"),
+            ]
+        )
     with pytest.raises(ValueError, match="norm.gain"):
         Muon([dict(params=[("norm.gain", parameter(4))])])
     with pytest.raises(ValueError, match="wo.*3 column blocks"):
@@ -326,6 +481,7 @@ def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
 
 # ------------------------------------------------------------------------------------------------ many ranks
 
+
 def bad_ranks(rank, world):
     mesh = DeviceMesh("cpu", torch.arange(world))
     partial = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
@@ -339,7 +495,9 @@ def bad_ranks(rank, world):
     p.grad = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
     with pytest.raises(ValueError, match="w: gradient placed"):
         optimizer.step()
-    p.grad = None if rank else distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+    p.grad = (
+        None if rank else distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+    )
     optimizer.step()  # a rank without gradient counts as zero there: nobody hangs
     return p.full_tensor().isfinite().all().item()
 
@@ -350,7 +508,9 @@ def test_ranks_refuse_bad_placements_and_nan_together_and_survive_a_missing_grad
 
 def events_of_a_step(rank, world):
     mesh = DeviceMesh("cpu", torch.arange(world))
-    _, optimizer = train(lambda n, t: distribute_tensor(t, mesh, [Shard(max(t.ndim - 2, 0))]), steps=1)
+    _, optimizer = train(
+        lambda n, t: distribute_tensor(t, mesh, [Shard(max(t.ndim - 2, 0))]), steps=1
+    )
     silent = optimizer.events is None
     optimizer.events = []
     optimizer.step()
@@ -368,8 +528,11 @@ def test_the_send_of_task_two_happens_before_task_one_multiplies():
 
 def two_replicas(rank, world):
     mesh = DeviceMesh("cpu", torch.arange(world).view(2, 2))
-    place = lambda name, t: distribute_tensor(t.bfloat16(), mesh, [Replicate(), Shard(max(t.ndim - 2, 0))])
-    return train(place, dtype=torch.bfloat16)[0]              # whole, gathered from the rank's own replica
+    place = lambda name, t: distribute_tensor(
+        t.bfloat16(), mesh, [Replicate(), Shard(max(t.ndim - 2, 0))]
+    )
+    # whole, gathered from the rank's own replica
+    return train(place, dtype=torch.bfloat16)[0]
 
 
 def test_replicas_of_bf16_weights_round_alike():
@@ -384,15 +547,19 @@ def test_replicas_share_the_work_and_nothing_is_padded():
     numel = {n: math.prod(s) for n, s in SHAPES.items()}
     results = run_ranks(4, one_layout, "replicas", torch.float32, {})
     received = sum(traffic["bytes_received"] for _, traffic in results)
-    # to the owner: what is not there yet of each unit, once. Back: each of four ranks needs its half, save the owner's own
+    # to the owner: what is not there yet of each unit, once. Back: each of four ranks needs its
+    # half, save the owner's own
     assert received < 4 * (sum(numel.values()) * (1 + 2))
 
 
 def plain_copies(rank, world, dtype):
-    whole, optimizer = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=dist.group.WORLD)
+    whole, optimizer = train(
+        lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=dist.group.WORLD
+    )
     leaves = {leaf.name: leaf for leaf in optimizer.leaves}
     mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.mine]
-    assert leaves["heads"].matrix(leaves["heads"].param, 5).shape == (8, 40)            # all of it lies here
+    # all of it lies here
+    assert leaves["heads"].matrix(leaves["heads"].param, 5).shape == (8, 40)
     return whole, optimizer.traffic, sum(mine)
 
 
@@ -403,7 +570,9 @@ def test_plain_copies_share_the_work_and_end_with_the_bits_of_one_process(dtype)
     results = run_ranks(3, plain_copies, dtype)
     for whole, traffic, cost in results:
         assert all(torch.equal(whole[name], p) for name, p in reference.items())
-        assert cost < 0.4 * everything and traffic["bytes_received"] <= 2 * sum(math.prod(s) for s in SHAPES.values())
+        assert cost < 0.4 * everything and traffic["bytes_received"] <= 2 * sum(
+            math.prod(s) for s in SHAPES.values()
+        )
     assert sum(cost for *_, cost in results) == everything
 
 
@@ -431,23 +600,30 @@ class Net(torch.nn.Module):
         self.experts.weight = torch.nn.Parameter(t["experts"])
 
     def groups(self):
-        return [dict(params=[("dense", self.dense), ("experts.weight", self.experts.weight)], lr=0.05),
-                dict(params=[("gain", self.gain)], algorithm="adamw")]
+        return [
+            dict(params=[("dense", self.dense), ("experts.weight", self.experts.weight)], lr=0.05),
+            dict(params=[("gain", self.gain)], algorithm="adamw"),
+        ]
 
 
 def net_step(net, optimizer, step):
     for name, p in net.named_parameters():
         grad = tensors(20 + step, {name: p.shape})[name]
-        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        p.grad = (
+            distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        )
     optimizer.step()
 
 
 def parallel_net(rank, world):
-    """Dense parameters fully_sharded over all ranks, experts Shard(0) over ep and then fully_sharded by rows over efsdp."""
+    """Dense parameters fully_sharded over all ranks, experts Shard(0) over ep and then
+    fully_sharded by rows over efsdp."""
     net = Net()
     dense = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("dp",))
     expert = DeviceMesh("cpu", torch.arange(world).view(2, -1), mesh_dim_names=("efsdp", "ep"))
-    net.experts.weight = torch.nn.Parameter(distribute_tensor(net.experts.weight.detach(), expert["ep"], [Shard(0)]))
+    net.experts.weight = torch.nn.Parameter(
+        distribute_tensor(net.experts.weight.detach(), expert["ep"], [Shard(0)])
+    )
     fully_shard(net.experts, mesh=expert["efsdp"], shard_placement_fn=lambda p: Shard(1))
     fully_shard(net, mesh=dense)
     return net, Muon(net.groups(), ns_dtype=torch.float32)
@@ -467,10 +643,13 @@ def two_meshes(rank, world, folder):
 def resume(rank, world, folder):
     net, optimizer = parallel_net(rank, world)
     before = optimizer.state[net.dense]["momentum"].to_local().clone()
-    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))  # must not take a step to find the state
+    # must not take a step to find the state
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))
     assert torch.equal(before, optimizer.state[net.dense]["momentum"].to_local())
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     net_step(net, optimizer, 3)
     return {n: p.full_tensor().detach() for n, p in net.named_parameters()}
 
@@ -490,10 +669,21 @@ def test_fully_sharded_on_two_meshes_equals_one_process_and_resumes_on_another_w
 
 def test_the_demo_ends_with_its_numbers(tmp_path):
     script = Path(__file__).parent.parent / "muon.py"
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
-    assert "differ from one process by 0.0" in done.stdout and (tmp_path / "out/muon.png").stat().st_size > 5000
-    bad = subprocess.run([sys.executable, str(script), "--bensch"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (
+        "differ from one process by 0.0" in done.stdout
+        and (tmp_path / "out/muon.png").stat().st_size > 5000
+    )
+    bad = subprocess.run(
+        [sys.executable, str(script), "--bensch"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert bad.returncode == 2 and "bensch" in bad.stderr
 
 
@@ -510,11 +700,22 @@ def test_orthogonalize_does_not_notice_the_scale(exponent, dtype):
     assert torch.equal(orthogonalize(scaled, dtype=dtype), orthogonalize(SCALED, dtype=dtype))
 
 
-@pytest.mark.parametrize("source, scale", [(torch.float32, 1e-38), (torch.float64, 1e-200), (torch.float64, 1e200),
-                                           (torch.float16, 1e-6), (torch.float16, 1e4), (torch.bfloat16, 1e-37)])
+@pytest.mark.parametrize(
+    "source, scale",
+    [
+        (torch.float32, 1e-38),
+        (torch.float64, 1e-200),
+        (torch.float64, 1e200),
+        (torch.float16, 1e-6),
+        (torch.float16, 1e4),
+        (torch.bfloat16, 1e-37),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_singular_values_are_right_at_the_ends_of_every_dtype(source, scale, dtype):
-    found = torch.linalg.svdvals(orthogonalize((SCALED.double() * scale).to(source), dtype=dtype).float())
+    found = torch.linalg.svdvals(
+        orthogonalize((SCALED.double() * scale).to(source), dtype=dtype).float()
+    )
     assert found.min() > 0.3 and found.max() < 1.6
 
 
@@ -526,14 +727,22 @@ def test_matrices_of_every_scale_in_one_batch_are_as_each_alone():
     assert not together[1].any()
 
 
-@pytest.mark.parametrize("case", ["rank one", "expanded", "transposed", "one entry", "identity", "out is a view"])
+@pytest.mark.parametrize(
+    "case", ["rank one", "expanded", "transposed", "one entry", "identity", "out is a view"]
+)
 def test_odd_matrices_are_orthogonalised(case):
     g = torch.Generator().manual_seed(1)
     vectors = torch.randn(24, 1, generator=g), torch.randn(1, 16, generator=g)
     one_entry = torch.zeros(16, 24)
     one_entry[3, 5] = -1e-25
-    matrix = {"rank one": vectors[0] * vectors[1], "expanded": vectors[1].expand(24, 16), "transposed": SCALED[0].mT,
-              "one entry": one_entry, "identity": torch.eye(16), "out is a view": SCALED[0].clone()}[case]
+    matrix = {
+        "rank one": vectors[0] * vectors[1],
+        "expanded": vectors[1].expand(24, 16),
+        "transposed": SCALED[0].mT,
+        "one entry": one_entry,
+        "identity": torch.eye(16),
+        "out is a view": SCALED[0].clone(),
+    }[case]
     out = torch.empty(32, 16).mT if case == "out is a view" else None
     found = orthogonalize(matrix, dtype=torch.float32, out=out)
     assert out is None or torch.equal(out, orthogonalize(matrix, dtype=torch.float32))
@@ -559,9 +768,15 @@ def test_large_finite_gradients_are_not_called_infinite():
 
 
 def small_optimizer(dtype, **options):
-    params = {n: torch.nn.Parameter(t.to(dtype)) for n, t in tensors(4, {"w": (4, 12), "out": (6, 8), "gain": (5,)}).items()}
-    groups = [dict(params=[("w", params["w"])], weight_decay=0.1), dict(params=[("out", params["out"])], column_blocks=2),
-              dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3)]
+    params = {
+        n: torch.nn.Parameter(t.to(dtype))
+        for n, t in tensors(4, {"w": (4, 12), "out": (6, 8), "gain": (5,)}).items()
+    }
+    groups = [
+        dict(params=[("w", params["w"])], weight_decay=0.1),
+        dict(params=[("out", params["out"])], column_blocks=2),
+        dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3),
+    ]
     return params, Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
 
 
@@ -583,7 +798,9 @@ def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
     steps_of(params, optimizer, range(3, 6))
     frozen = {n: p.detach().clone() for n, p in params.items()}
     steps_of(twins, twin, range(3, 6))
-    assert all(torch.equal(params[n], frozen[n]) and torch.equal(twins[n], frozen[n]) for n in params)
+    assert all(
+        torch.equal(params[n], frozen[n]) and torch.equal(twins[n], frozen[n]) for n in params
+    )
 
 
 def copy_with_replicas(rank, world):
@@ -637,10 +854,14 @@ def test_noise_follows_from_the_place_and_looks_like_chance(shape):
         start = tuple(size // 3 for size in shape)
         block = whole[tuple(slice(s, None) for s in start)]
         assert torch.equal(noise_of_places(start, block.shape, (3, 1), "cpu"), block)
-        # Uniform to five standard errors, and unlike its neighbours in every direction, its transpose and other seeds.
+        # Uniform to five standard errors, and unlike its neighbours in every direction, its
+        # transpose and other seeds.
         n = whole.double() / 65536 - 0.5
         bound = 5 / math.sqrt(n.numel())
-        assert n.mean().abs() < bound * 12 ** -0.5 and abs(12 * n.square().mean() - 1) < bound
+        assert n.mean().abs() < bound * 12**-0.5 and abs(12 * n.square().mean() - 1) < bound
         others = [n.roll(1, dim) for dim in range(len(shape))]
-        others += [noise_of_places((0,) * len(shape), shape, seed, "cpu").double() / 65536 - 0.5 for seed in ((4, 1), (3, 2))]
+        others += [
+            noise_of_places((0,) * len(shape), shape, seed, "cpu").double() / 65536 - 0.5
+            for seed in ((4, 1), (3, 2))
+        ]
         assert all(12 * (n * other).mean().abs() < 1.2 * bound for other in others)

@@ -1,4 +1,6 @@
-"""On a machine with a GPU what belongs to the CPU stays there: shown with a card that is not there (pretend_cuda.py)."""
+"""On a machine with a GPU what belongs to the CPU stays there: shown with a card that is not there
+(pretend_cuda.py)."""
+
 import os
 import subprocess
 import sys
@@ -11,11 +13,20 @@ ROOT = TESTS.parent
 
 
 def run_beside_a_card(code, folder):
-    """python -c code, in a process that believes in a GPU and fails where it is touched -> the finished process"""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    """python -c code, in a process that believes in a GPU and fails where it is touched -> the
+    finished process"""
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(ROOT)])
-    return subprocess.run([sys.executable, "-c", f"import pretend_cuda\n{code}"], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", f"import pretend_cuda\n{code}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 TOUCHES = """
@@ -64,6 +75,15 @@ assert hsdp.load("made", model, optimizer)["step"] == 3
 
 def test_forked_ranks_of_the_tests_see_no_card(tmp_path):
     """Tests that fork ranks, started as a person starts them on a machine with a GPU"""
-    command = ["-q", "-p", "pretend_cuda", "-p", "no:cacheprovider", str(TESTS / "test_hsdp.py"), "-k", "when_a_rank_dies"]
+    command = [
+        "-q",
+        "-p",
+        "pretend_cuda",
+        "-p",
+        "no:cacheprovider",
+        str(TESTS / "test_hsdp.py"),
+        "-k",
+        "when_a_rank_dies",
+    ]
     done = run_beside_a_card(f"import pytest; raise SystemExit(pytest.main({command!r}))", ROOT)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]

@@ -1,4 +1,6 @@
-"""Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and hand-worked gradients."""
+"""Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and
+hand-worked gradients."""
+
 import contextlib
 import copy
 import json
@@ -23,33 +25,88 @@ import torch.nn.functional as F
 import feedback_distill
 import rollout
 from moe import Model, ModelConfig
-from rollout import (CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Sampler, Tokenizer, Turn, Work, advantages, agent, choose,
-                     demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, train_bpe, write_action)
+from rollout import (
+    CONTROLS,
+    SPLIT,
+    Call,
+    Chain,
+    Episode,
+    Limits,
+    Request,
+    Sampler,
+    Tokenizer,
+    Turn,
+    Work,
+    advantages,
+    agent,
+    choose,
+    demonstrate,
+    flatten,
+    kl_estimates,
+    make_turn,
+    pack,
+    policy_loss,
+    read_action,
+    train_bpe,
+    write_action,
+)
 from summarize import Compact
 from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task, unharden
 
 TEXTS = example_texts(12, 0)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 TRAINED = Tokenizer.train(TEXTS, 330)
-TASKS = [Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {}) for i, prompt in
-         enumerate(("Put back a.f", "Some functions are missing.", "x", "Put back a.g: add 3, return the sum"))]
+TASKS = [
+    Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {})
+    for i, prompt in enumerate(
+        ("Put back a.f", "Some functions are missing.", "x", "Put back a.g: add 3, return the sum")
+    )
+]
 
 
 # ---------------------------------------------------------------- tokenizer
 
+
 def target_logprobs(logits, targets, temperature=1.0):
-    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the oracle"""
-    return -F.cross_entropy(logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none").view(targets.shape)
+    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the
+    oracle"""
+    return -F.cross_entropy(
+        logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none"
+    ).view(targets.shape)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "trained"])
-def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_control_token(tokenizer):
+def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_control_token(
+    tokenizer,
+):
     rng = random.Random(0)
-    letters = [c for c in map(chr, [*range(0x300), *range(0x590, 0x600), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F640),
-            0x200D, 0xFEFF])]
-    texts = ["", "\n\n    def f(x):\r\n\treturn  x_y_1\n", "  \u00a0\u2028 ", "e\u0301\u200d", *CONTROLS, "".join(CONTROLS),
-            "<|end|", "<|call|>a<|arg|>"]
-    texts += ["".join(rng.choices(letters + list(CONTROLS), k=rng.randint(1, 60))) for _ in range(300)]
+    letters = [
+        c
+        for c in map(
+            chr,
+            [
+                *range(0x300),
+                *range(0x590, 0x600),
+                *range(0x4E00, 0x4E40),
+                *range(0x1F600, 0x1F640),
+                0x200D,
+                0xFEFF,
+            ],
+        )
+    ]
+    texts = [
+        "",
+        "\n\n    def f(x):\r\n\treturn  x_y_1\n",
+        "  \u00a0\u2028 ",
+        "e\u0301\u200d",
+        *CONTROLS,
+        "".join(CONTROLS),
+        "<|end|",
+        "<|call|>a<|arg|>",
+    ]
+    texts += [
+        "".join(rng.choices(letters + list(CONTROLS), k=rng.randint(1, 60))) for _ in range(300)
+    ]
     for text in texts:
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
@@ -59,7 +116,9 @@ def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_cont
 
 def naive_bpe(texts, merges):
     """Recount everything before every merge."""
-    words = [[bytes([b]) for b in word.encode()] for text in texts for word in regex.findall(SPLIT, text)]
+    words = [
+        [bytes([b]) for b in word.encode()] for text in texts for word in regex.findall(SPLIT, text)
+    ]
     ranks = {bytes([b]): b for b in range(256)}
     while len(ranks) < 256 + merges:
         counts = Counter(pair for word in words for pair in zip(word, word[1:]))
@@ -71,7 +130,7 @@ def naive_bpe(texts, merges):
             i = 0
             while i < len(word) - 1:
                 if word[i] == a and word[i + 1] == b:
-                    word[i:i + 2] = [a + b]
+                    word[i : i + 2] = [a + b]
                 i += 1
     return ranks
 
@@ -89,23 +148,33 @@ def test_tiktoken_merges_a_word_in_the_order_of_the_ranks():
     for word in set(regex.findall(SPLIT, TEXTS[0])):
         parts = [bytes([b]) for b in word.encode()]
         while len(parts) > 1:
-            rank, i = min((TRAINED.ranks.get(a + b, math.inf), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
+            rank, i = min(
+                (TRAINED.ranks.get(a + b, math.inf), i)
+                for i, (a, b) in enumerate(zip(parts, parts[1:]))
+            )
             if rank == math.inf:
                 break
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
         assert TRAINED.encode(word) == [TRAINED.ranks[p] for p in parts]
 
 
 # ---------------------------------------------------------------- transcript
 
+
 def test_what_is_written_as_an_action_is_read_back_the_same():
-    calls = [("edit_file", ("a.py", "", "def f(x):\n    return x * 3 + 2\n")), ("search_codebase", ("<|call|> <|end|> é日🙂",)),
-            ("odd", ()), ("", ("", ""))]
+    calls = [
+        ("edit_file", ("a.py", "", "def f(x):\n    return x * 3 + 2\n")),
+        ("search_codebase", ("<|call|> <|end|> é日🙂",)),
+        ("odd", ()),
+        ("", ("", "")),
+    ]
     for tokenizer in (BYTES, TRAINED):
         for n in range(5):
             body = write_action(tokenizer, "Look <|arg|> up.", calls[:n])
             text, read = read_action(tokenizer, body)
-            assert text == "Look <|arg|> up." and [(c.name, tuple(c.args)) for c in read] == calls[:n]
+            assert (
+                text == "Look <|arg|> up." and [(c.name, tuple(c.args)) for c in read] == calls[:n]
+            )
             assert body.count(tokenizer.id["<|call|>"]) == n and body[-1] == tokenizer.id["<|end|>"]
 
 
@@ -121,31 +190,46 @@ def test_arguments_before_any_call_and_an_unfinished_turn_read_as_far_as_they_go
 def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included():
     t, enc = TRAINED.id, TRAINED.encode
     act = [t["<|assistant|>"], *enc("go"), t["<|call|>"], *enc("x"), t["<|end|>"]]
-    turns = [make_turn(TRAINED, "user", "do it"), make_turn(TRAINED, "summary", "1\nleft: a.f"),
-            make_turn(TRAINED, "hint", "Tools: x"),
-             Turn("assistant", act, logprobs=np.arange(1, len(act), dtype=np.float32)), make_turn(TRAINED, "tool", "ok"),
-             make_turn(TRAINED, "query", "Summarize."), Turn("assistant", [t["<|assistant|>"], *enc("cut off")])]
+    turns = [
+        make_turn(TRAINED, "user", "do it"),
+        make_turn(TRAINED, "summary", "1\nleft: a.f"),
+        make_turn(TRAINED, "hint", "Tools: x"),
+        Turn("assistant", act, logprobs=np.arange(1, len(act), dtype=np.float32)),
+        make_turn(TRAINED, "tool", "ok"),
+        make_turn(TRAINED, "query", "Summarize."),
+        Turn("assistant", [t["<|assistant|>"], *enc("cut off")]),
+    ]
     tokens, mask, logprobs, index = flatten(Episode(turns))
     expected = []
     for turn in turns:
-        expected += [(token, turn.role == "assistant" and i > 0) for i, token in enumerate(turn.tokens)]
+        expected += [
+            (token, turn.role == "assistant" and i > 0) for i, token in enumerate(turn.tokens)
+        ]
     assert [(int(a), bool(b)) for a, b in zip(tokens, mask)] == expected
-    assert logprobs[index == 3].tolist() == [0, *range(1, len(act))] and not logprobs[index != 3].any()
-    assert mask[index == 3].tolist() == [0] + [1] * (len(act) - 1) and tokens[index == 3][-1] == t["<|end|>"]
+    assert (
+        logprobs[index == 3].tolist() == [0, *range(1, len(act))] and not logprobs[index != 3].any()
+    )
+    assert (
+        mask[index == 3].tolist() == [0] + [1] * (len(act) - 1)
+        and tokens[index == 3][-1] == t["<|end|>"]
+    )
     assert len(tokens) == len(mask) == len(logprobs) == len(index) == len(Episode(turns))
 
 
 def test_a_long_output_is_cut_to_its_limit_with_a_note():
     for most in (12, 40, 1000):
         turn = make_turn(BYTES, "tool", "y" * 100, most)
-        assert min(most, 100) + 1 <= len(turn.tokens) <= min(most, 100) + 2              # the note counts, too
+        # the note counts, too
+        assert min(most, 100) + 1 <= len(turn.tokens) <= min(most, 100) + 2
         assert ("cut]" in BYTES.decode(turn.tokens)) == (most < 100)
 
 
 # ---------------------------------------------------------------- the agent, driven by hand
 
+
 def drive(play, bodies):
-    """Plays an agent with given bodies -> (chain, the Requests it made, the context as a sampler would hold it at each)."""
+    """Plays an agent with given bodies -> (chain, the Requests it made, the context as a sampler
+    would hold it at each)."""
     requests, contexts, context, asked = [], [], [], next(play)
     bodies = iter(bodies)
     while True:
@@ -157,7 +241,7 @@ def drive(play, bodies):
             context = asked.tokens if asked.restart else context + asked.tokens
             requests.append(asked)
             contexts.append(list(context))
-            body = next(bodies)[:asked.room]
+            body = next(bodies)[: asked.room]
             context = context + body
             asked = play.send((body, np.full(len(body), -1.0, dtype=np.float32), 7))
         except StopIteration as end:
@@ -171,9 +255,13 @@ def by_bytes(text):
 def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
     odd = [*by_bytes("Look"), call, *by_bytes("read_file"), arg, *by_bytes("a.py"), end]
-    assert len(odd) > len(write_action(TRAINED, "Look", [("read_file", ("a.py",))]))        # the canonical one is shorter
-    broken = [0xE2, 0x82, end]                                                              # half a character
-    chain, _, contexts = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), [odd, broken])
+    # the canonical one is shorter
+    assert len(odd) > len(write_action(TRAINED, "Look", [("read_file", ("a.py",))]))
+    # half a character
+    broken = [0xE2, 0x82, end]
+    chain, _, contexts = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), [odd, broken]
+    )
     assert chain.turns[2].text == "def f():\n    pass\n" and chain.finished
     tokens, mask, _, _ = flatten(chain.episodes[0])
     assert tokens[mask == 1].tolist() == odd + broken
@@ -184,41 +272,89 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
 
 def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
     act = lambda *calls: write_action(TRAINED, "", calls)
-    bodies = [act(("read_file", ("a.py",)), ("nothing", ())), act(("edit_file", ("a.py", "", "x = 1\n"))), act()]
-    chain, requests, contexts = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), bodies)
+    bodies = [
+        act(("read_file", ("a.py",)), ("nothing", ())),
+        act(("edit_file", ("a.py", "", "x = 1\n"))),
+        act(),
+    ]
+    chain, requests, contexts = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), bodies
+    )
     ids = flatten(chain.episodes[0])[0].tolist()
     for shorter, longer in zip(contexts, contexts[1:] + [ids]):
-        assert longer[:len(shorter)] == shorter and len(longer) > len(shorter)
+        assert longer[: len(shorter)] == shorter and len(longer) > len(shorter)
     assert [r.restart for r in requests] == [True, False, False]
-    assert [(c.name, c.error) for t in chain.turns for c in t.calls] == [("read_file", ""), ("nothing", "unknown_tool"),
-            ("edit_file", "")]
-    assert [t.text for t in chain.turns if t.role == "tool"][1] == "Tool not found: nothing" and chain.files["a.py"].endswith("x = 1\n")
+    assert [(c.name, c.error) for t in chain.turns for c in t.calls] == [
+        ("read_file", ""),
+        ("nothing", "unknown_tool"),
+        ("edit_file", ""),
+    ]
+    assert [t.text for t in chain.turns if t.role == "tool"][
+        1
+    ] == "Tool not found: nothing" and chain.files["a.py"].endswith("x = 1\n")
     assert chain.finished and chain.episodes[0].turns[-1].role == "assistant"
 
 
 def test_bad_calls_are_told_apart_and_answered():
     limited = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
-    calls = [("read_file", ()), ("read_file", ("none.py",)), ("read_file", ("a.py",)), ("edit_file", ("a.py", "", "x")),
-            ("ls", ("a",))]
-    chain, _, _ = drive(agent(limited, TRAINED, Rehearsal(limited), Limits(900)),
-            [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])])
-    assert [c.error for c in chain.turns[1].calls] == ["bad_arguments", "failed", "", "unknown_tool", "unknown_tool"]
+    calls = [
+        ("read_file", ()),
+        ("read_file", ("none.py",)),
+        ("read_file", ("a.py",)),
+        ("edit_file", ("a.py", "", "x")),
+        ("ls", ("a",)),
+    ]
+    chain, _, _ = drive(
+        agent(limited, TRAINED, Rehearsal(limited), Limits(900)),
+        [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])],
+    )
+    assert [c.error for c in chain.turns[1].calls] == [
+        "bad_arguments",
+        "failed",
+        "",
+        "unknown_tool",
+        "unknown_tool",
+    ]
     chain.stats = rollout.effort_counts(chain)
-    assert (chain.stats["bad_tools"], chain.stats["bad_arguments"], chain.stats["calls"], chain.stats["turns"]) == (2, 1, 5, 2)
+    assert (
+        chain.stats["bad_tools"],
+        chain.stats["bad_arguments"],
+        chain.stats["calls"],
+        chain.stats["turns"],
+    ) == (2, 1, 5, 2)
 
 
 def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
-    task = Task("t", "x", {"a.py": "", "tests.py": "print('ran')\n"}, {}, tools=("read_file", "run_command"))
-    act = lambda *names: write_action(TRAINED, "", [(name, ("python tests.py" if name == "run_command" else "a.py",)) for name in names])
-    bodies = [act("run_command", "read_file"), act("run_command", "run_command"), act("run_command", "read_file"), act()]
-    said = lambda commands: [turn.text for turn in drive(agent(task, TRAINED, Rehearsal(task), Limits(900, commands=commands)), bodies)[0].turns
-                             if turn.role == "tool"]
+    task = Task(
+        "t", "x", {"a.py": "", "tests.py": "print('ran')\n"}, {}, tools=("read_file", "run_command")
+    )
+    act = lambda *names: write_action(
+        TRAINED,
+        "",
+        [(name, ("python tests.py" if name == "run_command" else "a.py",)) for name in names],
+    )
+    bodies = [
+        act("run_command", "read_file"),
+        act("run_command", "run_command"),
+        act("run_command", "read_file"),
+        act(),
+    ]
+    said = lambda commands: [
+        turn.text
+        for turn in drive(
+            agent(task, TRAINED, Rehearsal(task), Limits(900, commands=commands)), bodies
+        )[0].turns
+        if turn.role == "tool"
+    ]
     for commands in (0, 1, 2, 3, 9):
         ran = [i < commands or not commands for i in range(4)]
         ran = ["ran" if right else "No more commands." for right in ran]
         assert said(commands) == [ran[0], "", ran[1], ran[2], ran[3], ""]
     without = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
-    chain, _, _ = drive(agent(without, TRAINED, Rehearsal(without), Limits(900, commands=1)), [act("run_command"), act("run_command"), act()])
+    chain, _, _ = drive(
+        agent(without, TRAINED, Rehearsal(without), Limits(900, commands=1)),
+        [act("run_command"), act("run_command"), act()],
+    )
     assert [call.error for turn in chain.turns for call in turn.calls] == ["unknown_tool"] * 2
 
 
@@ -227,11 +363,29 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
     chain, _, _ = drive(agent(TASKS[2], BYTES, Rehearsal(TASKS[2]), Limits(200)), bodies)
     stats = rollout.effort_counts(chain)
-    output = len("Tool not found: zz") + 1                     # <|end|> counts
-    assert {k: stats[k] for k in ("thinking_tokens", "call_tokens", "output_tokens", "final_tokens", "calls", "turns",
-            "sampled", "summaries")} == {
-        "thinking_tokens": 5, "call_tokens": 4, "output_tokens": output, "final_tokens": 6, "calls": 1, "turns": 2,
-        "sampled": 15, "summaries": 0}
+    output = len("Tool not found: zz") + 1  # <|end|> counts
+    assert {
+        k: stats[k]
+        for k in (
+            "thinking_tokens",
+            "call_tokens",
+            "output_tokens",
+            "final_tokens",
+            "calls",
+            "turns",
+            "sampled",
+            "summaries",
+        )
+    } == {
+        "thinking_tokens": 5,
+        "call_tokens": 4,
+        "output_tokens": output,
+        "final_tokens": 6,
+        "calls": 1,
+        "turns": 2,
+        "sampled": 15,
+        "summaries": 0,
+    }
     assert stats["total"] == stats["context"] == 3 + (1 + 9) + (1 + output) + (1 + 6)
 
 
@@ -239,31 +393,64 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
 def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(window):
     rng = random.Random(window)
     for trial in range(60):
-        compact = (None, Compact(window, int(.6 * window)), Compact(window, int(.6 * window), truncate=True))[trial % 3]
-        endless = ([*rng.choices(range(97, 123), k=rng.randint(0, 30)), BYTES.id["<|call|>"], *by_bytes("read_file"),
+        compact = (
+            None,
+            Compact(window, int(0.6 * window)),
+            Compact(window, int(0.6 * window), truncate=True),
+        )[trial % 3]
+        endless = (
+            [
+                *rng.choices(range(97, 123), k=rng.randint(0, 30)),
+                BYTES.id["<|call|>"],
+                *by_bytes("read_file"),
                 BYTES.id["<|arg|>"],
-                    *by_bytes(rng.choice(("a.py", "big.py"))), BYTES.id["<|end|>"]] for _ in range(99))
+                *by_bytes(rng.choice(("a.py", "big.py"))),
+                BYTES.id["<|end|>"],
+            ]
+            for _ in range(99)
+        )
         task = Task("t", "x" * rng.randint(1, 25), {"a.py": "x", "big.py": "y" * 500}, {})
-        chain, requests, contexts = drive(agent(task, BYTES, Rehearsal(task), Limits(window, 12, 40), compact), endless)
-        assert all(2 <= r.room <= 40 and len(c) + r.room <= window for r, c in zip(requests, contexts))
+        chain, requests, contexts = drive(
+            agent(task, BYTES, Rehearsal(task), Limits(window, 12, 40), compact), endless
+        )
+        assert all(
+            2 <= r.room <= 40 and len(c) + r.room <= window for r, c in zip(requests, contexts)
+        )
         assert all(0 < len(e) <= window for e in chain.episodes), [len(e) for e in chain.episodes]
         assert not chain.finished and len([t for t in chain.turns if t.role == "assistant"]) <= 12
 
 
 def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
-    chain, _, _ = drive(agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(200, 5, 6)), [by_bytes("I am done with this")])
+    chain, _, _ = drive(
+        agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(200, 5, 6)),
+        [by_bytes("I am done with this")],
+    )
     assert not chain.finished and len(chain.turns) == 2 and len(chain.turns[1].tokens) == 1 + 6
     assert flatten(chain.episodes[0])[1].sum() == 6
 
 
-@pytest.mark.parametrize("tail", [("<|call|>",) * 6, ("<|call|>", "edit_file", "<|arg|>"), ("<|call|>", "read_file")])
+@pytest.mark.parametrize(
+    "tail", [("<|call|>",) * 6, ("<|call|>", "edit_file", "<|arg|>"), ("<|call|>", "read_file")]
+)
 def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_over_them(tail):
-    read, cut = write_action(BYTES, "", [("read_file", ("a.py",))]), [BYTES.id[w] if w in BYTES.id else by_bytes(w) for w in tail]
+    read, cut = write_action(BYTES, "", [("read_file", ("a.py",))]), [
+        BYTES.id[w] if w in BYTES.id else by_bytes(w) for w in tail
+    ]
     cut = sum(([w] if isinstance(w, int) else w for w in cut), [])
-    chain, _, _ = drive(agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))), [read, cut[:]])
+    chain, _, _ = drive(
+        agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))),
+        [read, cut[:]],
+    )
     last = chain.turns[-1]
-    assert not chain.finished and last.role == "assistant" and last.calls and not any(call.output for call in last.calls)
-    assert {call.error for call in last.calls} == {"failed"} and feedback_distill.detect(chain) == []
+    assert (
+        not chain.finished
+        and last.role == "assistant"
+        and last.calls
+        and not any(call.output for call in last.calls)
+    )
+    assert {call.error for call in last.calls} == {"failed"} and feedback_distill.detect(
+        chain
+    ) == []
     assert len(rollout.transcript(chain, BYTES)[0]["messages"][-1]["tool_calls"]) == len(last.calls)
 
 
@@ -274,9 +461,11 @@ def test_a_demonstration_whose_task_alone_outgrows_the_window_is_over_at_once():
 
 # ---------------------------------------------------------------- sampling one token
 
+
 @pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.6, 0.55)])
 def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature, top_p):
-    """Chi-square against the log-probs returned, and against a softmax and a nucleus written as a loop."""
+    """Chi-square against the log-probs returned, and against a softmax and a nucleus written as a
+    loop."""
     n, logits = 40_000, torch.randn(9, generator=torch.Generator().manual_seed(3)) * 1.5
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(4))
     tokens, logp = choose(logits.expand(n, 9), uniform, temperature, top_p)
@@ -287,58 +476,94 @@ def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature
     p = [v / sum(p) for v in p]
     torch.testing.assert_close(logp.exp(), torch.tensor(p)[tokens], atol=1e-6, rtol=1e-5)
     expected, seen = np.array(p) * n, np.bincount(tokens, minlength=9)
-    assert (seen[expected == 0] == 0).all() and (expected > 0).sum() == (9 if top_p == 1 else (expected > 0).sum()) > 2
+    assert (seen[expected == 0] == 0).all() and (expected > 0).sum() == (
+        9 if top_p == 1 else (expected > 0).sum()
+    ) > 2
     chi = ((seen - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
-    assert chi < 26.1                                                         # the 0.1 % quantile at 8 degrees of freedom
+    # the 0.1 % quantile at 8 degrees of freedom
+    assert chi < 26.1
 
 
 def test_the_ends_of_the_uniform_draw_never_pick_a_token_outside_the_nucleus():
-    logits = torch.tensor([[-9., 2., 1., -8., -torch.inf]]).expand(3, 5)
-    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]), top_p=.9)   # a draw below 1 that fp32 rounds to 1
+    logits = torch.tensor([[-9.0, 2.0, 1.0, -8.0, -torch.inf]]).expand(3, 5)
+    # a draw below 1 that fp32 rounds to 1
+    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]), top_p=0.9)
     assert set(tokens.tolist()) <= {1, 2} and torch.isfinite(logp).all()
-    assert choose(logits, torch.tensor([0.0, .5, .9]), temperature=0)[0].tolist() == [1, 1, 1]
+    assert choose(logits, torch.tensor([0.0, 0.5, 0.9]), temperature=0)[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature, top_p", [*((t, 1.0) for t in (5e-324, 1.4e-45, 1e-38, 1e-30, 1e-8, 1e-5)),
-                                                *((1.0, p) for p in (0.0, 5e-324, 1e-8, 1e-5)), (5e-324, 0.0), (1e-6, .5)])
-def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(temperature, top_p, dtype):
+@pytest.mark.parametrize(
+    "temperature, top_p",
+    [
+        *((t, 1.0) for t in (5e-324, 1.4e-45, 1e-38, 1e-30, 1e-8, 1e-5)),
+        *((1.0, p) for p in (0.0, 5e-324, 1e-8, 1e-5)),
+        (5e-324, 0.0),
+        (1e-6, 0.5),
+    ],
+)
+def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(
+    temperature, top_p, dtype
+):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 3000, generator=generator)
     logits[::2] *= 1e4
-    logits[:, 17] -= torch.inf                                   # a token that may not be drawn
-    logits[torch.arange(64), torch.randint(18, 3000, (64,), generator=generator)] = logits.amax(-1) * 1.1 + 1      # no ties in bf16
+    logits[:, 17] -= torch.inf  # a token that may not be drawn
+    # no ties in bf16
+    logits[torch.arange(64), torch.randint(18, 3000, (64,), generator=generator)] = (
+        logits.amax(-1) * 1.1 + 1
+    )
     uniform = torch.rand(64, generator=generator)
-    uniform[:2] = torch.tensor([0.0, 1 - 2 ** -24])
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
     tokens, logp = choose(logits.to(dtype), uniform, temperature, top_p)
-    assert tokens.equal(logits.argmax(-1)) and logp.dtype == torch.float32 and logp.abs().max() < 1e-3
+    assert (
+        tokens.equal(logits.argmax(-1)) and logp.dtype == torch.float32 and logp.abs().max() < 1e-3
+    )
 
 
 def test_at_the_hot_end_all_tokens_are_alike_and_what_is_no_temperature_is_refused():
-    logits, uniform = 10 * torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.0, .3, .6, .99])
+    logits, uniform = 10 * torch.randn(
+        4, 8, generator=torch.Generator().manual_seed(0)
+    ), torch.tensor([0.0, 0.3, 0.6, 0.99])
     for temperature in (1e30, 1e300, 1.7e308):
         tokens, logp = choose(logits, uniform, temperature)
-        assert tokens.tolist() == [0, 2, 4, 7] and logp.tolist() == pytest.approx([-math.log(8)] * 4)
-    for temperature, top_p in ((-1, 1), (math.nan, 1), (math.inf, 1), (1, -.1), (1, 1.1), (1, math.nan)):
+        assert tokens.tolist() == [0, 2, 4, 7] and logp.tolist() == pytest.approx(
+            [-math.log(8)] * 4
+        )
+    for temperature, top_p in (
+        (-1, 1),
+        (math.nan, 1),
+        (math.inf, 1),
+        (1, -0.1),
+        (1, 1.1),
+        (1, math.nan),
+    ):
         with pytest.raises(ValueError, match="temperature.*top_p"):
             choose(logits, uniform, temperature, top_p)
 
 
 def test_temperatures_of_every_day_give_the_bits_that_they_gave():
     """The plain quotient is the oracle"""
-    logits, uniform = torch.randn(300, 700, generator=torch.Generator().manual_seed(0)), torch.rand(300, generator=torch.Generator().manual_seed(1))
-    for temperature in (1.0, .95, .5, 1e-3, 2.0):
+    logits, uniform = torch.randn(300, 700, generator=torch.Generator().manual_seed(0)), torch.rand(
+        300, generator=torch.Generator().manual_seed(1)
+    )
+    for temperature in (1.0, 0.95, 0.5, 1e-3, 2.0):
         p = (logits / temperature).softmax(-1)
         mass = p.cumsum(-1)
-        tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True).clamp(max=699)[:, 0]
+        tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True).clamp(
+            max=699
+        )[:, 0]
         found, logp = choose(logits, uniform, temperature)
         assert found.equal(tokens) and logp.equal(p[torch.arange(300), tokens].log())
 
 
 # ---------------------------------------------------------------- the sampler
 
+
 class Fixed:
-    """Stands for a workspace whose tools answer at once, with a text that depends on the arguments."""
+    """Stands for a workspace whose tools answer at once, with a text that depends on the
+    arguments."""
+
     def __init__(self, task):
         self.task = task
 
@@ -349,8 +574,10 @@ class Fixed:
 @pytest.fixture
 def answers(monkeypatch):
     """Any call is answered, the slow ones from a thread; every third call counts as slow."""
+
     def run_tool(workspace, call):
         call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
+
     monkeypatch.setattr(rollout, "run_tool", run_tool)
     whole = rollout.read_action
 
@@ -359,15 +586,36 @@ def answers(monkeypatch):
         for call in calls:
             call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
         return text, calls
+
     monkeypatch.setattr(rollout, "read_action", read)
 
 
 def policy(seed=0, **changes):
-    """A random model that likes to call tools and to end its turns: otherwise hardly a turn would end."""
+    """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
+    end."""
     torch.manual_seed(seed)
-    model = Model(ModelConfig(**{**dict(vocab=TRAINED.vocab, dim=32, layers=3, heads=2, kv_lora=16, qk_nope=8, qk_rope=8,
-            v_dim=16, dense_ffn=48,
-                                        experts=6, active=2, expert_ffn=16, context=160), **changes}))
+    model = Model(
+        ModelConfig(
+            **{
+                **dict(
+                    vocab=TRAINED.vocab,
+                    dim=32,
+                    layers=3,
+                    heads=2,
+                    kv_lora=16,
+                    qk_nope=8,
+                    qk_rope=8,
+                    v_dim=16,
+                    dense_ffn=48,
+                    experts=6,
+                    active=2,
+                    expert_ffn=16,
+                    context=160,
+                ),
+                **changes,
+            }
+        )
+    )
     with torch.no_grad():
         for p in model.parameters():
             if p.abs().sum() == 0:
@@ -385,27 +633,44 @@ COMPACT = Compact(160, 50)
 
 
 def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
-    return sampler.run([agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks], seeds, patient=patient)
+    return sampler.run(
+        [agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks],
+        seeds,
+        patient=patient,
+    )
 
 
 def same(chain, other):
     a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
-    assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [x[1].tolist() for x in a] == [x[1].tolist() for x in b]
+    assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [
+        x[1].tolist() for x in a
+    ] == [x[1].tolist() for x in b]
     for x, y in zip(a, b):
         np.testing.assert_allclose(x[2], y[2], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind,truncate", [("mla", False), ("gqa", False), ("mla", True)])
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(answers, kind, truncate, temperature):
-    """After tool outputs, after summaries and after truncation too; and the recorded experts are the trainer's own choice in fp32."""
+def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
+    answers, kind, truncate, temperature
+):
+    """After tool outputs, after summaries and after truncation too; and the recorded experts are
+    the trainer's own choice in fp32."""
     model = policy(seed=1, attention=kind)
-    chains = sample(Sampler(model, TRAINED, 5, 160, temperature), [TASKS[i % 4] for i in range(24)], list(range(24)),
-                    Compact(160, 50, truncate=truncate))
+    chains = sample(
+        Sampler(model, TRAINED, 5, 160, temperature),
+        [TASKS[i % 4] for i in range(24)],
+        list(range(24)),
+        Compact(160, 50, truncate=truncate),
+    )
     episodes = [e for c in chains for e in c.episodes]
     roles = Counter(t.role for c in chains for t in c.turns)
     assert roles["tool"] > 20 and len(episodes) > len(chains)
-    assert roles["recent"] >= 3 > roles["query"] if truncate else roles["summary"] >= 3 <= roles["query"]
+    assert (
+        roles["recent"] >= 3 > roles["query"]
+        if truncate
+        else roles["summary"] >= 3 <= roles["query"]
+    )
     scored = 0
     for episode in (e for e in episodes if flatten(e)[1].any()):
         batch, record = pack([episode], [1.0], multiple=8), []
@@ -417,25 +682,32 @@ def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(an
         scored += int(where.sum())
         recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
         fed = recorded[:, 0, 0] >= 0
-        last = episode.turns[-1].role == "assistant"           # what ended an episode was never fed: nothing follows it
-        assert fed[:n - 1].all() or not last
+        # what ended an episode was never fed: nothing follows it
+        last = episode.turns[-1].role == "assistant"
+        assert fed[: n - 1].all() or not last
         assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
-        replayed = target_logprobs(model.logits(model(batch["tokens"], replay=batch["experts"])), batch["targets"], temperature)
+        replayed = target_logprobs(
+            model.logits(model(batch["tokens"], replay=batch["experts"])),
+            batch["targets"],
+            temperature,
+        )
         torch.testing.assert_close(replayed[where], batch["logprobs"][where], atol=1e-4, rtol=0)
     assert scored > 250
 
 
 def test_with_a_nucleus_the_recorded_log_prob_is_of_the_cut_distribution(answers):
     model = policy()
-    chains = sample(Sampler(model, TRAINED, 8, 160, 1.0, top_p=.7), TASKS, [1, 2, 3, 4])
+    chains = sample(Sampler(model, TRAINED, 8, 160, 1.0, top_p=0.7), TASKS, [1, 2, 3, 4])
     for episode in (e for c in chains for e in c.episodes):
         batch = pack([episode], [1.0])
         p = model.logits(model(batch["tokens"])).softmax(-1)[0]
         for t in batch["mask"][0].nonzero()[:, 0].tolist():
             target, order = int(batch["targets"][0, t]), p[t].argsort(descending=True)
-            kept = order[:int((p[t][order].cumsum(0) < .7).sum()) + 1]
+            kept = order[: int((p[t][order].cumsum(0) < 0.7).sum()) + 1]
             assert target in kept
-            assert float(batch["logprobs"][0, t]) == pytest.approx(math.log(p[t][target] / p[t][kept].sum()), abs=1e-4)
+            assert float(batch["logprobs"][0, t]) == pytest.approx(
+                math.log(p[t][target] / p[t][kept].sum()), abs=1e-4
+            )
 
 
 @pytest.mark.parametrize("rows", [3, 16])
@@ -444,27 +716,34 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
     tasks, seeds = [TASKS[i % 4] for i in range(12)], [(5, i) for i in range(12)]
     together = sample(Sampler(model, TRAINED, rows, 160), tasks, seeds)
     assert [c.task for c in together] == tasks
-    for a, b in zip(together, sample(Sampler(model, TRAINED, rows, 160), tasks, seeds, patient=False)):
+    for a, b in zip(
+        together, sample(Sampler(model, TRAINED, rows, 160), tasks, seeds, patient=False)
+    ):
         same(a, b)
     for i in (0, 3, 4, 11):
         same(sample(Sampler(model, TRAINED, 1, 160), [tasks[i]], [seeds[i]])[0], together[i])
-    assert len({str([t.tokens for t in c.turns]) for c in together}) > 10                   # other seeds, other rollouts
+    # other seeds, other rollouts
+    assert len({str([t.tokens for t in c.turns]) for c in together}) > 10
 
 
-@pytest.mark.parametrize("top_p", [1.0, .8])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_drafts_change_the_number_of_steps_and_nothing_else(answers, top_p):
     tasks, seeds, found = [TASKS[i % 4] for i in range(12)], list(range(12)), []
     for draft in (0, 1, 3, 7):
-        sampler = Sampler(policy(), TRAINED, 12, 160, .5, top_p, draft=draft)
+        sampler = Sampler(policy(), TRAINED, 12, 160, 0.5, top_p, draft=draft)
         found.append((sample(sampler, tasks, seeds), sampler.steps))
     (plain, steps), *drafted = found
-    assert all(chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None) for chain in plain)
+    assert all(
+        chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None)
+        for chain in plain
+    )
     for chains, fewer in drafted:
-        assert fewer < .9 * steps
+        assert fewer < 0.9 * steps
         for a, b in zip(plain, chains):
             same(a, b)
-            assert b.steps <= a.steps and [turn.versions.tolist() for turn in a.turns if turn.versions is not None] == [
-                turn.versions.tolist() for turn in b.turns if turn.versions is not None]
+            assert b.steps <= a.steps and [
+                turn.versions.tolist() for turn in a.turns if turn.versions is not None
+            ] == [turn.versions.tolist() for turn in b.turns if turn.versions is not None]
             for e, f in zip(a.episodes, b.episodes):
                 assert np.array_equal(e.experts, f.experts)
 
@@ -473,9 +752,11 @@ def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
     def play():
         yield Request([1, 2], True, 40)
         return Chain(None, [])
+
     model = policy()
     model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
-    for draft, steps in ((0, 40), (3, 3 + 10), (39, 4)):       # a first pair has to be seen, and the room ends the last draft
+    # a first pair has to be seen, and the room ends the last draft
+    for draft, steps in ((0, 40), (3, 3 + 10), (39, 4)):
         sampler = Sampler(model, TRAINED, 1, 160, 0, draft=draft)
         assert sampler.run([play()], [0])[0].steps == sampler.steps == steps
 
@@ -487,7 +768,7 @@ def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repe
 
     def slow():
         yield Request([1, 2], True, 3)
-        yield Work([], lambda: seen.append(ended.wait(.2 if patient else 60)), True)
+        yield Work([], lambda: seen.append(ended.wait(0.2 if patient else 60)), True)
         yield Request([3], False, 3)
         return Chain(None, [])
 
@@ -496,6 +777,7 @@ def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repe
             yield Request([1, 2, 4], not turn, 9)
         ended.set()
         return Chain(None, [])
+
     sampler = Sampler(policy(), TRAINED, 8, 160)
     assert len(sampler.run([slow(), quick(), slow()], [0, 1, 2], patient=patient)) == 3
     assert seen == [not patient] * 2
@@ -510,11 +792,16 @@ def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
         same(a, b)
         for e, f in zip(a.episodes, b.episodes):
             assert np.array_equal(e.experts, f.experts)
-    assert all((e.experts[:len(c.episodes[0].turns[0].tokens)] >= 0).all() for c in group for e in c.episodes)
+    assert all(
+        (e.experts[: len(c.episodes[0].turns[0].tokens)] >= 0).all()
+        for c in group
+        for e in c.episodes
+    )
 
 
 def test_a_shared_prompt_is_fed_once_per_group(answers):
-    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it samples."""
+    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it
+    samples."""
     model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
     short = Limits(160, 1, 2)
     sampler = Sampler(model, TRAINED, 8, 160)
@@ -522,7 +809,9 @@ def test_a_shared_prompt_is_fed_once_per_group(answers):
     assert sampler.fed == prompt + sum(chain.steps for chain in chains)
     sampler = Sampler(model, TRAINED, 8, 160)
     chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
-    prompts = sum(len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1]))
+    prompts = sum(
+        len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1])
+    )
     assert sampler.fed == prompts + sum(chain.steps for chain in chains)
 
 
@@ -539,7 +828,10 @@ def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_
     huge = Task("huge", "word " * 400, {}, {})
     chains = sample(Sampler(policy(), TRAINED, 4, 160), [huge, TASKS[0], huge], [0, 1, 2])
     assert [c.task.instance_id for c in chains] == ["huge", "t0", "huge"]
-    assert not chains[0].finished and flatten(chains[0].episodes[0])[1].sum() == 0 < flatten(chains[1].episodes[0])[1].sum()
+    assert (
+        not chains[0].finished
+        and flatten(chains[0].episodes[0])[1].sum() == 0 < flatten(chains[1].episodes[0])[1].sum()
+    )
 
 
 def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
@@ -548,14 +840,21 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
     groups = rollout.rollouts(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
     assert [[c.task for c in g] for g in groups] == [[tasks[0]] * 3, [tasks[1]] * 3]
     for chain in (c for g in groups for c in g):
-        assert chain.files and chain.stats["turns"] == sum(t.role == "assistant" for t in chain.turns)
+        assert chain.files and chain.stats["turns"] == sum(
+            t.role == "assistant" for t in chain.turns
+        )
         assert chain.reward == float(judge(chain.task, chain.files, sandbox).solved) == 0.0
-    scripted = copy.copy(sampler)                              # the same machinery, with the expert in the policy's place
+    # the same machinery, with the expert in the policy's place
+    scripted = copy.copy(sampler)
     scripted.run = lambda agents, seeds, on_end, patient: [end(a, on_end) for a in agents]
 
     def end(play, on_end):
         first, zeros = next(play), np.zeros(4000)
-        task = next(t for t in tasks if make_turn(TRAINED, "user", t.problem_statement).tokens == first.tokens[:-1])
+        task = next(
+            t
+            for t in tasks
+            if make_turn(TRAINED, "user", t.problem_statement).tokens == first.tokens[:-1]
+        )
         edits = [("edit_file", (path, "", "\n\n" + text)) for path, text in task.solution.items()]
         try:
             work = play.send((write_action(TRAINED, "", edits), zeros, 0))
@@ -565,14 +864,19 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
         except StopIteration as over:
             on_end(over.value)
             return over.value
+
     solved = rollout.rollouts(scripted, tasks, 2, 0, Limits(4000), sandbox)
     assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_scoring_again_takes_the_recorded_experts_or_the_models_own():
     model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
-    group, = rollout.rollouts(Sampler(model, TRAINED, 2, 400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox())
-    episode, far = group[0].episodes[0], lambda **how: float(rollout.rescore(model, episode, **how).abs().max())
+    (group,) = rollout.rollouts(
+        Sampler(model, TRAINED, 2, 400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
+    )
+    episode, far = group[0].episodes[0], lambda **how: float(
+        rollout.rescore(model, episode, **how).abs().max()
+    )
     assert far() < 1e-4
     episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
     assert far() > 1e-3 and far(replay=False) < 1e-4
@@ -592,32 +896,61 @@ def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkey
         step(self, rows)
         if len(folders) >= breaks_at:
             raise RuntimeError("out of memory")
+
     monkeypatch.setattr(rollout, "Workspace", Counted)
     monkeypatch.setattr(Sampler, "step", watched)
     for breaks_at in (99, 4):
         folders.clear()
         sampler = Sampler(policy(context=400), TRAINED, 2, 400)
-        with pytest.raises(RuntimeError, match="out of memory") if breaks_at == 4 else contextlib.nullcontext():
-            rollout.rollouts(sampler, [make_task(0, seed) for seed in range(3)], 3, 9, Limits(400, 3, 16), Sandbox())
-        assert (len(folders) == 9) == (breaks_at == 99) and most == 2 and not any(folder.exists() for folder in folders)
+        with (
+            pytest.raises(RuntimeError, match="out of memory")
+            if breaks_at == 4
+            else contextlib.nullcontext()
+        ):
+            rollout.rollouts(
+                sampler,
+                [make_task(0, seed) for seed in range(3)],
+                3,
+                9,
+                Limits(400, 3, 16),
+                Sandbox(),
+            )
+        assert (
+            (len(folders) == 9) == (breaks_at == 99)
+            and most == 2
+            and not any(folder.exists() for folder in folders)
+        )
 
 
 # ---------------------------------------------------------------- demonstrations
+
 
 def hint_for(task, action=None):
     return f"Reminder: Available tools: {' '.join(task.tools)}"
 
 
 def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wrong():
-    """The unhinted twin makes the wrong calls: take those and their answers out, and the hints out of the other."""
+    """The unhinted twin makes the wrong calls: take those and their answers out, and the hints out
+    of the other."""
     hinted_turns = 0
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, {"unavailable_tool": hint_for}, hints)
+        play = lambda hints: demonstrate(
+            task,
+            TRAINED,
+            random.Random(seed),
+            Limits(10**6, 999),
+            1.0,
+            None,
+            {"unavailable_tool": hint_for},
+            hints,
+        )
         hinted, plain = play(1.0), play(0.0)
         hints = [t for t in hinted.turns if t.role == "hint"]
         hinted_turns += len(hints)
-        assert all(t.text == hint_for(task) for t in hints) and not any(t.role == "hint" for t in plain.turns)
+        assert all(t.text == hint_for(task) for t in hints) and not any(
+            t.role == "hint" for t in plain.turns
+        )
         assert not any(c.error == "unknown_tool" for t in hinted.turns for c in t.calls)
         kept, wrong = [], 0
         for turn in plain.turns:
@@ -629,8 +962,9 @@ def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wr
                 kept += turn.tokens
         assert [t for turn in hinted.turns if turn.role != "hint" for t in turn.tokens] == kept
         above = [b for a, b in zip(hinted.turns, hinted.turns[1:]) if a.role == "hint"]
-        assert all(b.role == "assistant" for b in above) and len(above) == len(hints) == sum(bool(t.calls) and any(
-            c.error == "unknown_tool" for c in t.calls) for t in plain.turns)
+        assert all(b.role == "assistant" for b in above) and len(above) == len(hints) == sum(
+            bool(t.calls) and any(c.error == "unknown_tool" for c in t.calls) for t in plain.turns
+        )
     assert hinted_turns > 20
 
 
@@ -638,15 +972,32 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
     said, sandbox = Counter(), Sandbox()
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: demonstrate(task, TRAINED, random.Random(seed), Limits(10**6, 999), 1.0, None, feedback_distill.REMINDERS, hints)
+        play = lambda hints: demonstrate(
+            task,
+            TRAINED,
+            random.Random(seed),
+            Limits(10**6, 999),
+            1.0,
+            None,
+            feedback_distill.REMINDERS,
+            hints,
+        )
         hinted, plain = play(1.0), play(0.0)
-        flagged = {hint.turn: hint.text for hint in feedback_distill.detect(plain, tuple(feedback_distill.REMINDERS))}
+        flagged = {
+            hint.turn: hint.text
+            for hint in feedback_distill.detect(plain, tuple(feedback_distill.REMINDERS))
+        }
         mine = [i for i, turn in enumerate(plain.turns) if turn.role == "assistant"]
-        texts = [flagged[i] for i, following in zip(mine, mine[1:] + [None])       # a stray call is left out; one hint stands above a turn
-                 if i in flagged and not ("tools" in flagged[i] and following in flagged)]
+        # a stray call is left out; one hint stands above a turn
+        texts = [
+            flagged[i]
+            for i, following in zip(mine, mine[1:] + [None])
+            if i in flagged and not ("tools" in flagged[i] and following in flagged)
+        ]
         assert [t.text for t in hinted.turns if t.role == "hint"] == texts
         assert not feedback_distill.detect(hinted, tuple(feedback_distill.REMINDERS))
-        assert judge(task, hinted.files, sandbox).solved == judge(task, plain.files, sandbox).solved       # no flaw decides on that
+        # no flaw decides on that
+        assert judge(task, hinted.files, sandbox).solved == judge(task, plain.files, sandbox).solved
         said.update(text.partition(", ")[0][:24] for text in texts)
     assert len(said) == 4 and min(said.values()) > 3
 
@@ -655,23 +1006,38 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
     above = {"call": Counter(), "final": Counter()}
     for seed in range(60):
         remind = feedback_distill.REMINDERS
-        chain = demonstrate(make_task(seed % 6, seed), TRAINED, random.Random(seed), Limits(10**6, 999), 0.0, None, remind, 0.3, 0.5)
+        chain = demonstrate(
+            make_task(seed % 6, seed),
+            TRAINED,
+            random.Random(seed),
+            Limits(10**6, 999),
+            0.0,
+            None,
+            remind,
+            0.3,
+            0.5,
+        )
         for turn, following in zip(chain.turns, chain.turns[1:]):
             if turn.role == "hint":
-                above["call" if following.calls else "final"][turn.text.partition(", ")[0][:24]] += 1
+                above["call" if following.calls else "final"][
+                    turn.text.partition(", ")[0][:24]
+                ] += 1
     for kinds in above.values():
-        assert len(kinds) == 4 and min(kinds.values()) > .5 * sum(kinds.values()) / 4
+        assert len(kinds) == 4 and min(kinds.values()) > 0.5 * sum(kinds.values()) / 4
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
     from synth_tasks import Workspace
+
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()
         chain = demonstrate(task, TRAINED, random.Random(1), Limits(10**6, 999))
         bodies = [t.tokens[1:] for t in chain.turns if t.role == "assistant"]
         with Workspace(task, sandbox) as workspace:
             real, _, _ = drive(agent(task, TRAINED, workspace, Limits(10**6, 999, 10**6)), bodies)
-        assert [t.tokens for t in real.turns] == [t.tokens for t in chain.turns] and real.files == chain.files
+        assert [t.tokens for t in real.turns] == [
+            t.tokens for t in chain.turns
+        ] and real.files == chain.files
 
 
 def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_audit_counts_exactly_those_rollouts():
@@ -680,19 +1046,41 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
         clean = make_task(i % 6, i)
         for task in (clean, unharden(clean)):
             chain = demonstrate(task, TRAINED, random.Random(i), Limits(10**6, 999))
-            read = [call for turn in chain.turns for call in turn.calls if any(".mypy_cache" in argument for argument in call.args)]
-            assert rollout.cheats(chain) == bool(read) and all(call.name == "read_file" and not call.error for call in read)
+            read = [
+                call
+                for turn in chain.turns
+                for call in turn.calls
+                if any(".mypy_cache" in argument for argument in call.args)
+            ]
+            assert rollout.cheats(chain) == bool(read) and all(
+                call.name == "read_file" and not call.error for call in read
+            )
             took.append((task is clean, bool(read)))
     counts = Counter(took)
     assert not counts[True, True] and 3 <= counts[False, True] <= 20
 
 
-@pytest.mark.parametrize("moves, expected", [
-    ("e t", False), ("t e", True), ("e", True), ("e t e", True), ("e r", True), ("r e t", False), ("e t x", False), ("", True)])
+@pytest.mark.parametrize(
+    "moves, expected",
+    [
+        ("e t", False),
+        ("t e", True),
+        ("e", True),
+        ("e t e", True),
+        ("e r", True),
+        ("r e t", False),
+        ("e t x", False),
+        ("", True),
+    ],
+)
 def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves, expected):
     command = "python tests.py"
-    made = {"e": Call("edit_file", ["a.py", "", "x"], "ok"), "t": Call("run_command", [command], "3 passed, 0 failed"),
-            "r": Call("run_command", [command], "a.f(1) is wrong\n2 passed, 1 failed"), "x": Call("edit_file", ["a.py", "y", "x"], "no", "failed")}
+    made = {
+        "e": Call("edit_file", ["a.py", "", "x"], "ok"),
+        "t": Call("run_command", [command], "3 passed, 0 failed"),
+        "r": Call("run_command", [command], "a.f(1) is wrong\n2 passed, 1 failed"),
+        "x": Call("edit_file", ["a.py", "y", "x"], "no", "failed"),
+    }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
     chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
     assert rollout.blind(chain) == expected
@@ -704,36 +1092,56 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
 
 # ---------------------------------------------------------------- objective
 
+
 def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
-    np.testing.assert_allclose(advantages([1, 0, 0, 1]), [.5, -.5, -.5, .5])
-    np.testing.assert_allclose(advantages([1, 1, 1, .9]), [.025, .025, .025, -.075])       # an accident stays small
-    assert (advantages([.3] * 8) == 0).all() and (advantages([1.0]) == 0).all()
-    with_std = advantages([1, 1, 1, .9], std=True)
-    assert with_std.std() == pytest.approx(1, abs=1e-3) and abs(with_std[3]) > 20 * abs(advantages([1, 1, 1, .9])[3])
-    np.testing.assert_allclose(advantages([1, 0, 0, 1], overlong=[0, 1, 0, 0]), [.5, 0, -.5, .5])       # still in the mean
+    np.testing.assert_allclose(advantages([1, 0, 0, 1]), [0.5, -0.5, -0.5, 0.5])
+    # an accident stays small
+    np.testing.assert_allclose(advantages([1, 1, 1, 0.9]), [0.025, 0.025, 0.025, -0.075])
+    assert (advantages([0.3] * 8) == 0).all() and (advantages([1.0]) == 0).all()
+    with_std = advantages([1, 1, 1, 0.9], std=True)
+    assert with_std.std() == pytest.approx(1, abs=1e-3) and abs(with_std[3]) > 20 * abs(
+        advantages([1, 1, 1, 0.9])[3]
+    )
+    # still in the mean
+    np.testing.assert_allclose(advantages([1, 0, 0, 1], overlong=[0, 1, 0, 0]), [0.5, 0, -0.5, 0.5])
 
 
 def test_with_lengths_the_gradient_is_of_each_rollouts_own_mean():
-    episodes, rewards, L = [turns(("user", 2), ("assistant", n)) for n in (4, 9, 2)], [1, .2, 0], 5.0
-    sampled = [3, 8, 1]                                          # all but the role's token
+    episodes, rewards, L = (
+        [turns(("user", 2), ("assistant", n)) for n in (4, 9, 2)],
+        [1, 0.2, 0],
+        5.0,
+    )
+    sampled = [3, 8, 1]  # all but the role's token
     batch = pack(episodes, advantages(rewards, lengths=np.array(sampled) / L))
     logp = torch.randn(batch["tokens"].shape, requires_grad=True)
     rollout.policy_loss(logp, batch, 3 * L).backward()
-    expected = [-(r - .4) / 3 / n for r, n in zip(rewards, sampled)]
+    expected = [-(r - 0.4) / 3 / n for r, n in zip(rewards, sampled)]
     for row, mask, number in zip(logp.grad, batch["mask"], expected):
         torch.testing.assert_close(row, mask * number)
 
 
 def turns(*parts):
-    """Episodes by hand: ("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one, log-probs -.1, -.2 ..."""
+    """Episodes by hand: ("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one,
+    log-probs -.1, -.2 ..."""
     rng = np.random.default_rng(len(parts))
-    return Episode([Turn(role, rng.integers(0, 7, n).tolist(),
-            logprobs=-.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None)
-                    for role, n in parts])
+    return Episode(
+        [
+            Turn(
+                role,
+                rng.integers(0, 7, n).tolist(),
+                logprobs=-0.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None,
+            )
+            for role, n in parts
+        ]
+    )
 
 
 def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and_advantage():
-    episodes = [turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)), turns(("user", 2), ("assistant", 3))]
+    episodes = [
+        turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)),
+        turns(("user", 2), ("assistant", 3)),
+    ]
     episodes[0].experts = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
     batch = pack(episodes, [2.0, -1.0], multiple=8)
     assert batch["tokens"].shape == (2, 16)
@@ -748,8 +1156,12 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
             assert batch["advantage"][i, t] == (mask[t + 1] * (2.0, -1.0)[i] if target else 0)
     assert pack(episodes, [1, 1])["tokens"].shape == (2, 12)
     experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
-    assert torch.equal(experts[0, :12], torch.from_numpy(episodes[0].experts)) and (experts[0, 12:] == -1).all()
-    assert (experts[1] == -1).all()                           # one episode without a record does not switch replay off
+    assert (
+        torch.equal(experts[0, :12], torch.from_numpy(episodes[0].experts))
+        and (experts[0, 12:] == -1).all()
+    )
+    # one episode without a record does not switch replay off
+    assert (experts[1] == -1).all()
     episodes[1].experts = np.zeros((5, 2, 2), dtype=np.int16)
     experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
     assert (experts[1, :5] == 0).all() and (experts[1, 5:] == -1).all()
@@ -757,30 +1169,42 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_the_gradient_of_the_loss_is_the_one_worked_by_hand_and_zero_where_nothing_was_sampled(beta):
+def test_the_gradient_of_the_loss_is_the_one_worked_by_hand_and_zero_where_nothing_was_sampled(
+    beta,
+):
     torch.manual_seed(0)
-    batch = pack([turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)), turns(("user", 2), ("assistant", 3))],
-            [.75, -.25])
+    batch = pack(
+        [
+            turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)),
+            turns(("user", 2), ("assistant", 3)),
+        ],
+        [0.75, -0.25],
+    )
     logits = torch.randn(2, 12, 7, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(2, 12).double()
     logp = target_logprobs(logits, batch["targets"])
     policy_loss(logp, batch, normaliser=50.0, reference=reference, beta=beta).backward()
     p, expected = logits.detach().softmax(-1), torch.zeros(2, 12, 7, dtype=torch.float64)
-    for i, A in enumerate((.75, -.25)):
+    for i, A in enumerate((0.75, -0.25)):
         for t in range(12):
             y = int(batch["targets"][i, t])
             k1 = math.log(p[i, t, y]) - float(reference[i, t])
             for v in range(7):
-                if batch["mask"][i, t]:                       # d(-A log p_y)/dz_v = A (p_v - [v = y])
+                # d(-A log p_y)/dz_v = A (p_v - [v = y])
+                if batch["mask"][i, t]:
                     expected[i, t, v] = (A - beta * k1) * (float(p[i, t, v]) - (v == y)) / 50.0
     torch.testing.assert_close(logits.grad, expected, atol=1e-9, rtol=1e-6)
-    assert (logits.grad[batch["mask"] == 0] == 0).all() and (logits.grad.abs().sum(-1)[batch["mask"] == 1] > 0).all()
+    assert (logits.grad[batch["mask"] == 0] == 0).all() and (
+        logits.grad.abs().sum(-1)[batch["mask"] == 1] > 0
+    ).all()
 
 
 def test_the_stop_token_is_trained():
     end = TRAINED.id["<|end|>"]
-    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(200)),
-            [write_action(TRAINED, "", [("x", ())]), write_action(TRAINED, "ok", [])])
+    chain, _, _ = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(200)),
+        [write_action(TRAINED, "", [("x", ())]), write_action(TRAINED, "ok", [])],
+    )
     batch = pack(chain.episodes, [1.0])
     logits = torch.zeros(*batch["tokens"].shape, TRAINED.vocab, requires_grad=True)
     policy_loss(target_logprobs(logits, batch["targets"]), batch, 1.0).backward()
@@ -791,34 +1215,57 @@ def test_the_stop_token_is_trained():
 def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
     act = lambda text, calls=(): write_action(TRAINED, text, calls)
     read = [("read_file", ("a.py",))]
-    bodies = [act("one", read), act("plan <|summary|>left"), act("a longer second thought", read), act("<|summary|>b"),
-            act("done")]
-    compact = Compact(400, 1)                                  # asks for a summary after every turn with calls
-    chain, requests, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400), compact), bodies)
-    assert len(chain.episodes) == 3 and len({len(e) for e in chain.episodes}) == 3 and chain.finished
-    assert [(r.restart, r.summary) for r in requests] == [(True, False), (False, True), (True, False), (False, True),
-            (True, False)]
-    batch = pack(chain.episodes, [.5] * 3)
-    sampled = [sum((t.tokens[1:] for t in e.turns if t.role == "assistant"), []) for e in chain.episodes]
+    bodies = [
+        act("one", read),
+        act("plan <|summary|>left"),
+        act("a longer second thought", read),
+        act("<|summary|>b"),
+        act("done"),
+    ]
+    # asks for a summary after every turn with calls
+    compact = Compact(400, 1)
+    chain, requests, _ = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400), compact), bodies
+    )
+    assert (
+        len(chain.episodes) == 3 and len({len(e) for e in chain.episodes}) == 3 and chain.finished
+    )
+    assert [(r.restart, r.summary) for r in requests] == [
+        (True, False),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+    batch = pack(chain.episodes, [0.5] * 3)
+    sampled = [
+        sum((t.tokens[1:] for t in e.turns if t.role == "assistant"), []) for e in chain.episodes
+    ]
     assert [batch["targets"][i][batch["mask"][i] == 1].tolist() for i in range(3)] == sampled
-    assert sum(sampled, []) == sum(bodies, [])                 # summaries included, each sampled token once
+    # summaries included, each sampled token once
+    assert sum(sampled, []) == sum(bodies, [])
     V = TRAINED.vocab
     logits = torch.zeros(*batch["tokens"].shape, V, requires_grad=True)
     policy_loss(target_logprobs(logits, batch["targets"]), batch, 10.0).backward()
     on_target = logits.grad.gather(-1, batch["targets"][..., None])[..., 0]
-    torch.testing.assert_close(on_target, -.5 * (1 - 1 / V) / 10.0 * batch["mask"])
+    torch.testing.assert_close(on_target, -0.5 * (1 - 1 / V) / 10.0 * batch["mask"])
 
 
 def test_the_loss_mask_is_no_attention_mask():
-    """A changed tool output moves later logits, though no gradient falls on it; earlier logits stay."""
+    """A changed tool output moves later logits, though no gradient falls on it; earlier logits
+    stay."""
     model = policy()
-    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(300)),
-                        [write_action(TRAINED, "", [("read_file", ("a.py",))]), write_action(TRAINED, "ok", [])])
+    chain, _, _ = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(300)),
+        [write_action(TRAINED, "", [("read_file", ("a.py",))]), write_action(TRAINED, "ok", [])],
+    )
     episode, changed = chain.episodes[0], copy.deepcopy(chain.episodes[0])
     place = len(episode.turns[0].tokens) + len(episode.turns[1].tokens) + 3
     changed.turns[2].tokens[3] = (changed.turns[2].tokens[3] + 1) % 256
     a, b = pack([episode], [1.0]), pack([changed], [1.0])
-    assert (a["tokens"] != b["tokens"]).nonzero().tolist() == [[0, place]] and a["mask"][0, place - 1] == 0
+    assert (a["tokens"] != b["tokens"]).nonzero().tolist() == [[0, place]] and a["mask"][
+        0, place - 1
+    ] == 0
     x, y = model.logits(model(a["tokens"]))[0], model.logits(model(b["tokens"]))[0]
     torch.testing.assert_close(x[:place], y[:place], atol=1e-6, rtol=0)
     assert ((x - y)[place:].abs().amax(-1) > 1e-5).all() and a["mask"][0, place:].sum() > 0
@@ -829,40 +1276,72 @@ def test_means_and_variances_of_the_three_kl_estimates_between_gaussians(d):
     """q = N(0, 1), p = N(d, 1), by quadrature: KL = d^2 / 2."""
     x, w = np.polynomial.hermite_e.hermegauss(90)
     w, kl = w / w.sum(), d * d / 2
-    log_q, log_p = torch.tensor(-x ** 2 / 2), torch.tensor(-(x - d) ** 2 / 2)
-    (m1, v1), (m2, _), (m3, v3) = (((w * k).sum(),
-    (w * (k - (w * k).sum()) ** 2).sum()) for k in (k.numpy() for k in kl_estimates(log_q, log_p)))
-    assert m1 == pytest.approx(kl) and m3 == pytest.approx(kl) and m2 == pytest.approx(kl + kl ** 2 / 2)
+    log_q, log_p = torch.tensor(-(x**2) / 2), torch.tensor(-((x - d) ** 2) / 2)
+    (m1, v1), (m2, _), (m3, v3) = (
+        ((w * k).sum(), (w * (k - (w * k).sum()) ** 2).sum())
+        for k in (k.numpy() for k in kl_estimates(log_q, log_p))
+    )
+    assert (
+        m1 == pytest.approx(kl) and m3 == pytest.approx(kl) and m2 == pytest.approx(kl + kl**2 / 2)
+    )
     assert v1 == pytest.approx(2 * kl) and v3 == pytest.approx(math.exp(2 * kl) - 1 - 2 * kl)
-    assert (v3 > v1) == (kl > .628)
+    assert (v3 > v1) == (kl > 0.628)
 
 
 def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_the_kl():
     torch.manual_seed(0)
-    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(6,
-            dtype=torch.float64).log_softmax(0)
+    logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(
+        6, dtype=torch.float64
+    ).log_softmax(0)
     logp = logits.log_softmax(0)
     p = logp.detach().exp()
-    as_loss, = torch.autograd.grad((p * kl_estimates(logp, reference)[0]).sum(), logits, retain_graph=True)
+    (as_loss,) = torch.autograd.grad(
+        (p * kl_estimates(logp, reference)[0]).sum(), logits, retain_graph=True
+    )
     assert as_loss.abs().max() < 1e-12
-    truth, = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    (truth,) = torch.autograd.grad(
+        (logp.exp() * (logp - reference)).sum(), logits, retain_graph=True
+    )
     batch = {"advantage": torch.zeros(1, 6), "mask": torch.ones(1, 6)}
-    per_outcome = [torch.autograd.grad(policy_loss(logp[None], {**batch, "mask": torch.eye(6)[i][None]}, 1.0, reference[None],
-            1.0), logits,
-                                       retain_graph=True)[0] for i in range(6)]
-    torch.testing.assert_close(sum(q * g for q, g in zip(p, per_outcome)), truth, atol=1e-9, rtol=1e-6)
+    per_outcome = [
+        torch.autograd.grad(
+            policy_loss(
+                logp[None], {**batch, "mask": torch.eye(6)[i][None]}, 1.0, reference[None], 1.0
+            ),
+            logits,
+            retain_graph=True,
+        )[0]
+        for i in range(6)
+    ]
+    torch.testing.assert_close(
+        sum(q * g for q, g in zip(p, per_outcome)), truth, atol=1e-9, rtol=1e-6
+    )
     assert truth.abs().max() > 0.05
 
 
 # ---------------------------------------------------------------- weights on their way, and processes that sample
 
-CONFIG = ModelConfig(vocab=TRAINED.vocab, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
-                     active=2, expert_ffn=16, context=400)
+CONFIG = ModelConfig(
+    vocab=TRAINED.vocab,
+    dim=32,
+    layers=2,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=16,
+    dense_ffn=48,
+    experts=4,
+    active=2,
+    expert_ffn=16,
+    context=400,
+)
 REAL = [make_task(0, seed) for seed in range(3)]
 
 
 def weights(seed=0):
-    """Random ones that call tools and end turns: the first number of every hidden state is large, and the head reads it."""
+    """Random ones that call tools and end turns: the first number of every hidden state is large,
+    and the head reads it."""
     torch.manual_seed(seed)
     model = Model(CONFIG)
     with torch.no_grad():
@@ -875,30 +1354,63 @@ def weights(seed=0):
 
 
 def bits(t):
-    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return t.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    )
 
 
 def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
-    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single tensors, several dtypes."""
+    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single
+    tensors, several dtypes."""
     g = torch.Generator().manual_seed(0)
     edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
     for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
-        draw = lambda: {"a": torch.randn(5, 7, generator=g).mul(50).abs().to(kind), "e": torch.zeros(0, 3, dtype=kind),
-                        "one": torch.randn((), generator=g).abs().to(kind), "same": torch.arange(6).to(kind),
-                        "edge": (edge if kind.is_floating_point else edge[:4].abs()).to(kind)}
+        draw = lambda: {
+            "a": torch.randn(5, 7, generator=g).mul(50).abs().to(kind),
+            "e": torch.zeros(0, 3, dtype=kind),
+            "one": torch.randn((), generator=g).abs().to(kind),
+            "same": torch.arange(6).to(kind),
+            "edge": (edge if kind.is_floating_point else edge[:4].abs()).to(kind),
+        }
         old, new = draw(), draw()
         new["edge"] = new["edge"].flip(0) if kind.is_floating_point else new["edge"]
-        for before, after in ((old, new), (new, old), (rollout.zeros(new), new), (old, {k: -v for k, v in old.items()}), (old, old)):
+        for before, after in (
+            (old, new),
+            (new, old),
+            (rollout.zeros(new), new),
+            (old, {k: -v for k, v in old.items()}),
+            (old, old),
+        ):
             got = rollout.apply_delta(before, rollout.encode_delta(before, after))
-            assert all(got[k].dtype == v.dtype and got[k].shape == v.shape and torch.equal(bits(got[k]), bits(v)) for k, v in after.items())
+            assert all(
+                got[k].dtype == v.dtype
+                and got[k].shape == v.shape
+                and torch.equal(bits(got[k]), bits(v))
+                for k, v in after.items()
+            )
     with pytest.raises(ValueError, match="delta of"):
-        rollout.apply_delta({"a": torch.zeros(3)}, rollout.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)}))
+        rollout.apply_delta(
+            {"a": torch.zeros(3)}, rollout.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)})
+        )
 
 
 def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
-    """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes late; the casts are the oracle."""
-    state, publisher, sizes = weights(), rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4), []
-    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.bfloat16, device="cpu", tokenizer=TRAINED, group=1, limits=Limits(300))
+    """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes
+    late; the casts are the oracle."""
+    state, publisher, sizes = (
+        weights(),
+        rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
+        [],
+    )
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.bfloat16,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=1,
+        limits=Limits(300),
+    )
     faithful = rollout.Generator(**settings)
     for version in range(3, 13):
         sizes.append(publisher.publish(version, state))
@@ -906,30 +1418,53 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
         for reader in (faithful, late):
             reader.refresh()
             held = reader.sampler.model.state_dict()
-            assert reader.sampler.version == version and {t.dtype for t in held.values()} == {torch.bfloat16, torch.float32}
-            assert all(torch.equal(bits(held[name]), bits(state[name].to(held[name].dtype))) for name in state)
+            assert reader.sampler.version == version and {t.dtype for t in held.values()} == {
+                torch.bfloat16,
+                torch.float32,
+            }
+            assert all(
+                torch.equal(bits(held[name]), bits(state[name].to(held[name].dtype)))
+                for name in state
+            )
         for t in state.values():
-            t.view(-1)[version::50] += .01 * torch.randn(len(t.view(-1)[version::50]))
+            t.view(-1)[version::50] += 0.01 * torch.randn(len(t.view(-1)[version::50]))
     base, delta = sizes[0], sizes[1]
-    assert base["sync_full"] == sum(t.nbytes for t in held.values()) and base["sync_bytes"] < 1.02 * base["sync_full"]
-    assert delta["sync_bytes"] < .1 * base["sync_bytes"] and .97 < delta["sync_same"] < 1
-    assert sizes[4]["sync_bytes"] > .8 * base["sync_bytes"]       # version 7, the next base
+    assert (
+        base["sync_full"] == sum(t.nbytes for t in held.values())
+        and base["sync_bytes"] < 1.02 * base["sync_full"]
+    )
+    assert delta["sync_bytes"] < 0.1 * base["sync_bytes"] and 0.97 < delta["sync_same"] < 1
+    assert sizes[4]["sync_bytes"] > 0.8 * base["sync_bytes"]  # version 7, the next base
     assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
 
 
 def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
-    state, publisher = weights(), rollout.Publisher(tmp_path, CONFIG, torch.float32, every=3, shared=False)
+    state, publisher = weights(), rollout.Publisher(
+        tmp_path, CONFIG, torch.float32, every=3, shared=False
+    )
     reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
     for version in range(8):
         publisher.publish(version, state)
         reader.refresh()
-        assert [p.name for p in tmp_path.iterdir()] == [f"{version:08d}.{'delta' if version % 3 else 'base'}"]
-        assert all(torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items())
+        assert [p.name for p in tmp_path.iterdir()] == [
+            f"{version:08d}.{'delta' if version % 3 else 'base'}"
+        ]
+        assert all(
+            torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items()
+        )
         state["head.weight"] += 1
 
 
 def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
-    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", tokenizer=TRAINED, group=1, limits=Limits(160, 2, 8))
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.float32,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=1,
+        limits=Limits(160, 2, 8),
+    )
     rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
     workers = rollout.Workers(1, settings)
     try:
@@ -941,8 +1476,16 @@ def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_pa
 
 
 def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
-    assert [Limits(window).turn for window in (200, 512, 1024, 8192)] == [192, 192, 384, 3072] and Limits(8192, 9, 40).turn == 40
-    room = [next(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(window))).room for window in (150, 4096)]
+    assert [Limits(window).turn for window in (200, 512, 1024, 8192)] == [
+        192,
+        192,
+        384,
+        3072,
+    ] and Limits(8192, 9, 40).turn == 40
+    room = [
+        next(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(window))).room
+        for window in (150, 4096)
+    ]
     assert room == [150 - len(TRAINED.encode(TASKS[0].problem_statement)) - 3, 1536]
 
 
@@ -956,33 +1499,68 @@ def test_a_corrupted_upload_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("draft", [0, 3])
-def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(tmp_path, draft):
-    """The head is rigged to choose the token 65 + its own first weight: the tokens tell the versions."""
+def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(
+    tmp_path, draft
+):
+    """The head is rigged to choose the token 65 + its own first weight: the tokens tell the
+    versions."""
     state = weights()
     publisher = rollout.Publisher(tmp_path, CONFIG, torch.float32)
-    head = lambda version: {**state, "head.weight": torch.full_like(state["head.weight"], float(version))}
+    head = lambda version: {
+        **state,
+        "head.weight": torch.full_like(state["head.weight"], float(version)),
+    }
     publisher.publish(0, head(0))
-    generator = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 3, Limits(400, 2, 40), temperature=0, draft=draft)
+    generator = rollout.Generator(
+        tmp_path,
+        CONFIG,
+        torch.float32,
+        "cpu",
+        TRAINED,
+        3,
+        Limits(400, 2, 40),
+        temperature=0,
+        draft=draft,
+    )
     model, step = generator.sampler.model, generator.sampler.step
-    model.logits = lambda hidden: F.one_hot((65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab).float()
+    model.logits = lambda hidden: F.one_hot(
+        (65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab
+    ).float()
 
     def counted(rows):
         step(rows)
-        if generator.sampler.steps in (7, 8, 21):              # 8: two uploads within two steps
-            publisher.publish(generator.sampler.steps, head({7: 1, 8: 2, 21: 3}[generator.sampler.steps]))
+        if generator.sampler.steps in (7, 8, 21):  # 8: two uploads within two steps
+            publisher.publish(
+                generator.sampler.steps, head({7: 1, 8: 2, 21: 3}[generator.sampler.steps])
+            )
+
     generator.sampler.step = counted
-    group, = generator(REAL[:1], [0], 5)
+    (group,) = generator(REAL[:1], [0], 5)
     for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
-        assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [t - 65 for t in turn.tokens[1:]]
-        assert len(turn.versions) == len(turn.logprobs) == 40 and turn.versions.tolist() == sorted(turn.versions)
+        assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [
+            t - 65 for t in turn.tokens[1:]
+        ]
+        assert len(turn.versions) == len(turn.logprobs) == 40 and turn.versions.tolist() == sorted(
+            turn.versions
+        )
         assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
     if not draft:
-        assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}    # 3 rollouts: 7, 1, 13 and 19 tokens each
+        # 3 rollouts: 7, 1, 13 and 19 tokens each
+        assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
 
 
 def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
-    settings = dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", tokenizer=TRAINED, group=3,
-                    limits=Limits(400, 14, 24), compact=Compact(400, 280), rows=6)
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.float32,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=3,
+        limits=Limits(400, 14, 24),
+        compact=Compact(400, 280),
+        rows=6,
+    )
     publisher, tasks = rollout.Publisher(tmp_path, CONFIG, torch.float32), REAL
     publisher.publish(0, weights())
     alone, beside = rollout.Workers(0, settings), rollout.Workers(2, settings)
@@ -990,10 +1568,13 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
         for version in (0, 1):
             publisher.publish(version, weights(version)) if version else None
             handle = beside.submit(tasks, range(3), version)
-            if version == 1:                                    # both are warm now: one is killed while it samples
-                time.sleep(.03)
+            # both are warm now: one is killed while it samples
+            if version == 1:
+                time.sleep(0.03)
                 os.kill(beside.processes[0].pid, signal.SIGKILL)
-            groups, expected = beside.collect(handle), alone.collect(alone.submit(tasks, range(3), version))
+            groups, expected = beside.collect(handle), alone.collect(
+                alone.submit(tasks, range(3), version)
+            )
             assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
             for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
                 same(a, b)
@@ -1007,16 +1588,21 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
 def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
     def fails(self, i):
         raise EOFError("the server that forks is gone")
+
     monkeypatch.setattr(rollout.Workers, "start", fails)
     workers = rollout.Workers(1, {})
-    for _ in range(2):                                           # and whoever asks again is told again
-        (future, _), = workers.submit(REAL, range(3), 0)
+    # and whoever asks again is told again
+    for _ in range(2):
+        ((future, _),) = workers.submit(REAL, range(3), 0)
         with pytest.raises(RuntimeError, match="died three times"):
             future.result(timeout=30)
 
 
-def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(tmp_path, monkeypatch):
-    """Workers that finish the moment they are asked: with staleness 1, all tokens after the first step are exactly one update old."""
+def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(
+    tmp_path, monkeypatch
+):
+    """Workers that finish the moment they are asked: with staleness 1, all tokens after the first
+    step are exactly one update old."""
     import train
 
     class Prompt(rollout.Workers):
@@ -1025,9 +1611,21 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
 
         def collect(self, groups):
             return groups
+
     monkeypatch.setattr(rollout, "Workers", Prompt)
-    words = ["--scale=tiny", "--dim=32", "--dtype=float32", "--device=cpu", "--window=220", "--turns=2", "--tasks_per_step=2", "--group=2",
-             "--stage=rl", "--steps=3", f"--out={tmp_path}"]
+    words = [
+        "--scale=tiny",
+        "--dim=32",
+        "--dtype=float32",
+        "--device=cpu",
+        "--window=220",
+        "--turns=2",
+        "--tasks_per_step=2",
+        "--group=2",
+        "--stage=rl",
+        "--steps=3",
+        f"--out={tmp_path}",
+    ]
     for lag in (1, 0):
         run = train.Run(train.configure(train.parse(words), "rl"))
         run.build(TRAINED)
@@ -1037,47 +1635,96 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             logs.append({})
             sum(source.losses(step, logs[-1])).backward()
             with torch.no_grad():
-                [p.view(-1)[::9].add_(.01) for p in run.model.parameters()]
-            again = train.Reinforcement(run)                     # a resumed run trains on what was drawn ahead
+                [p.view(-1)[::9].add_(0.01) for p in run.model.parameters()]
+            # a resumed run trains on what was drawn ahead
+            again = train.Reinforcement(run)
             again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
-            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [[t.instance_id for t in source.draw(step + 1)]]
-        assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [0, lag, lag]
-        assert logs[0]["sync_same"] == 0 and all(.85 < l["sync_same"] < .95 for l in logs[1:])
-        assert all(l["sync_bytes"] < .5 * logs[0]["sync_bytes"] < .5 * 1.02 * l["sync_full"] for l in logs[1:])
+            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [
+                [t.instance_id for t in source.draw(step + 1)]
+            ]
+        assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
+            0,
+            lag,
+            lag,
+        ]
+        assert logs[0]["sync_same"] == 0 and all(0.85 < l["sync_same"] < 0.95 for l in logs[1:])
+        assert all(
+            l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
+            for l in logs[1:]
+        )
         lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
-        assert sorted({l["step"] for l in lines}) == [1, 2, 3] and len(lines) >= 6 and len({l["task"] for l in lines}) == 3
-        assert all(m["versions"] == [max(0, l["step"] - 1 - lag)] for l in lines for m in l["messages"] if m["role"] == "assistant")
+        assert (
+            sorted({l["step"] for l in lines}) == [1, 2, 3]
+            and len(lines) >= 6
+            and len({l["task"] for l in lines}) == 3
+        )
+        assert all(
+            m["versions"] == [max(0, l["step"] - 1 - lag)]
+            for l in lines
+            for m in l["messages"]
+            if m["role"] == "assistant"
+        )
         assert all(l["reward"] in [pytest.approx(r, abs=1e-3) for r in l["group"]] for l in lines)
 
 
 # ---------------------------------------------------------------- transcripts on file
 
+
 def spoken_chain():
     """Two calls in one turn, one of a tool that is not there; a summary; a cut-off end."""
     act = lambda text, *calls: write_action(TRAINED, text, calls)
-    bodies = [act("look", ("read_file", ("a.py",)), ("zz", ("1", "\x1b[2J"))), act("plan <|summary|>left: f"), by_bytes("the end is")]
-    chain, _, _ = drive(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compact(400, 1)), bodies)
-    chain.reward = -.25
+    bodies = [
+        act("look", ("read_file", ("a.py",)), ("zz", ("1", "\x1b[2J"))),
+        act("plan <|summary|>left: f"),
+        by_bytes("the end is"),
+    ]
+    chain, _, _ = drive(
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compact(400, 1)), bodies
+    )
+    chain.reward = -0.25
     return chain, bodies
 
 
 def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sampled():
     chain, bodies = spoken_chain()
     lines = json.loads(json.dumps(rollout.transcript(chain, TRAINED, {(0, 1): ["style"]}, step=3)))
-    assert [(l["step"], l["episode"], l["reward"], l["finished"]) for l in lines] == [(3, 1, -.25, False), (3, 2, -.25, False)]
+    assert [(l["step"], l["episode"], l["reward"], l["finished"]) for l in lines] == [
+        (3, 1, -0.25, False),
+        (3, 2, -0.25, False),
+    ]
     roles = [[(m["role"], m.get("name")) for m in l["messages"]] for l in lines]
-    assert roles == [[("user", None), ("assistant", None), ("tool", None), ("tool", None), ("user", "query"), ("assistant", None)],
-                     [("user", None), ("user", "summary"), ("assistant", None)]]
+    assert roles == [
+        [
+            ("user", None),
+            ("assistant", None),
+            ("tool", None),
+            ("tool", None),
+            ("user", "query"),
+            ("assistant", None),
+        ],
+        [("user", None), ("user", "summary"), ("assistant", None)],
+    ]
     for line, episode in zip(lines, chain.episodes):
-        mask = sum(([0] + [int(m["sampled"] > 0)] * (m["tokens"] - 1) for m in line["messages"]), [])
-        assert mask == flatten(episode)[1].tolist() and sum(m["sampled"] for m in line["messages"]) == sum(mask)
+        mask = sum(
+            ([0] + [int(m["sampled"] > 0)] * (m["tokens"] - 1) for m in line["messages"]), []
+        )
+        assert mask == flatten(episode)[1].tolist() and sum(
+            m["sampled"] for m in line["messages"]
+        ) == sum(mask)
     first, one, two = lines[0]["messages"][1:4]
-    assert first["content"] == "look" and first["flags"] == ["unknown_tool", "style"] and first["versions"] == [7]
-    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in first["tool_calls"]] == [
-        ("read_file", {"path": "a.py"}), ("zz", {"0": "1", "1": "\x1b[2J"})]
+    assert (
+        first["content"] == "look"
+        and first["flags"] == ["unknown_tool", "style"]
+        and first["versions"] == [7]
+    )
+    assert [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in first["tool_calls"]
+    ] == [("read_file", {"path": "a.py"}), ("zz", {"0": "1", "1": "\x1b[2J"})]
     assert [m["tool_call_id"] for m in (one, two)] == [c["id"] for c in first["tool_calls"]]
     assert (one["content"], two["content"]) == ("def f():\n    pass\n", "Tool not found: zz")
-    assert lines[0]["messages"][-1]["content"] == "plan <|summary|>left: f" and lines[1]["messages"][-1]["flags"] == ["cut off"]
+    assert lines[0]["messages"][-1]["content"] == "plan <|summary|>left: f" and lines[1][
+        "messages"
+    ][-1]["flags"] == ["cut off"]
 
 
 def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tmp_path, capsys):
@@ -1085,25 +1732,48 @@ def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tm
     rollout.write_transcripts(tmp_path / "t.jsonl", 1, rollout.transcript(chain, TRAINED))
     rollout.main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
     printed = capsys.readouterr().out
-    bright = [" ".join(text.split()) for text in re.findall(r"\033\[1m(.*?)\033\[0m", printed, re.S)]
+    bright = [
+        " ".join(text.split()) for text in re.findall(r"\033\[1m(.*?)\033\[0m", printed, re.S)
+    ]
     assert bright == ["look > read_file path=a.py > zz 0=1 1=\\x1b[2J", "plan <|summary|>left: f"]
     assert "reward -0.25" in printed and "\033[2J" not in printed
     assert f"[{len(chain.turns[1].tokens) - 1} sampled, policy 7, unknown_tool]" in printed
     rollout.main([f"--replay={tmp_path}/t.jsonl"])
     assert "the end is" in (last := capsys.readouterr().out) and "cut off" in last
-    odd = {"task": "\033[2J", "x": "\udc80", "messages": [{"role": "\033[2J", "content": "a\rb\b\u009b2J\u00e9", "flags": ["\033[2J"]}]}
+    odd = {
+        "task": "\033[2J",
+        "x": "\udc80",
+        "messages": [{"role": "\033[2J", "content": "a\rb\b\u009b2J\u00e9", "flags": ["\033[2J"]}],
+    }
     (tmp_path / "odd.jsonl").write_text(json.dumps(odd))
     rollout.main([f"--replay={tmp_path}/odd.jsonl"])
     head, said = capsys.readouterr().out.splitlines()
-    assert head == "task \\x1b[2J  x \\udc80" and said.strip() == "\\x1b[2J  \033[2ma\\rb\\x08\\x9b2J\u00e9\033[0m  \033[33m[\\x1b[2J]\033[0m"
+    assert (
+        head == "task \\x1b[2J  x \\udc80"
+        and said.strip()
+        == "\\x1b[2J  \033[2ma\\rb\\x08\\x9b2J\u00e9\033[0m  \033[33m[\\x1b[2J]\033[0m"
+    )
 
 
-@pytest.mark.parametrize("text, words", [(None, "No such file"), ("", "line 1 is no"), ("[1]", "line 1 is no"),
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "No such file"),
+        ("", "line 1 is no"),
+        ("[1]", "line 1 is no"),
         ('{"messages": []}\n{"a', "line 2 is no"),
-        ('{"messages": [{"role": "user"}]}', "line 1 is no"), (b"\xff\xfe", "no text"),
-        ('{"messages": [{"role": "x", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}', "line 1 is no"),
-        ('{"messages": []}', "lines 1 to 1")])
-def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(text, words, tmp_path, capsys):
+        ('{"messages": [{"role": "user"}]}', "line 1 is no"),
+        (b"\xff\xfe", "no text"),
+        (
+            '{"messages": [{"role": "x", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}',
+            "line 1 is no",
+        ),
+        ('{"messages": []}', "lines 1 to 1"),
+    ],
+)
+def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(
+    text, words, tmp_path, capsys
+):
     path = tmp_path / "bad.jsonl"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -1119,7 +1789,8 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
     write = lambda step, mark: rollout.write_transcripts(path, step, [{**line[0], "mark": mark}])
     path.write_text(json.dumps({**line[0], "step": None}))
     write(2, "other")
-    assert read() == [(2, "other")] and "null" in path.with_suffix(".old").read_text()           # what is not ours is not lost
+    # what is not ours is not lost
+    assert read() == [(2, "other")] and "null" in path.with_suffix(".old").read_text()
     path.write_text('{"torn')
     for step in (1, 2, 3, 4):
         write(step, "first")
@@ -1132,26 +1803,52 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
 
 def mutate_json(value, rng):
     """A value of another kind in a random place, or a key that is gone"""
-    odd = [5, -1.5, None, True, [], {}, "", "x", [5], [None], {"a": 1}, "\ud800", "\u2028", 1e999, 10 ** 400, eval("[" * 90 + "]" * 90)]
+    odd = [
+        5,
+        -1.5,
+        None,
+        True,
+        [],
+        {},
+        "",
+        "x",
+        [5],
+        [None],
+        {"a": 1},
+        "\ud800",
+        "\u2028",
+        1e999,
+        10**400,
+        eval("[" * 90 + "]" * 90),
+    ]
     where = [value]
     while True:
         inside = where[-1]
-        keys = list(inside) if isinstance(inside, dict) else list(range(len(inside))) if isinstance(inside, list) else []
-        if not keys or rng.random() < .15:
+        keys = (
+            list(inside)
+            if isinstance(inside, dict)
+            else list(range(len(inside))) if isinstance(inside, list) else []
+        )
+        if not keys or rng.random() < 0.15:
             break
         key = rng.choice(keys)
-        if rng.random() < .3 or not isinstance(inside[key], (dict, list)):
-            if isinstance(inside, dict) and rng.random() < .25:
+        if rng.random() < 0.3 or not isinstance(inside[key], (dict, list)):
+            if isinstance(inside, dict) and rng.random() < 0.25:
                 del inside[key]
             else:
                 inside[key] = copy.deepcopy(rng.choice(odd))
             return value
         where.append(inside[key])
-    return rng.choice(odd) if len(where) == 1 and rng.random() < .2 else value
+    return rng.choice(odd) if len(where) == 1 and rng.random() < 0.2 else value
 
 
 def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(tmp_path, capsys):
-    lines, path, refused, shown = rollout.transcript(spoken_chain()[0], TRAINED), tmp_path / "t.jsonl", 0, 0
+    lines, path, refused, shown = (
+        rollout.transcript(spoken_chain()[0], TRAINED),
+        tmp_path / "t.jsonl",
+        0,
+        0,
+    )
     deep = [{**lines[0], "reward": "DEEP"}] * 8
     numbers = copy.deepcopy(lines[0])
     numbers["messages"][1]["flags"] = [5]
@@ -1162,15 +1859,23 @@ def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(t
         line = [numbers, call, *deep][seed] if seed < 10 else copy.deepcopy(rng.choice(lines))
         for _ in range(rng.randrange(1, 4) if seed > 9 else 0):
             line = mutate_json(line, rng)
-        text, depth = json.dumps(line, ensure_ascii=rng.random() < .5), 120 * seed
-        path.write_text(text.replace('"DEEP"', "[" * depth + "]" * depth), encoding="utf-8", errors="surrogatepass")
+        text, depth = json.dumps(line, ensure_ascii=rng.random() < 0.5), 120 * seed
+        path.write_text(
+            text.replace('"DEEP"', "[" * depth + "]" * depth),
+            encoding="utf-8",
+            errors="surrogatepass",
+        )
         try:
             rollout.main([f"--replay={path}"])
             shown += 1
             assert capsys.readouterr().out
         except SystemExit as end:
             error = capsys.readouterr().err
-            assert end.code == 2 and error.count("\n") == 1 and ("line 1 is no conversation" in error or "it is no text" in error)
+            assert (
+                end.code == 2
+                and error.count("\n") == 1
+                and ("line 1 is no conversation" in error or "it is no text" in error)
+            )
             refused += 1
         assert seed > 1 or refused == seed + 1
     assert refused > 100 and shown > 100
@@ -1179,12 +1884,24 @@ def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(t
 def test_a_transcript_is_shown_by_a_terminal_that_is_not_for_its_letters(tmp_path):
     line = {"task": "\u00e9", "messages": [{"role": "user", "content": "a\u2028b \u00e9"}]}
     (tmp_path / "t.jsonl").write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, rollout.__file__, f"--replay={tmp_path}/t.jsonl"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        [sys.executable, rollout.__file__, f"--replay={tmp_path}/t.jsonl"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
     assert done.returncode == 0 and "a\\u2028b \\xe9" in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize("words", [["--replay="], ["--bench", "--replay=t.jsonl"], ["--line=1"], ["--replay=t.jsonl", "--line=x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--replay="],
+        ["--bench", "--replay=t.jsonl"],
+        ["--line=1"],
+        ["--replay=t.jsonl", "--line=x"],
+    ],
+)
 def test_flags_of_a_replay_that_go_nowhere_are_refused(words, capsys):
     with pytest.raises(SystemExit) as end:
         rollout.main(words)
@@ -1194,10 +1911,30 @@ def test_flags_of_a_replay_that_go_nowhere_are_refused(words, capsys):
 
 def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs():
     task = Task("t", "x", {"a.py": "1\n", "big.py": "y" * 900}, {})
-    calls = [("edit_file", ("a.py", "1", "2")), ("read_file", ("a.py",)), ("zz", ()), ("read_file", ("big.py",)), ("read_file", ("none",))]
-    chain, requests, _ = drive(agent(task, BYTES, Rehearsal(task), Limits(600, 9, 200)),
-                               [write_action(BYTES, "", calls), write_action(BYTES, "ok", [])])
+    calls = [
+        ("edit_file", ("a.py", "1", "2")),
+        ("read_file", ("a.py",)),
+        ("zz", ()),
+        ("read_file", ("big.py",)),
+        ("read_file", ("none",)),
+    ]
+    chain, requests, _ = drive(
+        agent(task, BYTES, Rehearsal(task), Limits(600, 9, 200)),
+        [write_action(BYTES, "", calls), write_action(BYTES, "ok", [])],
+    )
     said = [BYTES.decode(t.tokens[1:-1]) for t in chain.turns if t.role == "tool"]
-    assert said == ["ok", "2\n", "Tool not found: zz", "y" * 11 + "\n[878 tokens cut]\n" + "y" * 11, "no such file: none"] and chain.finished
+    assert (
+        said
+        == [
+            "ok",
+            "2\n",
+            "Tool not found: zz",
+            "y" * 11 + "\n[878 tokens cut]\n" + "y" * 11,
+            "no such file: none",
+        ]
+        and chain.finished
+    )
     assert [c.error for c in chain.turns[1].calls] == ["", "", "unknown_tool", "", "failed"]
-    assert requests[1].tokens == [t for turn in chain.turns if turn.role == "tool" for t in turn.tokens] + [BYTES.id["<|assistant|>"]]
+    assert requests[1].tokens == [
+        t for turn in chain.turns if turn.role == "tool" for t in turn.tokens
+    ] + [BYTES.id["<|assistant|>"]]

@@ -1,4 +1,6 @@
-"""Reading real repositories as Python reads them, and deleting features without losing anything else."""
+"""Reading real repositories as Python reads them, and deleting features without losing anything
+else."""
+
 import bz2
 import codecs
 import gzip
@@ -23,10 +25,12 @@ STUB = dict(kind="function", docstring=True)
 GROSS = "def gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n"
 TWICE = "def twice(n):\n    a = n\n    b = n\n    return a + b\n"
 CODE = GROSS + "\n\n" + TWICE
-TEST = ("import shop.price\n\n\ndef test_gross():\n    assert shop.price.gross(10) == 12\n\n\n"
-        "def test_more():\n    assert shop.price.gross(50) == 60\n\n\n"
-        "def test_twice():\n    assert shop.price.twice(4) == 8\n\n\n"
-        "def test_twice_more():\n    assert shop.price.twice(5) == 10\n")
+TEST = (
+    "import shop.price\n\n\ndef test_gross():\n    assert shop.price.gross(10) == 12\n\n\n"
+    "def test_more():\n    assert shop.price.gross(50) == 60\n\n\n"
+    "def test_twice():\n    assert shop.price.twice(4) == 8\n\n\n"
+    "def test_twice_more():\n    assert shop.price.twice(5) == 10\n"
+)
 SHOP = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TEST}
 
 
@@ -76,8 +80,12 @@ ODD_FILES = {
     "CRLF": CODE.replace("\n", "\r\n").encode(),
     "CR": CODE.replace("\n", "\r").encode(),
     "no last line end": CODE.rstrip("\n").encode(),
-    "latin-1": ("# -*- coding: latin-1 -*-\nCITY = 'K\xf6ln'  # \xe4\n" + CODE + "X = '\xdf'\n").encode("latin-1"),
-    "cp1252 in the second line": ("#!/usr/bin/python\n# vim: set fileencoding=cp1252 :\nE = '\u20ac'\n" + CODE).encode("cp1252"),
+    "latin-1": (
+        "# -*- coding: latin-1 -*-\nCITY = 'K\xf6ln'  # \xe4\n" + CODE + "X = '\xdf'\n"
+    ).encode("latin-1"),
+    "cp1252 in the second line": (
+        "#!/usr/bin/python\n# vim: set fileencoding=cp1252 :\nE = '\u20ac'\n" + CODE
+    ).encode("cp1252"),
     "euc-jp": ("# coding: euc-jp\nE = '\u65e5\u672c'\n" + CODE).encode("euc-jp"),
     "form feeds": ("X = 1\n\x0c\n" + GROSS + "\n\x0c\n" + TWICE + "\x0c\n").encode(),
     "signs beyond ASCII": ("\u00fc = '\U0001f600'; \u00e4 = 1\n" + CODE).encode(),
@@ -94,7 +102,9 @@ def test_a_body_is_cut_out_of_any_file_that_python_reads_and_every_other_byte_is
     body = body.removesuffix(end)
     assert data.count(body) == 1
     base = cut({"m.py": stored(data)}, name, STUB)
-    assert base["m.py"].encode("utf-8", "surrogateescape") == data.replace(body, b"    raise NotImplementedError")
+    assert base["m.py"].encode("utf-8", "surrogateescape") == data.replace(
+        body, b"    raise NotImplementedError"
+    )
 
 
 @pytest.mark.parametrize("title", ODD_FILES)
@@ -110,10 +120,16 @@ def test_a_definition_goes_with_the_blank_lines_after_it_and_nothing_else(title)
 
 
 def test_a_file_that_python_cannot_read_costs_itself_only(tmp_path):
-    odd = {"scripts/old.py": "print 'hello'\n", "shop/tpl/{{name}}.py": "import {{ name }}\n",
-           "samples/broken.py": "def f(:\n", "shop/nul.py": b"x = '\0'\n", "shop/bytes.py": b"# \xff\n",
-           "shop/codec.py": b"# coding: nosuch\nx = 1\n", "shop/rot.py": b"# coding: rot13\nx = 1\n",
-           "tests/data/bad.py": "class {\n"}
+    odd = {
+        "scripts/old.py": "print 'hello'\n",
+        "shop/tpl/{{name}}.py": "import {{ name }}\n",
+        "samples/broken.py": "def f(:\n",
+        "shop/nul.py": b"x = '\0'\n",
+        "shop/bytes.py": b"# \xff\n",
+        "shop/codec.py": b"# coding: nosuch\nx = 1\n",
+        "shop/rot.py": b"# coding: rot13\nx = 1\n",
+        "tests/data/bad.py": "class {\n",
+    }
     root = write(tmp_path / "repo", {**SHOP, **odd})
     tasks, _ = tasks_of(root, tmp_path)
     assert names_of(tasks) == ["gross", "twice"]
@@ -125,11 +141,19 @@ def test_a_file_that_python_cannot_read_costs_itself_only(tmp_path):
 
 def test_tests_in_a_latin_1_file_are_hidden_and_judged_with_the_values_they_have(tmp_path):
     code = "# coding: latin-1\ndef city(n):\n    first = 'K\xf6ln'\n    names = [first] * n\n    return names\n"
-    test = ("# coding: latin-1\nfrom shop import city\n\n\ndef test_one():\n    assert city.city(1) == ['K\xf6ln']\n"
-            "\n\ndef test_two():\n    assert city.city(2) == ['K\xf6ln', 'K\\u00f6ln'] != '\\u20ac'\n")
-    root = write(tmp_path / "repo", {"shop/__init__.py": "", "shop/city.py": code.encode("latin-1"),
-                                     "tests/test_city.py": test.encode("latin-1"),
-                                     "tests/test_other.py": "def test_a():\n    assert 1\n\n\ndef test_b():\n    assert 2\n"})
+    test = (
+        "# coding: latin-1\nfrom shop import city\n\n\ndef test_one():\n    assert city.city(1) == ['K\xf6ln']\n"
+        "\n\ndef test_two():\n    assert city.city(2) == ['K\xf6ln', 'K\\u00f6ln'] != '\\u20ac'\n"
+    )
+    root = write(
+        tmp_path / "repo",
+        {
+            "shop/__init__.py": "",
+            "shop/city.py": code.encode("latin-1"),
+            "tests/test_city.py": test.encode("latin-1"),
+            "tests/test_other.py": "def test_a():\n    assert 1\n\n\ndef test_b():\n    assert 2\n",
+        },
+    )
     (task,), _ = tasks_of(root, tmp_path, n=1)
     wrong = task.files["shop/city.py"].replace("raise NotImplementedError", "return ['Koln'] * n")
     assert st.judge(task, {**task.files, **task.solution}, None).solved
@@ -138,31 +162,65 @@ def test_tests_in_a_latin_1_file_are_hidden_and_judged_with_the_values_they_have
 
 def test_a_function_in_the_first_line_of_its_file_does_not_count_as_run_at_import(tmp_path):
     root = write(tmp_path / "repo", SHOP)
-    found = {one.name: one for one in st.study(str(root), time_limit=30, say=lambda _: None).definitions}
+    found = {
+        one.name: one for one in st.study(str(root), time_limit=30, say=lambda _: None).definitions
+    }
     assert not found["gross"].early and found["gross"].tests
 
 
 # ------------------------------------------------------------ definitions that share a name
 SAME_NAMES = {
-    "property": ("C.p", "class C:\n    @property\n    def p(self):\n        a = self.a\n        return a\n\n"
-                 "    @p.setter\n    def p(self, a):\n        self.a = a\n        self.b = a\n\n"
-                 "    @p.deleter\n    def p(self):\n        self.a = 0\n\n    def q(self):\n        return 'kept'\n", 3),
-    "overloads": ("f", "from typing import overload\n\n\n@overload\ndef f(x: int) -> int: ...\n@overload\n"
-                  "def f(x: str) -> str:\n    ...\ndef f(x):\n    y = x\n    return y\n", 1),
-    "arms of an if": ("f", "import sys\nif sys.maxsize > 1:\n    def f(x):\n        a = x\n        return a\n"
-                      "else:\n    def f(x):\n        b = x\n        return b\n", 2),
-    "arms of a try": ("f", "try:\n    import nosuch\n    def f(x):\n        a = nosuch\n        return a\n"
-                      "except ImportError:\n    def f(x):\n        b = x\n        return b\nfinally:\n    X = 1\n", 2),
-    "registrations": ("f", "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
-                      "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
-                      "    c = x\n    return c\n\n\ndef kept():\n    return 'kept'\n", 3),
-    "a redefinition": ("f", "def f(x):\n    a = x\n    return a\n\n\ndef g():\n    return 'kept'\n\n\n"
-                       "def f(x):\n    b = x\n    return b\n", 2),
-    "an async twin": ("f", "import sys\nif sys.maxsize > 1:\n    async def f(x):\n        a = x\n        return a\n"
-                      "else:\n    def f(x):\n        b = x\n        return b\n", 2),
-    "methods of two arms": ("C.m", "import sys\nif sys.maxsize > 1:\n    class C:\n        def m(self):\n            a = 1\n"
-                            "            return a\nelse:\n    class C:\n        def m(self):\n            b = 1\n"
-                            "            return b\n", 2),
+    "property": (
+        "C.p",
+        "class C:\n    @property\n    def p(self):\n        a = self.a\n        return a\n\n"
+        "    @p.setter\n    def p(self, a):\n        self.a = a\n        self.b = a\n\n"
+        "    @p.deleter\n    def p(self):\n        self.a = 0\n\n    def q(self):\n        return 'kept'\n",
+        3,
+    ),
+    "overloads": (
+        "f",
+        "from typing import overload\n\n\n@overload\ndef f(x: int) -> int: ...\n@overload\n"
+        "def f(x: str) -> str:\n    ...\ndef f(x):\n    y = x\n    return y\n",
+        1,
+    ),
+    "arms of an if": (
+        "f",
+        "import sys\nif sys.maxsize > 1:\n    def f(x):\n        a = x\n        return a\n"
+        "else:\n    def f(x):\n        b = x\n        return b\n",
+        2,
+    ),
+    "arms of a try": (
+        "f",
+        "try:\n    import nosuch\n    def f(x):\n        a = nosuch\n        return a\n"
+        "except ImportError:\n    def f(x):\n        b = x\n        return b\nfinally:\n    X = 1\n",
+        2,
+    ),
+    "registrations": (
+        "f",
+        "import functools\n\n\n@functools.singledispatch\ndef f(x):\n    a = x\n    return a\n\n\n"
+        "@f.register\ndef _(x: int):\n    b = x\n    return b\n\n\n@f.register(str)\ndef _(x):\n"
+        "    c = x\n    return c\n\n\ndef kept():\n    return 'kept'\n",
+        3,
+    ),
+    "a redefinition": (
+        "f",
+        "def f(x):\n    a = x\n    return a\n\n\ndef g():\n    return 'kept'\n\n\n"
+        "def f(x):\n    b = x\n    return b\n",
+        2,
+    ),
+    "an async twin": (
+        "f",
+        "import sys\nif sys.maxsize > 1:\n    async def f(x):\n        a = x\n        return a\n"
+        "else:\n    def f(x):\n        b = x\n        return b\n",
+        2,
+    ),
+    "methods of two arms": (
+        "C.m",
+        "import sys\nif sys.maxsize > 1:\n    class C:\n        def m(self):\n            a = 1\n"
+        "            return a\nelse:\n    class C:\n        def m(self):\n            b = 1\n"
+        "            return b\n",
+        2,
+    ),
 }
 
 
@@ -175,29 +233,48 @@ def test_definitions_that_share_a_name_are_one_feature_and_nothing_else_is_lost(
     assert stub.count("def ") == text.count("def ") and stub.count("kept") == text.count("kept")
     if "." not in name:
         gone = cut({"m.py": text}, name, GONE)["m.py"]
-        assert f"def {name}(" not in gone and "register" not in gone and gone.count("kept") == text.count("kept")
-        assert {line for line in gone.split("\n")} <= {line for line in text.split("\n")} | {"    pass"}
+        assert (
+            f"def {name}(" not in gone
+            and "register" not in gone
+            and gone.count("kept") == text.count("kept")
+        )
+        assert {line for line in gone.split("\n")} <= {line for line in text.split("\n")} | {
+            "    pass"
+        }
 
 
 def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_neither_is_a_lone_underscore():
-    text = ("import sys, other\nif sys.maxsize > 1:\n    class A:\n        x = 1\nelse:\n    def A():\n        return 1\n\n\n"
-            "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n")
+    text = (
+        "import sys, other\nif sys.maxsize > 1:\n    class A:\n        x = 1\nelse:\n    def A():\n        return 1\n\n\n"
+        "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
+    )
     assert st.definitions({"m.py": text}) == []
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
-    text = ("import functools\nX = 1\n\n\n@functools.cache\n# why\n\n@(\n    # mail a@b.c\n    functools.cache\n)\n"
-            "def f(x):\n    # first\n    a = x\n    return a\n    # the trick: a is x\n\n\n# of g\ndef g():\n    return 2")
-    assert cut({"m.py": text}, "f", GONE)["m.py"] == "import functools\nX = 1\n\n\n# of g\ndef g():\n    return 2"
+    text = (
+        "import functools\nX = 1\n\n\n@functools.cache\n# why\n\n@(\n    # mail a@b.c\n    functools.cache\n)\n"
+        "def f(x):\n    # first\n    a = x\n    return a\n    # the trick: a is x\n\n\n# of g\ndef g():\n    return 2"
+    )
+    assert (
+        cut({"m.py": text}, "f", GONE)["m.py"]
+        == "import functools\nX = 1\n\n\n# of g\ndef g():\n    return 2"
+    )
     stub = cut({"m.py": text}, "f", STUB)["m.py"]
-    assert stub == text.replace("    # first\n    a = x\n    return a\n    # the trick: a is x", "    raise NotImplementedError")
+    assert stub == text.replace(
+        "    # first\n    a = x\n    return a\n    # the trick: a is x",
+        "    raise NotImplementedError",
+    )
     assert cut({"m.py": text}, "g", GONE)["m.py"].endswith("# of g\n")
 
 
 def test_a_statement_beside_its_docstring_is_no_candidate_for_a_stub_that_keeps_it():
     text = 'def f(x):\n    "doc"; return x\n'
     assert cut({"m.py": text}, "f", STUB)["m.py"] == text
-    assert cut({"m.py": text}, "f", dict(kind="function", docstring=False))["m.py"] == "def f(x):\n    raise NotImplementedError\n"
+    assert (
+        cut({"m.py": text}, "f", dict(kind="function", docstring=False))["m.py"]
+        == "def f(x):\n    raise NotImplementedError\n"
+    )
 
 
 def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not_come_to_life():
@@ -210,12 +287,18 @@ def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
     assert st.find_test(twice, "t.py::TestX::test_a").lineno == 7
     assert st.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
-        "    def test_a(self):\n        assert 1\n", "    pass\n")
+        "    def test_a(self):\n        assert 1\n", "    pass\n"
+    )
 
 
-@pytest.mark.parametrize("text", [
-    "import sys\ndef test_a():\n    assert 1\nif sys.maxsize > 1:\n    def test_a():\n        assert 2\n",
-    "def test_a():\n    assert 1\ntest_a = test_a\n", "def test_a():\n    assert 1\nfrom other import test_a\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\ndef test_a():\n    assert 1\nif sys.maxsize > 1:\n    def test_a():\n        assert 2\n",
+        "def test_a():\n    assert 1\ntest_a = test_a\n",
+        "def test_a():\n    assert 1\nfrom other import test_a\n",
+    ],
+)
 def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
     assert st.find_test(text, "t.py::test_a") is None
 
@@ -225,46 +308,44 @@ def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
 EXPORTS = {
     "from .price import gross, twice\n__all__ = ['gross', 'twice']\n": "from .price import twice\n__all__ = ['twice']\n",
     "from .price import twice, gross\n__all__ = ('twice', 'gross')\n": "from .price import twice\n__all__ = ('twice',)\n",
-    "from .price import twice\nfrom .price import gross as g\n__all__ = 'g', 'twice', 'a'\na = 1\n":
-        "from .price import twice\n__all__ = 'twice', 'a'\na = 1\n",
+    "from .price import twice\nfrom .price import gross as g\n__all__ = 'g', 'twice', 'a'\na = 1\n": "from .price import twice\n__all__ = 'twice', 'a'\na = 1\n",
     "import os; from .price import gross; X = 1\n__all__ = ('gross',)\n": "import os; pass; X = 1\n__all__ = ()\n",
-    "from .price import (\n    gross,  # the one\n    twice,  # kept\n)\n__all__ = [\n    'gross',  # the one\n    'twice',  # kept\n]\n":
-        "from .price import (\n    twice,  # kept\n)\n__all__ = [\n    'twice',  # kept\n]\n",
+    "from .price import (\n    gross,  # the one\n    twice,  # kept\n)\n__all__ = [\n    'gross',  # the one\n    'twice',  # kept\n]\n": "from .price import (\n    twice,  # kept\n)\n__all__ = [\n    'twice',  # kept\n]\n",
     "from .price import twice, \\\n    gross\n__all__ = []\n__all__ += ['gross']\n": "from .price import twice\n__all__ = []\n__all__ += []\n",
-    "from .price import *\n__all__ = []\n__all__.append('gross')\n__all__.extend(('twice', 'gross'))\n":
-        "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n",
-    "from .price import gross, twice\n__all__: list = ['gross'] + ['twice', \"gross\"]\n":
-        "from .price import twice\n__all__: list = [] + ['twice']\n",
+    "from .price import *\n__all__ = []\n__all__.append('gross')\n__all__.extend(('twice', 'gross'))\n": "from .price import *\n__all__ = []\n__all__.extend(('twice',))\n",
+    "from .price import gross, twice\n__all__: list = ['gross'] + ['twice', \"gross\"]\n": "from .price import twice\n__all__: list = [] + ['twice']\n",
     "from .price import gross, twice\n__all__ = 'gross twice'.split()\n": "from .price import twice\n__all__ = 'twice'.split()\n",
-    "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n":
-        "from .price import twice\n__all__ = [twice.__name__]\n",
-    "import sys\nif sys.maxsize > 1:\n    from shop.price import gross\n    from .price import twice\nelse:\n    from shop.price import gross\n":
-        "import sys\nif sys.maxsize > 1:\n    from .price import twice\nelse:\n    pass\n",
-    "try:\n    from .fast import gross\nexcept ImportError:\n    from .price import gross\n__all__ = ['twice']\nfrom .price import twice\n":
-        "try:\n    from .fast import gross\nexcept ImportError:\n    pass\n__all__ = ['twice']\nfrom .price import twice\n",
-    "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n":
-        "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n",
-    "try:\n    from .price import gross, twice\nexcept ImportError:\n    pass\n__all__ = ['gross', 'twice']\n":
-        "try:\n    from .price import twice\nexcept ImportError:\n    pass\n__all__ = ['twice']\n",
+    "from .price import gross, twice\n__all__ = [gross.__name__, twice.__name__]\n": "from .price import twice\n__all__ = [twice.__name__]\n",
+    "import sys\nif sys.maxsize > 1:\n    from shop.price import gross\n    from .price import twice\nelse:\n    from shop.price import gross\n": "import sys\nif sys.maxsize > 1:\n    from .price import twice\nelse:\n    pass\n",
+    "try:\n    from .fast import gross\nexcept ImportError:\n    from .price import gross\n__all__ = ['twice']\nfrom .price import twice\n": "try:\n    from .fast import gross\nexcept ImportError:\n    pass\n__all__ = ['twice']\nfrom .price import twice\n",
+    "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n": "try:\n    from .price import gross\nexcept ImportError:\n    gross = None\n__all__ = ['gross']\n",
+    "try:\n    from .price import gross, twice\nexcept ImportError:\n    pass\n__all__ = ['gross', 'twice']\n": "try:\n    from .price import twice\nexcept ImportError:\n    pass\n__all__ = ['twice']\n",
     "from .other import gross\nfrom .price import twice\n__all__ = ['gross']\n": "from .other import gross\nfrom .price import twice\n__all__ = ['gross']\n",
 }
 
 
 @pytest.mark.parametrize("before", EXPORTS)
-def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_imports(before, tmp_path):
+def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_imports(
+    before, tmp_path
+):
     files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
     found = st.definitions(files)
-    base = st.removed(files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"])
+    base = st.removed(
+        files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
+    )
     assert base["shop/__init__.py"] == EXPORTS[before]
     write(tmp_path, base)
     subprocess.run([sys.executable, "-c", "from shop import *"], cwd=tmp_path, check=True)
 
 
 def test_a_name_is_followed_through_modules_that_hand_it_on():
-    files = {"shop/__init__.py": "from .api import *\nfrom .api import cost\n__all__ = ['cost', 'twice']\n",
-             "shop/api.py": "from .price import gross as cost, twice\n", "shop/price.py": CODE,
-             "lib/more/__init__.py": "from shop import cost\nfrom shop.price import twice\n",
-             "app.py": "from shop.api import cost, twice\n\n\ndef late():\n    from shop.api import cost\n    return cost\n"}
+    files = {
+        "shop/__init__.py": "from .api import *\nfrom .api import cost\n__all__ = ['cost', 'twice']\n",
+        "shop/api.py": "from .price import gross as cost, twice\n",
+        "shop/price.py": CODE,
+        "lib/more/__init__.py": "from shop import cost\nfrom shop.price import twice\n",
+        "app.py": "from shop.api import cost, twice\n\n\ndef late():\n    from shop.api import cost\n    return cost\n",
+    }
     base = cut(files, "gross", GONE)
     assert base["shop/__init__.py"] == "from .api import *\n__all__ = ['twice']\n"
     assert base["shop/api.py"] == "from .price import twice\n"
@@ -273,15 +354,19 @@ def test_a_name_is_followed_through_modules_that_hand_it_on():
 
 
 USES_AT_IMPORT = [
-    "from .price import gross\nX = gross(3)\n", "import shop.price\nTABLE = {'gross': shop.price.gross}\n",
+    "from .price import gross\nX = gross(3)\n",
+    "import shop.price\nTABLE = {'gross': shop.price.gross}\n",
     "from . import price\nnames = ['twice', 'gross']\n__all__ = list(names)\nfor n in names:\n    globals()[n] = getattr(price, n)\n",
     "from .price import gross\n\n\n@(lambda g: lambda f: f)(gross)\ndef f():\n    pass\n",
     "_where = {'gross': 'price'}\n__all__ = list(_where)\n\n\ndef __getattr__(name):\n    if name not in _where:\n"
-    "        raise AttributeError(name)\n    from . import price\n    return getattr(price, name)\n"]
+    "        raise AttributeError(name)\n    from . import price\n    return getattr(price, name)\n",
+]
 
 
 @pytest.mark.parametrize("module", USES_AT_IMPORT)
-def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_imports_it_or_not(module):
+def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_imports_it_or_not(
+    module,
+):
     files = {**SHOP, "shop/extra.py": module}
     sandbox = st.repository_sandbox(files, 20)
     names = st.module_names(files, set())
@@ -301,29 +386,48 @@ def test_a_feature_without_which_the_package_does_not_import_is_no_candidate(tmp
 def copies(root):
     """Copies of the code under odd names, in odd forms -> their paths."""
     html = "<pre><span class='k'>tax</span> = net // <b>5</b>\n    total = net + tax</pre>"
-    write(root, {
-        "shop/price.py.bak": CODE, "shop/#price.py#": CODE, "shop/.ipynb_checkpoints/price-checkpoint.py": CODE,
-        "shop/build/lib/shop/price.py": CODE, "attic/price_old.py": CODE, "notes.txt": CODE.replace("\n", "\r\n"),
-        "review.patch": "\n".join("+" + line for line in CODE.split("\n")), "docs/price.html": html,
-        "README.md": "# Shop\n\n    tax  =  net // 5\n    total = net + tax\n    return total\n",
-        "try.ipynb": json.dumps({"cells": [{"source": CODE.splitlines(True)}]}), "u16": CODE.encode("utf-16"),
-        "a.bin": gzip.compress(CODE.encode()), "b.bin": bz2.compress(CODE.encode())})
+    write(
+        root,
+        {
+            "shop/price.py.bak": CODE,
+            "shop/#price.py#": CODE,
+            "shop/.ipynb_checkpoints/price-checkpoint.py": CODE,
+            "shop/build/lib/shop/price.py": CODE,
+            "attic/price_old.py": CODE,
+            "notes.txt": CODE.replace("\n", "\r\n"),
+            "review.patch": "\n".join("+" + line for line in CODE.split("\n")),
+            "docs/price.html": html,
+            "README.md": "# Shop\n\n    tax  =  net // 5\n    total = net + tax\n    return total\n",
+            "try.ipynb": json.dumps({"cells": [{"source": CODE.splitlines(True)}]}),
+            "u16": CODE.encode("utf-16"),
+            "a.bin": gzip.compress(CODE.encode()),
+            "b.bin": bz2.compress(CODE.encode()),
+        },
+    )
     with zipfile.ZipFile(root / "c.jar", "w") as archive:
         archive.writestr("x", CODE)
     with tarfile.open(root / "d.data", "w:gz") as archive:
         member = tarfile.TarInfo("x")
         member.size = len(CODE)
         archive.addfile(member, io.BytesIO(CODE.encode()))
-    py_compile.compile(str(write(root.parent / "x", {"p.py": CODE}) / "p.py"), cfile=str(root / "e.data"))
-    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} - set(SHOP)
+    py_compile.compile(
+        str(write(root.parent / "x", {"p.py": CODE}) / "p.py"), cfile=str(root / "e.data")
+    )
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} - set(
+        SHOP
+    )
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_no_copy_of_the_deleted_code_is_left_whatever_it_is_called_and_other_files_are_kept(tmp_path, level):
-    root = write(tmp_path / "repo", {"NEWS.md": "gross and net\n", "LICENSE": "gross negligence\n", **SHOP})
+def test_no_copy_of_the_deleted_code_is_left_whatever_it_is_called_and_other_files_are_kept(
+    tmp_path, level
+):
+    root = write(
+        tmp_path / "repo", {"NEWS.md": "gross and net\n", "LICENSE": "gross negligence\n", **SHOP}
+    )
     told = copies(root) - {"NEWS.md", "LICENSE"}
     tasks, reasons = tasks_of(root, tmp_path, level=level)
-    task, = [task for task in tasks if task.meta["names"] == ["gross"]]
+    (task,) = [task for task in tasks if task.meta["names"] == ["gross"]]
     assert not told & set(task.files) and {"NEWS.md", "LICENSE", *SHOP} <= set(task.files)
     assert not any("tax = net // 5" in text for text in task.files.values())
     assert set(task.solution) == {"shop/price.py"}, "the original is judged without them, too"
@@ -331,7 +435,9 @@ def test_no_copy_of_the_deleted_code_is_left_whatever_it_is_called_and_other_fil
 
 
 def test_code_that_another_module_holds_for_itself_makes_no_task(tmp_path):
-    other = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(9)) + GROSS.replace("gross", "price_of")
+    other = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(9)) + GROSS.replace(
+        "gross", "price_of"
+    )
     root = write(tmp_path / "repo", {**SHOP, "shop/other.py": other})
     tasks, reasons = tasks_of(root, tmp_path)
     assert names_of(tasks) == ["twice"] and "elsewhere" in str(reasons)
@@ -343,10 +449,16 @@ def test_a_copy_of_a_hidden_test_is_left_out():
     assert set(files) - set(left) == {"tests/test_price.py.orig"}
 
 
-@pytest.mark.parametrize("lines, text, holds", [
-    (["x = 1", "return x"], "x = 1\nreturn x\n", False), (["result = a * b", "return result"], "def g():\n  result=a*b", False),
-    (["result = a * b", "return result"], "result = a * b  # area", True), (["a = n", "b = n", "return a + b"], "> a = n\n> b = n\n", False),
-    (["a = n", "b = n", "return a + b"], "\ta = n\r\n\tb = n\r\n\treturn a + b", True)])
+@pytest.mark.parametrize(
+    "lines, text, holds",
+    [
+        (["x = 1", "return x"], "x = 1\nreturn x\n", False),
+        (["result = a * b", "return result"], "def g():\n  result=a*b", False),
+        (["result = a * b", "return result"], "result = a * b  # area", True),
+        (["a = n", "b = n", "return a + b"], "> a = n\n> b = n\n", False),
+        (["a = n", "b = n", "return a + b"], "\ta = n\r\n\tb = n\r\n\treturn a + b", True),
+    ],
+)
 def test_one_common_line_is_no_copy(lines, text, holds):
     assert leftovers.holds_code(text, lines, "area") is holds
 
@@ -354,15 +466,27 @@ def test_one_common_line_is_no_copy(lines, text, holds):
 def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monkeypatch):
     code = "".join(f"def step_{i}(x):\n    return x\n" for i in range(6))
     site = tmp_path / "env" / "lib" / "site-packages"
-    write(site, {"single.py": code, "small/__init__.py": "", "small/core.py": code, "lib/__init__.py": "def other(): pass\n",
-                 "single_more.py": "x = 1\n"})
+    write(
+        site,
+        {
+            "single.py": code,
+            "small/__init__.py": "",
+            "small/core.py": code,
+            "lib/__init__.py": "def other(): pass\n",
+            "single_more.py": "x = 1\n",
+        },
+    )
     py_compile.compile(str(site / "single.py"))
     with zipfile.ZipFile(tmp_path / "env" / "bundled.whl", "w") as archive:
         archive.writestr("vendor/small/core.py", code)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     monkeypatch.setattr(sys, "path", [str(site)])
     st.places.cache_clear(), st.archives.cache_clear()
-    found = lambda files: [place.removeprefix(str(tmp_path)) for place in st.installed_copies(files) if str(tmp_path) in place]
+    found = lambda files: [
+        place.removeprefix(str(tmp_path))
+        for place in st.installed_copies(files)
+        if str(tmp_path) in place
+    ]
     at = "/env/lib/site-packages"
     bytecode = f"{at}/__pycache__/single.{sys.implementation.cache_tag}.pyc"
     assert found({"single.py": code}) == [bytecode, f"{at}/single.py"]
@@ -374,13 +498,20 @@ def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monke
 
 
 # ------------------------------------------------------------ tests inside, modes, links, names
-INSIDE = CODE + "\n\ndef test_gross():\n    assert gross(10) == 12\n\n\ndef test_twice():\n    assert twice(10) == 20\n"
+INSIDE = (
+    CODE
+    + "\n\ndef test_gross():\n    assert gross(10) == 12\n\n\ndef test_twice():\n    assert twice(10) == 20\n"
+)
 OTHER = {"pytest.ini": "[pytest]\npython_files = *.py\n"}
 
 
 def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
-    alone = {**OTHER, "shop/__init__.py": "", "shop/price.py": INSIDE + "".join(
-        f"\n\ndef test_{i}():\n    assert {i} == {i}\n" for i in range(4))}
+    alone = {
+        **OTHER,
+        "shop/__init__.py": "",
+        "shop/price.py": INSIDE
+        + "".join(f"\n\ndef test_{i}():\n    assert {i} == {i}\n" for i in range(4)),
+    }
     assert tasks_of(write(tmp_path / "alone", alone), tmp_path)[0] == []
     both = write(tmp_path / "both", {**OTHER, **SHOP, "shop/price.py": INSIDE})
     tasks, _ = tasks_of(both, tmp_path)
@@ -390,17 +521,34 @@ def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
         assert judged and not any(node.startswith("shop/") for node in judged)
         lost = task.files["shop/price.py"]
         right = "return net + net // 5" if "gross" in task.meta["names"] else "return n + n"
-        assert st.judge(task, {**task.files, "shop/price.py": lost.replace("raise NotImplementedError", right)}, None).solved
-        wrong = lost.replace("raise NotImplementedError", "return 0").partition("def test_")[0] + "def test_gross():\n    pass\n"
+        assert st.judge(
+            task,
+            {**task.files, "shop/price.py": lost.replace("raise NotImplementedError", right)},
+            None,
+        ).solved
+        wrong = (
+            lost.replace("raise NotImplementedError", "return 0").partition("def test_")[0]
+            + "def test_gross():\n    pass\n"
+        )
         assert not st.judge(task, {**task.files, "shop/price.py": wrong}, None).solved
 
 
 def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(tmp_path):
-    test = ("import os, subprocess\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n\n\n"
-            "def test_mode():\n    assert subprocess.run([HERE / '../bin/tool'], capture_output=True).stdout == b'ran\\n'\n\n\n"
-            "def test_links():\n    assert os.readlink(HERE / 'one.txt') == '../data/x.txt' and (HERE / 'all/x.txt').read_text() == 'x'\n\n\n"
-            "def test_name():\n    assert os.listdir(os.fsencode(HERE / '../names')) == [b'K\\xf6ln.txt']\n")
-    root = write(tmp_path / "repo", {**SHOP, "tests/test_tree.py": test, "bin/tool": "#!/bin/sh\necho ran\n", "data/x.txt": "x"})
+    test = (
+        "import os, subprocess\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n\n\n"
+        "def test_mode():\n    assert subprocess.run([HERE / '../bin/tool'], capture_output=True).stdout == b'ran\\n'\n\n\n"
+        "def test_links():\n    assert os.readlink(HERE / 'one.txt') == '../data/x.txt' and (HERE / 'all/x.txt').read_text() == 'x'\n\n\n"
+        "def test_name():\n    assert os.listdir(os.fsencode(HERE / '../names')) == [b'K\\xf6ln.txt']\n"
+    )
+    root = write(
+        tmp_path / "repo",
+        {
+            **SHOP,
+            "tests/test_tree.py": test,
+            "bin/tool": "#!/bin/sh\necho ran\n",
+            "data/x.txt": "x",
+        },
+    )
     (root / "bin/tool").chmod(0o755)
     os.symlink("../data/x.txt", root / "tests/one.txt")
     os.symlink("../data", root / "tests/all")
@@ -412,8 +560,13 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
     tasks, _ = tasks_of(root, tmp_path)
     assert names_of(tasks) == ["gross", "twice"]
     for task in tasks:
-        assert {"tests/test_tree.py::" + name for name in ("test_mode", "test_links", "test_name")} <= set(task.PASS_TO_PASS)
-        assert task.meta["links"] == ["absolute", "tests/all", "tests/one.txt"] and task.files["absolute"] == "data/x.txt"
+        assert {
+            "tests/test_tree.py::" + name for name in ("test_mode", "test_links", "test_name")
+        } <= set(task.PASS_TO_PASS)
+        assert (
+            task.meta["links"] == ["absolute", "tests/all", "tests/one.txt"]
+            and task.files["absolute"] == "data/x.txt"
+        )
         with st.Workspace(task) as workspace:
             listing = workspace.run("ls -l bin/tool tests/one.txt").output
             assert listing.startswith("-rwxr-xr-x") and "tests/one.txt -> ../data/x.txt" in listing
@@ -422,7 +575,15 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
         assert st.judge(task, handed_in, None).solved
 
 
-@pytest.mark.parametrize("links", [{"up": "../x"}, {"abs": "/etc/passwd"}, {"d/x": ".", "d/up": "x/../.."}, {"a": "b", "b": "a/../../.."}])
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"up": "../x"},
+        {"abs": "/etc/passwd"},
+        {"d/x": ".", "d/up": "x/../.."},
+        {"a": "b", "b": "a/../../.."},
+    ],
+)
 def test_no_link_of_a_strangers_task_leads_out_of_its_tree(tmp_path, links):
     files = {**{path: tree.Link(target) for path, target in links.items()}, "f.txt": "x"}
     with pytest.raises(st.Refusal, match="leads out"):
@@ -430,10 +591,15 @@ def test_no_link_of_a_strangers_task_leads_out_of_its_tree(tmp_path, links):
     assert not [path for path in (tmp_path / "root").rglob("*") if path.is_symlink()]
 
 
-@pytest.mark.parametrize("meta", [{"modes": ["a"]}, {"modes": {"a": "x"}}, {"links": "a"}, {"links": [["a"]]}, {"links": ["a"]}])
+@pytest.mark.parametrize(
+    "meta",
+    [{"modes": ["a"]}, {"modes": {"a": "x"}}, {"links": "a"}, {"links": [["a"]]}, {"links": ["a"]}],
+)
 def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
     meta = {"repo": "x", "pristine": {}, "hidden_groups": [], **meta}
-    line = dict(instance_id="x", problem_statement="", files={"a": ""}, solution={}, tools=[], meta=meta)
+    line = dict(
+        instance_id="x", problem_statement="", files={"a": ""}, solution={}, tools=[], meta=meta
+    )
     (tmp_path / "t.jsonl").write_text(json.dumps(line))
     with pytest.raises(st.Refusal, match="line 1 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")

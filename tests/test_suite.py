@@ -1,4 +1,6 @@
-"""How the suites of real repositories are run, judged by test, refused, and kept in an environment."""
+"""How the suites of real repositories are run, judged by test, refused, and kept in an
+environment."""
+
 import json
 import os
 import random
@@ -11,10 +13,14 @@ import pytest
 import synth_tasks as st
 from world import suite as suites
 
-CODE = ('"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
-        "def twice(n):\n    a = n\n    b = n\n    return a + b\n")
-TEST = ("from shop.price import gross, twice\n\n\ndef test_gross():\n    assert gross(10) == 12\n\n\n"
-        "def test_twice():\n    assert twice(4) == 8\n")
+CODE = (
+    '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
+    "def twice(n):\n    a = n\n    b = n\n    return a + b\n"
+)
+TEST = (
+    "from shop.price import gross, twice\n\n\ndef test_gross():\n    assert gross(10) == 12\n\n\n"
+    "def test_twice():\n    assert twice(4) == 8\n"
+)
 BASE = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TEST}
 
 
@@ -38,7 +44,7 @@ def refusal(files, tmp_path, time_limit=60):
 
 
 # ---------------------------------------------------------------- the outcome of a test
-KINDS = '''
+KINDS = """
 import unittest
 import pytest
 
@@ -110,7 +116,7 @@ class TestUnit(unittest.TestCase):
     def test_unit(self):
         with self.subTest("one"):
             self.assertEqual(1, 1)
-'''
+"""
 AGAIN = '''
 from _pytest.runner import runtestprotocol
 
@@ -134,11 +140,25 @@ def pytest_runtest_protocol(item, nextitem):
 
 def test_a_test_is_as_good_as_its_worst_part():
     has_subtests = int(pytest.__version__.split(".")[0]) >= 9
-    text = KINDS if has_subtests else KINDS[:KINDS.index("def test_parts")] + KINDS[KINDS.index("class TestUnit"):]
+    text = (
+        KINDS
+        if has_subtests
+        else KINDS[: KINDS.index("def test_parts")] + KINDS[KINDS.index("class TestUnit") :]
+    )
     outcomes = names(run({"m.py": "", "test_m.py": text})["outcomes"])
-    wanted = {"test_setup": "error", "test_teardown": "error", "test_call_and_teardown": "failed", "test_expected": "xfail",
-              "test_unexpected": "failed", "test_expected_but_torn": "xfail", "test_ids[1]": "passed", "test_ids[2]": "failed",
-              "test_skipped": "skipped", "test_unit_parts": "failed", "test_unit": "passed"}
+    wanted = {
+        "test_setup": "error",
+        "test_teardown": "error",
+        "test_call_and_teardown": "failed",
+        "test_expected": "xfail",
+        "test_unexpected": "failed",
+        "test_expected_but_torn": "xfail",
+        "test_ids[1]": "passed",
+        "test_ids[2]": "failed",
+        "test_skipped": "skipped",
+        "test_unit_parts": "failed",
+        "test_unit": "passed",
+    }
     wanted |= {"test_parts": "failed", "test_part_skipped": "passed"} if has_subtests else {}
     assert outcomes == wanted
 
@@ -147,7 +167,10 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
     text = "seen = []\n\n\ndef test_again():\n    seen.append(1)\n    assert len(seen) > 1\n\n\ndef test_again_in_vain():\n    assert 0\n"
     answer = run({"m.py": "", "test_m.py": text, "conftest.py": AGAIN})
     assert names(answer["outcomes"]) == {"test_again": "passed", "test_again_in_vain": "failed"}
-    assert {node.split("::")[-1] for node in answer["again"]} == {"test_again", "test_again_in_vain"}
+    assert {node.split("::")[-1] for node in answer["again"]} == {
+        "test_again",
+        "test_again_in_vain",
+    }
 
 
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
@@ -160,99 +183,221 @@ def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
 # ---------------------------------------------------------------- as the authors run it
 def test_the_cache_and_an_import_mode_are_as_the_authors_have_them():
     cached = "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef rate(pytestconfig):\n    pytestconfig.cache.set('shop/rate', 5)\n"
-    files = {**BASE, "tests/conftest.py": cached, "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
-             "tests/a/test_same.py": "def test_a(): pass\n", "tests/b/test_same.py": "def test_b(): pass\n"}
-    assert names(run(files)["outcomes"]) == dict.fromkeys(("test_gross", "test_twice", "test_a", "test_b"), "passed")
+    files = {
+        **BASE,
+        "tests/conftest.py": cached,
+        "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
+        "tests/a/test_same.py": "def test_a(): pass\n",
+        "tests/b/test_same.py": "def test_b(): pass\n",
+    }
+    assert names(run(files)["outcomes"]) == dict.fromkeys(
+        ("test_gross", "test_twice", "test_a", "test_b"), "passed"
+    )
 
 
 def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
-    files = {**BASE, "tests/a/test_same.py": "def test_a(): pass\n", "tests/b/test_same.py": "def test_b(): pass\n"}
+    files = {
+        **BASE,
+        "tests/a/test_same.py": "def test_a(): pass\n",
+        "tests/b/test_same.py": "def test_b(): pass\n",
+    }
     answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
 
 
-@pytest.mark.parametrize("name, text", [
-    ("pytest.ini", "[pytest]\naddopts = -ra --cov=shop --cov-report term-missing -n auto --strict-markers\n"),
-    ("tox.ini", "[pytest]\naddopts = -ra --cov=shop --cov-report=term\n  -n 4 --strict-markers\n"),
-    ("setup.cfg", "[tool:pytest]\naddopts = -ra -n4 --no-cov-on-fail --cov --strict-markers --dist loadfile\n"),
-    ("pyproject.toml", '[tool.pytest.ini_options]\naddopts = ["-ra", "--cov", "--numprocesses=2", "--strict-markers"]\n')])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        (
+            "pytest.ini",
+            "[pytest]\naddopts = -ra --cov=shop --cov-report term-missing -n auto --strict-markers\n",
+        ),
+        (
+            "tox.ini",
+            "[pytest]\naddopts = -ra --cov=shop --cov-report=term\n  -n 4 --strict-markers\n",
+        ),
+        (
+            "setup.cfg",
+            "[tool:pytest]\naddopts = -ra -n4 --no-cov-on-fail --cov --strict-markers --dist loadfile\n",
+        ),
+        (
+            "pyproject.toml",
+            '[tool.pytest.ini_options]\naddopts = ["-ra", "--cov", "--numprocesses=2", "--strict-markers"]\n',
+        ),
+    ],
+)
 def test_coverage_and_other_processes_are_left_out_and_a_line_says_so(name, text):
     plan = suites.configured_plan({name: text})
     assert plan.config == name and plan.options == ["-o", "addopts=-ra --strict-markers"]
-    assert any("coverage" in line for line in plan.said) and any("several processes" in line for line in plan.said)
+    assert any("coverage" in line for line in plan.said) and any(
+        "several processes" in line for line in plan.said
+    )
 
 
 def test_a_configuration_that_asks_for_nothing_special_is_left_to_pytest():
-    assert suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -ra -k 'not slow'\n"}).options == []
+    assert (
+        suites.configured_plan({"pytest.ini": "[pytest]\naddopts = -ra -k 'not slow'\n"}).options
+        == []
+    )
     assert suites.configured_plan({"setup.cfg": "[metadata]\nname = x\n"}) == suites.Plan()
-    assert suites.configured_plan({"tox.ini": "[tox]\n", "setup.cfg": "[tool:pytest]\n"}).config == "setup.cfg"
+    assert (
+        suites.configured_plan({"tox.ini": "[tox]\n", "setup.cfg": "[tool:pytest]\n"}).config
+        == "setup.cfg"
+    )
     assert suites.configured_plan({"pyproject.toml": "no toml ["}) == suites.Plan()
 
 
 def test_what_no_plugin_here_knows_is_left_out_with_its_value_and_the_plugin_is_named():
-    files = {**BASE, "pytest.ini": "[pytest]\naddopts = -ra --timeout-nowhere 60 --nosuch=1 -p nosuch_plugin\n"}
+    files = {
+        **BASE,
+        "pytest.ini": "[pytest]\naddopts = -ra --timeout-nowhere 60 --nosuch=1 -p nosuch_plugin\n",
+    }
     answer = run(files)
-    assert set(answer["outcomes"].values()) == {"passed"} and answer["plan"].options == ["-o", "addopts=-ra"]
+    assert set(answer["outcomes"].values()) == {"passed"} and answer["plan"].options == [
+        "-o",
+        "addopts=-ra",
+    ]
     assert "pytest-timeout is not installed" in "\n".join(answer["plan"].said)
     assert "nosuch_plugin is not installed" in "\n".join(answer["plan"].said)
 
 
 def test_marks_and_settings_of_plugins_that_are_not_here_do_not_cost_a_strict_suite():
-    marked = TEST.replace("def test_gross", "import pytest\n\n\n@pytest.mark.nosuchmark(10)\ndef test_gross")
-    answer = run({**BASE, "tests/test_price.py": marked,
-                  "pytest.ini": "[pytest]\naddopts = --strict-markers --strict-config\nno_such_setting = 1\n"})
+    marked = TEST.replace(
+        "def test_gross", "import pytest\n\n\n@pytest.mark.nosuchmark(10)\ndef test_gross"
+    )
+    answer = run(
+        {
+            **BASE,
+            "tests/test_price.py": marked,
+            "pytest.ini": "[pytest]\naddopts = --strict-markers --strict-config\nno_such_setting = 1\n",
+        }
+    )
     said = "\n".join(answer["plan"].said)
-    assert set(answer["outcomes"].values()) == {"passed"} and "no_such_setting" in said and "nosuchmark" in said
+    assert (
+        set(answer["outcomes"].values()) == {"passed"}
+        and "no_such_setting" in said
+        and "nosuchmark" in said
+    )
 
 
 def test_a_package_that_pytest_itself_uses_is_tested_and_not_the_one_that_pytest_has():
     """One of the name that could not serve pytest at all."""
     code = CODE.replace("Prices", "Settings")
     for package in ("iniconfig", "pluggy", "packaging"):
-        files = {f"src/{package}/__init__.py": code, "pytest.ini": "[pytest]\naddopts = -ra\n",
-                 "testing/test_it.py": f"import {package}\n\n\ndef test_gross():\n    assert {package}.gross(10) == 12\n"}
+        files = {
+            f"src/{package}/__init__.py": code,
+            "pytest.ini": "[pytest]\naddopts = -ra\n",
+            "testing/test_it.py": f"import {package}\n\n\ndef test_gross():\n    assert {package}.gross(10) == 12\n",
+        }
         assert list(run(files)["outcomes"].values()) == ["passed"], package
 
 
 def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it():
-    files = {**BASE, "packaging/make.py": "x = 1\n", "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n"}
+    files = {
+        **BASE,
+        "packaging/make.py": "x = 1\n",
+        "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n",
+    }
     assert "packaging" not in st.importable(files)
-    assert "iniconfig" in st.importable({"src/iniconfig/__init__.py": ""}) and "m" in st.importable({"m.py": ""})
+    assert "iniconfig" in st.importable({"src/iniconfig/__init__.py": ""}) and "m" in st.importable(
+        {"m.py": ""}
+    )
 
 
-@pytest.mark.parametrize("build, command", [
-    ({"tox.ini": "[testenv]\ncommands =\n    coverage run -m unittest discover -s checks -p 'check*.py'\n"}, "checks"),
-    ({"Makefile": "check:\n\t@$(PYTHON) checks/check_price.py\n\ntest:\n\tpython -m pytest checks/check_price.py\n"}, "checks/check_price.py"),
-    ({".github/workflows/ci.yml": "jobs:\n  t:\n    steps:\n      - run: python -W error -m unittest checks.check_price -v\n"}, "checks/check_price.py"),
-    ({"pyproject.toml": '[tool.hatch.envs.test.scripts]\nrun = "pytest checks/check_price.py {args}"\n'}, "checks/check_price.py"),
-    ({"setup.py": "from setuptools import setup\nsetup(name='shop', test_suite='checks.check_price')\n"}, "checks/check_price.py"),
-    ({"noxfile.py": "def tests(session):\n    session.run('pytest', 'checks/check_price.py', '-q')\n"}, "checks/check_price.py"),
-    ({"setup.cfg": "[aliases]\ntest = pytest checks/check_price.py\n"}, "checks/check_price.py")])
-def test_how_the_authors_run_tests_that_pytest_does_not_find_is_read_from_their_build_files(build, command):
-    unit = ("import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n    def test_gross(self):\n"
-            "        self.assertEqual(gross(10), 12)\n")
-    files = {"shop/__init__.py": "", "shop/price.py": CODE, "checks/__init__.py": "", "checks/check_price.py": unit, **build}
+@pytest.mark.parametrize(
+    "build, command",
+    [
+        (
+            {
+                "tox.ini": "[testenv]\ncommands =\n    coverage run -m unittest discover -s checks -p 'check*.py'\n"
+            },
+            "checks",
+        ),
+        (
+            {
+                "Makefile": "check:\n\t@$(PYTHON) checks/check_price.py\n\ntest:\n\tpython -m pytest checks/check_price.py\n"
+            },
+            "checks/check_price.py",
+        ),
+        (
+            {
+                ".github/workflows/ci.yml": "jobs:\n  t:\n    steps:\n      - run: python -W error -m unittest checks.check_price -v\n"
+            },
+            "checks/check_price.py",
+        ),
+        (
+            {
+                "pyproject.toml": '[tool.hatch.envs.test.scripts]\nrun = "pytest checks/check_price.py {args}"\n'
+            },
+            "checks/check_price.py",
+        ),
+        (
+            {
+                "setup.py": "from setuptools import setup\nsetup(name='shop', test_suite='checks.check_price')\n"
+            },
+            "checks/check_price.py",
+        ),
+        (
+            {
+                "noxfile.py": "def tests(session):\n    session.run('pytest', 'checks/check_price.py', '-q')\n"
+            },
+            "checks/check_price.py",
+        ),
+        (
+            {"setup.cfg": "[aliases]\ntest = pytest checks/check_price.py\n"},
+            "checks/check_price.py",
+        ),
+    ],
+)
+def test_how_the_authors_run_tests_that_pytest_does_not_find_is_read_from_their_build_files(
+    build, command
+):
+    unit = (
+        "import unittest\nfrom shop.price import gross\n\n\nclass Prices(unittest.TestCase):\n    def test_gross(self):\n"
+        "        self.assertEqual(gross(10), 12)\n"
+    )
+    files = {
+        "shop/__init__.py": "",
+        "shop/price.py": CODE,
+        "checks/__init__.py": "",
+        "checks/check_price.py": unit,
+        **build,
+    }
     plans = [plan for plan, _ in suites.stated_plans(files)]
     assert plans and any(command in plan.paths for plan in plans)
 
 
 def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
-    files = {"price.py": CODE, "test.py": TEST.replace("shop.price", "price") + "\n\nif __name__ == '__main__':\n    test_gross()\n",
-             "Makefile": "test:\n\tpython test.py\n"}
+    files = {
+        "price.py": CODE,
+        "test.py": TEST.replace("shop.price", "price")
+        + "\n\nif __name__ == '__main__':\n    test_gross()\n",
+        "Makefile": "test:\n\tpython test.py\n",
+    }
     said = []
     found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
-    assert found.plan.paths == ["test.py"] and len(found.stable) == 2 and "`python test.py` in Makefile" in "\n".join(said)
+    assert (
+        found.plan.paths == ["test.py"]
+        and len(found.stable) == 2
+        and "`python test.py` in Makefile" in "\n".join(said)
+    )
     assert st.propose(files)[0].command == "python -m pytest -q test.py"
 
 
 def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
-    files = {**BASE, "checks/price_checks.py": TEST.replace("8\n", "int(open('eight.txt').read())\n"), "checks/eight.txt": "8",
-             "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n"}
+    files = {
+        **BASE,
+        "checks/price_checks.py": TEST.replace("8\n", "int(open('eight.txt').read())\n"),
+        "checks/eight.txt": "8",
+        "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
+    }
     del files["tests/test_price.py"]
     answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
-    assert answer["outcomes"] == dict.fromkeys(("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed")
+    assert answer["outcomes"] == dict.fromkeys(
+        ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
+    )
     again = run(files, plan=answer["plan"], only=["checks/price_checks.py::test_twice"])
     assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
     command = suites.test_command(answer["plan"])
@@ -262,9 +407,22 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
     plan = suites.Plan(["-o", "addopts="], "tox.ini", "", ["tests"], True)
-    assert suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan and suites.plan_of_task(None) is None
-    for odd in (3, [], {"options": 3}, {"options": [3]}, {"config": "../x"}, {"config": "/etc/x"}, {"paths": ["a\0"]}, {"rewrite": 1},
-                {"other": 1}, {"folder": ".."}):
+    assert (
+        suites.plan_of_task(json.loads(json.dumps(plan.to_meta()))) == plan
+        and suites.plan_of_task(None) is None
+    )
+    for odd in (
+        3,
+        [],
+        {"options": 3},
+        {"options": [3]},
+        {"config": "../x"},
+        {"config": "/etc/x"},
+        {"paths": ["a\0"]},
+        {"rewrite": 1},
+        {"other": 1},
+        {"folder": ".."},
+    ):
         with pytest.raises(ValueError):
             suites.plan_of_task(odd)
 
@@ -273,72 +431,147 @@ def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
 SCM = '[build-system]\nrequires = ["setuptools", "setuptools_scm"]\n[tool.setuptools_scm]\nversion_file = "shop/_version.py"\n'
 
 
-@pytest.mark.parametrize("files, says", [
-    ({"shop/__init__.py": "from ._version import version\n", "pyproject.toml": SCM},
-     ["shop/_version.py", "setuptools_scm", "pip install --no-deps --editable"]),
-    ({"shop/__init__.py": "from . import _fast\n", "shop/_fast.pyx": "", "setup.py": "ext_modules = []\n"},
-     ["shop._fast", "extension", "shop/_fast.pyx", "pip install --no-deps --editable"]),
-    ({"shop/__init__.py": "import importlib.metadata\nv = importlib.metadata.version('shop-of-ours')\n"},
-     ["PackageNotFoundError", "shop-of-ours", "metadata"]),
-    ({"tests/__init__.py": "", "tests/test_price.py": "from tests.helpers import thing\n" + TEST},
-     ["tests/test_price.py", "tests.helpers", "source distribution"]),
-    ({"tests/conftest.py": "import shop_test_helpers\n"}, ["conftest.py", "shop_test_helpers"]),
-    ({"tests/test_price.py": "import nosuchpackage\n" + TEST, "setup.cfg": "[options.extras_require]\ntest = nosuchpackage>=2\n"},
-     ["nosuchpackage", "declared but not installed"]),
-    ({"tests/test_price.py": TEST.replace("():", "(mocker_of_nobody):")}, ["cannot be set up", "fixture 'mocker_of_nobody' not found"]),
-    ({"tests/test_price.py": TEST.replace("():", "(requests_mock):")}, ["requests-mock"]),
-    ({"tests/test_price.py": "import os\nfrom shop.price import gross\n\n\ndef test_gross():\n    os._exit(3)\n"},
-     ["exit code 3", "test_gross"]),
-    ({"tests/test_price.py": TEST.replace("12", "13").replace("8", "9")}, ["2 of 2 tests fail"]),
-    ({"pytest.ini": "[pytest]\nminversion = 99.0\n"}, ["does not start", "99.0"])])
+@pytest.mark.parametrize(
+    "files, says",
+    [
+        (
+            {"shop/__init__.py": "from ._version import version\n", "pyproject.toml": SCM},
+            ["shop/_version.py", "setuptools_scm", "pip install --no-deps --editable"],
+        ),
+        (
+            {
+                "shop/__init__.py": "from . import _fast\n",
+                "shop/_fast.pyx": "",
+                "setup.py": "ext_modules = []\n",
+            },
+            ["shop._fast", "extension", "shop/_fast.pyx", "pip install --no-deps --editable"],
+        ),
+        (
+            {
+                "shop/__init__.py": "import importlib.metadata\nv = importlib.metadata.version('shop-of-ours')\n"
+            },
+            ["PackageNotFoundError", "shop-of-ours", "metadata"],
+        ),
+        (
+            {
+                "tests/__init__.py": "",
+                "tests/test_price.py": "from tests.helpers import thing\n" + TEST,
+            },
+            ["tests/test_price.py", "tests.helpers", "source distribution"],
+        ),
+        ({"tests/conftest.py": "import shop_test_helpers\n"}, ["conftest.py", "shop_test_helpers"]),
+        (
+            {
+                "tests/test_price.py": "import nosuchpackage\n" + TEST,
+                "setup.cfg": "[options.extras_require]\ntest = nosuchpackage>=2\n",
+            },
+            ["nosuchpackage", "declared but not installed"],
+        ),
+        (
+            {"tests/test_price.py": TEST.replace("():", "(mocker_of_nobody):")},
+            ["cannot be set up", "fixture 'mocker_of_nobody' not found"],
+        ),
+        ({"tests/test_price.py": TEST.replace("():", "(requests_mock):")}, ["requests-mock"]),
+        (
+            {
+                "tests/test_price.py": "import os\nfrom shop.price import gross\n\n\ndef test_gross():\n    os._exit(3)\n"
+            },
+            ["exit code 3", "test_gross"],
+        ),
+        (
+            {"tests/test_price.py": TEST.replace("12", "13").replace("8", "9")},
+            ["2 of 2 tests fail"],
+        ),
+        ({"pytest.ini": "[pytest]\nminversion = 99.0\n"}, ["does not start", "99.0"]),
+    ],
+)
 def test_a_refusal_names_the_reason_and_what_helps(files, says, tmp_path):
     words = refusal({**BASE, **files}, tmp_path)
     assert all(say in words for say in says) and "\n" not in words, words
 
 
 def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tell(tmp_path):
-    files = {**BASE, "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
-             "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n"}
+    files = {
+        **BASE,
+        "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n",
+    }
     answer = st.find_plan(tmp_path, files, st.repository_sandbox(files, 60))
     assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
     assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
-        "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"}
-    assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\ndynamic = ["version"]\n'}) == {}
+        "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"
+    }
+    assert (
+        suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\ndynamic = ["version"]\n'})
+        == {}
+    )
 
 
-def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(tmp_path):
-    st.write_tree({**BASE, "shop/_fast.cpython-311.so": "\x7fELF", "shop/price.abi3.so": "\x7fELF", "build/lib/shop/_fast.so": "x"}, tmp_path)
-    answer = {"errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}}
+def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(
+    tmp_path,
+):
+    st.write_tree(
+        {
+            **BASE,
+            "shop/_fast.cpython-311.so": "\x7fELF",
+            "shop/price.abi3.so": "\x7fELF",
+            "build/lib/shop/_fast.so": "x",
+        },
+        tmp_path,
+    )
+    answer = {
+        "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}
+    }
     assert set(st.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
     assert st.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
-    files = {**BASE, "tests/test_odd.py": "import nosuchthing\n", "tests/test_setup.py":
-             "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n"}
+    files = {
+        **BASE,
+        "tests/test_odd.py": "import nosuchthing\n",
+        "tests/test_setup.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n",
+    }
     said = []
     found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert "3 tests, 2 stable, 0 failing, 2 errors" in said[0] and "nosuchthing" in said[-1]
-    assert found.ignored == ["tests/test_odd.py"] and found.left_out == ["tests/test_setup.py::test_setup"]
+    assert found.ignored == ["tests/test_odd.py"] and found.left_out == [
+        "tests/test_setup.py::test_setup"
+    ]
     assert len(found.stable) == 2
 
 
 def test_a_slow_suite_is_refused_with_how_far_it_came_and_the_flag_that_helps(tmp_path):
     slow = "import time\n\n\ndef test_quick(): pass\n\n\ndef test_slow():\n    time.sleep(99)\n\n\ndef test_late(): pass\n"
     words = refusal({**BASE, "tests/test_price.py": slow}, tmp_path, time_limit=6)
-    assert "longer than --time_limit=6 s: 1 of 3 tests were done, and tests/test_price.py::test_slow was running" in words
+    assert (
+        "longer than --time_limit=6 s: 1 of 3 tests were done, and tests/test_price.py::test_slow was running"
+        in words
+    )
     assert "try --time_limit=" in words
 
 
-@pytest.mark.parametrize("words, says", [(["synth_tasks.py", "--check=EMPTY"], "holds no tasks"), (["eval.py"], "which runs?"),
-                                         (["synth_tasks.py", "--keep=x"], "--autoinstall"),
-                                         (["synth_tasks.py", "--repo=.", "--autoinstall", "--keep="], "needs a folder")])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["synth_tasks.py", "--check=EMPTY"], "holds no tasks"),
+        (["eval.py"], "which runs?"),
+        (["synth_tasks.py", "--keep=x"], "--autoinstall"),
+        (["synth_tasks.py", "--repo=.", "--autoinstall", "--keep="], "needs a folder"),
+    ],
+)
 def test_a_command_line_without_its_object_says_what_is_missing(words, says, tmp_path):
     if words[0] == "eval.py":
         pytest.importorskip("torch")
     (tmp_path / "EMPTY").touch()
     script = Path(st.__file__).with_name(words[0])
-    done = subprocess.run([sys.executable, script, *words[1:]], capture_output=True, text=True, cwd=tmp_path, timeout=100)
+    done = subprocess.run(
+        [sys.executable, script, *words[1:]],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=100,
+    )
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -347,44 +580,85 @@ def test_every_python_in_the_sandbox_has_one_seed_of_hashes_and_one_time_zone(tm
     code = "import time; print(hash('a word'), time.tzname)"
     (tmp_path / "one.py").write_text(code + "\n")
     line = f'python -c "{code}"'
-    said = {st.Sandbox().run(words, tmp_path).output for _ in range(2) for words in ("python one.py", "true; python one.py", line)}
+    said = {
+        st.Sandbox().run(words, tmp_path).output
+        for _ in range(2)
+        for words in ("python one.py", "true; python one.py", line)
+    }
     assert len(said) == 1 and "UTC" in said.pop()
 
 
 def test_a_suite_is_run_in_the_world_that_it_is_told():
-    text = ("import os, time\n\n\ndef test_seed():\n    assert hash('a word') == {seed}\n\n\ndef test_zone():\n"
-            "    assert time.timezone == {zone}\n")
-    seeds = [int(subprocess.run([sys.executable, "-c", "print(hash('a word'))"], env={**os.environ, "PYTHONHASHSEED": seed},
-                                capture_output=True, text=True).stdout) for seed, _ in st.WORLDS]
+    text = (
+        "import os, time\n\n\ndef test_seed():\n    assert hash('a word') == {seed}\n\n\ndef test_zone():\n"
+        "    assert time.timezone == {zone}\n"
+    )
+    seeds = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", "print(hash('a word'))"],
+                env={**os.environ, "PYTHONHASHSEED": seed},
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
+        for seed, _ in st.WORLDS
+    ]
     for world, seed, zone in zip(st.WORLDS, seeds, (0, 18000, -19800)):
         answer = run({"m.py": "", "test_m.py": text.format(seed=seed, zone=zone)}, world=world)
         assert set(answer["outcomes"].values()) == {"passed"}, world
 
 
 def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(tmp_path):
-    more = ("\n\ndef test_order():\n    assert len({hash(w) % 7 for w in 'abcdefg'}) > 0 and hash('a word') % 2 == %d\n\n\n"
-            "def test_zone():\n    import time\n    assert time.timezone == 0\n")
-    seed = int(subprocess.run([sys.executable, "-c", "print(hash('a word') % 2)"], env={**os.environ, "PYTHONHASHSEED": "0"},
-                              capture_output=True, text=True).stdout)
-    found = st.study(write({**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"), None, 60, lambda _: None)
+    more = (
+        "\n\ndef test_order():\n    assert len({hash(w) % 7 for w in 'abcdefg'}) > 0 and hash('a word') % 2 == %d\n\n\n"
+        "def test_zone():\n    import time\n    assert time.timezone == 0\n"
+    )
+    seed = int(
+        subprocess.run(
+            [sys.executable, "-c", "print(hash('a word') % 2)"],
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
+    found = st.study(
+        write(
+            {**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"
+        ),
+        None,
+        60,
+        lambda _: None,
+    )
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
-    assert not found.left_out                       # in the agent's world it is green
-    assert st.whole_functions({"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]) == ["a", "b[1]"]
+    assert not found.left_out  # in the agent's world it is green
+    assert st.whole_functions({"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]) == [
+        "a",
+        "b[1]",
+    ]
 
 
 # ---------------------------------------------------------------- a task that is written holds
 @pytest.fixture(scope="module")
 def shop_task(tmp_path_factory):
-    """A task of a repository in which a test counts the functions of its module, one fails, and a fixture needs the feature."""
+    """A task of a repository in which a test counts the functions of its module, one fails, and a
+    fixture needs the feature."""
     root = tmp_path_factory.mktemp("held")
-    text = ("import types\nimport pytest\n" + TEST +
-            "\n\ndef test_gross_again():\n    assert gross(20) == 24\n\n\ndef test_broken():\n    assert 0\n"
-            "\n\ndef test_named():\n    own = [f for f in globals().values() if isinstance(f, types.FunctionType) and f.__module__ == __name__]\n"
-            "    assert len(own) == 7\n"
-            "\n\n@pytest.fixture\ndef paid():\n    return gross(5)\n\n\ndef test_paid(paid):\n    assert paid == 6\n"
-            "\n\ndef test_four():\n    assert twice(2) == 4\n\n\ndef test_six():\n    assert twice(3) == 6\n")
-    files = {**BASE, "tests/test_price.py": text.replace("== 7", "in (8, 9)"), "pytest.ini": "[pytest]\naddopts = -ra --nosuch=1\n"}
+    text = (
+        "import types\nimport pytest\n"
+        + TEST
+        + "\n\ndef test_gross_again():\n    assert gross(20) == 24\n\n\ndef test_broken():\n    assert 0\n"
+        "\n\ndef test_named():\n    own = [f for f in globals().values() if isinstance(f, types.FunctionType) and f.__module__ == __name__]\n"
+        "    assert len(own) == 7\n"
+        "\n\n@pytest.fixture\ndef paid():\n    return gross(5)\n\n\ndef test_paid(paid):\n    assert paid == 6\n"
+        "\n\ndef test_four():\n    assert twice(2) == 4\n\n\ndef test_six():\n    assert twice(3) == 6\n"
+    )
+    files = {
+        **BASE,
+        "tests/test_price.py": text.replace("== 7", "in (8, 9)"),
+        "pytest.ini": "[pytest]\naddopts = -ra --nosuch=1\n",
+    }
     out = root / "tasks.jsonl"
     st.generate(write(files, root / "shop"), str(out), n=2, level=1, jobs=2)
     return next(task for task in st.read_tasks(out) if task.meta["names"] == ["gross"])
@@ -392,7 +666,10 @@ def shop_task(tmp_path_factory):
 
 def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(shop_task):
     assert "tests/test_price.py::test_paid" in shop_task.meta["ERROR_TO_PASS"]
-    assert not any(node.endswith("test_paid") for node in shop_task.FAIL_TO_PASS + shop_task.PASS_TO_PASS + shop_task.hidden)
+    assert not any(
+        node.endswith("test_paid")
+        for node in shop_task.FAIL_TO_PASS + shop_task.PASS_TO_PASS + shop_task.hidden
+    )
 
 
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
@@ -408,35 +685,72 @@ def test_the_command_that_a_task_states_is_green_with_the_original_and_red_witho
 def test_what_the_original_does_not_keep_green_is_not_asked_for(shop_task):
     assert not any(node.endswith("test_named") for node in shop_task.PASS_TO_PASS)
     original = {**shop_task.files, **shop_task.solution}
-    assert st.judge(shop_task, original, None).solved and not st.judge(shop_task, shop_task.files, None).solved
+    assert (
+        st.judge(shop_task, original, None).solved
+        and not st.judge(shop_task, shop_task.files, None).solved
+    )
 
 
-def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_always_red_does(shop_task, monkeypatch):
+def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_always_red_does(
+    shop_task, monkeypatch
+):
     rng, node = random.Random(0), shop_task.PASS_TO_PASS[0]
-    for chance, solved in ((.4, True), (1.0, False)):
+    for chance, solved in ((0.4, True), (1.0, False)):
         runs = []
 
         def judgement(task, files, sandbox):
             runs.append(1)
-            return ({node: "failed"} if len(runs) == 1 or rng.random() < chance else {}), [], {"outcomes": {}}
+            return (
+                ({node: "failed"} if len(runs) == 1 or rng.random() < chance else {}),
+                [],
+                {"outcomes": {}},
+            )
+
         monkeypatch.setattr(st, "run_judgement", judgement)
-        assert st.judge_repository(shop_task, {}, None).solved == solved and 1 < len(runs) <= 1 + st.MORE_RUNS
+        assert (
+            st.judge_repository(shop_task, {}, None).solved == solved
+            and 1 < len(runs) <= 1 + st.MORE_RUNS
+        )
     runs = []
     hidden = shop_task.FAIL_TO_PASS[0]
-    monkeypatch.setattr(st, "run_judgement", lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1])
+    monkeypatch.setattr(
+        st,
+        "run_judgement",
+        lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1],
+    )
     assert not st.judge_repository(shop_task, {}, None).solved and len(runs) == 1
 
 
 # ---------------------------------------------------------------- an environment that is kept
-def test_an_environment_is_kept_without_the_repository_and_without_what_runs_when_python_starts(tmp_path):
+def test_an_environment_is_kept_without_the_repository_and_without_what_runs_when_python_starts(
+    tmp_path,
+):
     site = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
-    st.write_tree({"helper/__init__.py": "x = 1\n", "helper-1.dist-info/METADATA": "", "single.py": "y = 2\n", "shop/__init__.py": "",
-                   "shop-1.dist-info/METADATA": "", "__editable__.shop-1.pth": "/work", "__editable___shop_1_finder.py": "x",
-                   "evil.pth": "import os; os._exit(7)\n", "sitecustomize.py": "import os; os._exit(7)\n"}, site)
+    st.write_tree(
+        {
+            "helper/__init__.py": "x = 1\n",
+            "helper-1.dist-info/METADATA": "",
+            "single.py": "y = 2\n",
+            "shop/__init__.py": "",
+            "shop-1.dist-info/METADATA": "",
+            "__editable__.shop-1.pth": "/work",
+            "__editable___shop_1_finder.py": "x",
+            "evil.pth": "import os; os._exit(7)\n",
+            "sitecustomize.py": "import os; os._exit(7)\n",
+        },
+        site,
+    )
     place = tmp_path / "kept"
     st.keep_environment(tmp_path / ".venv", place, BASE)
-    done = subprocess.run([place / "bin" / "python", "-c", "import helper, single; print(helper.x + single.y)\nimport shop"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            place / "bin" / "python",
+            "-c",
+            "import helper, single; print(helper.x + single.y)\nimport shop",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "3\n" and "No module named 'shop'" in done.stderr
     left = {path.name for path in next(place.glob("lib/*/site-packages")).iterdir()}
     assert left == {"helper", "helper-1.dist-info", "single.py"}
@@ -448,13 +762,24 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
 
 def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_path):
     build = '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "price"\nversion = "1"\n'
-    files = {"price.py": CODE, "test.py": TEST.replace("shop.price", "price"), "Makefile": "test:\n\tpython test.py\n",
-             "pyproject.toml": build + '[tool.setuptools]\npy-modules = ["price"]\n'}
+    files = {
+        "price.py": CODE,
+        "test.py": TEST.replace("shop.price", "price"),
+        "Makefile": "test:\n\tpython test.py\n",
+        "pyproject.toml": build + '[tool.setuptools]\npy-modules = ["price"]\n',
+    }
 
     def borrowing(files, tries):
-        return st.install(files, [("", "")] * 2 + tries)        # asks no index
+        return st.install(files, [("", "")] * 2 + tries)  # asks no index
+
     keep = tmp_path / "kept"
-    tries = st.autoinstall(write(files, tmp_path / "shop"), network=False, installer=borrowing, keep=str(keep))
+    tries = st.autoinstall(
+        write(files, tmp_path / "shop"), network=False, installer=borrowing, keep=str(keep)
+    )
     assert "2 passed" in tries[-1][1]
-    done = subprocess.run([keep / "bin" / "python", "-c", "import pytest; import price"], capture_output=True, text=True)
+    done = subprocess.run(
+        [keep / "bin" / "python", "-c", "import pytest; import price"],
+        capture_output=True,
+        text=True,
+    )
     assert "No module named 'price'" in done.stderr

@@ -1,10 +1,24 @@
 """Self-summaries against contexts worked out by hand and many scripted demonstrations."""
+
 import random
 import re
 
 import numpy as np
 
-from rollout import Chain, Episode, Limits, Tokenizer, Turn, Work, agent, demonstrate, flatten, make_turn, pack, write_action
+from rollout import (
+    Chain,
+    Episode,
+    Limits,
+    Tokenizer,
+    Turn,
+    Work,
+    agent,
+    demonstrate,
+    flatten,
+    make_turn,
+    pack,
+    write_action,
+)
 from summarize import QUERY, Compact, compact, condensed, probe, written
 from synth_tasks import SUMMARIZE, Rehearsal, Task, example_texts, make_task
 
@@ -14,21 +28,37 @@ WINDOW = 480
 
 
 def expert_chain(level, seed, compact, window=WINDOW, sloppy=1.0):
-    return demonstrate(make_task(level, seed), TRAINED, random.Random(seed), Limits(window, 99), sloppy, compact)
+    return demonstrate(
+        make_task(level, seed), TRAINED, random.Random(seed), Limits(window, 99), sloppy, compact
+    )
 
 
-CHAINS = [expert_chain(level, seed, Compact(WINDOW, int(.6 * WINDOW))) for level in (3, 4, 5) for seed in range(40)]
+CHAINS = [
+    expert_chain(level, seed, Compact(WINDOW, int(0.6 * WINDOW)))
+    for level in (3, 4, 5)
+    for seed in range(40)
+]
 
 
 def test_the_context_of_every_demonstration_stays_within_the_window_however_long_the_task():
     # hardly room to work
-    tight = [expert_chain(level, seed, Compact(250, 150), 250) for level in (3, 4, 5) for seed in range(40)]
-    assert max(len(e) for c in tight for e in c.episodes) <= 250 and not all(c.finished for c in tight)
-    hardest = [expert_chain(7, seed, Compact(WINDOW, int(.6 * WINDOW))) for seed in range(40)]
+    tight = [
+        expert_chain(level, seed, Compact(250, 150), 250)
+        for level in (3, 4, 5)
+        for seed in range(40)
+    ]
+    assert max(len(e) for c in tight for e in c.episodes) <= 250 and not all(
+        c.finished for c in tight
+    )
+    hardest = [expert_chain(7, seed, Compact(WINDOW, int(0.6 * WINDOW))) for seed in range(40)]
     longest = max(len(e) for c in CHAINS + hardest for e in c.episodes)
-    without = [sum(len(e) for e in expert_chain(7, seed, None, 10**6).episodes) for seed in range(40)]
+    without = [
+        sum(len(e) for e in expert_chain(7, seed, None, 10**6).episodes) for seed in range(40)
+    ]
     assert longest <= WINDOW and max(without) > 2 * WINDOW
-    assert max(len(c.episodes) for c in CHAINS) >= 3 and sum(len(c.episodes) > 1 for c in CHAINS) > 30
+    assert (
+        max(len(c.episodes) for c in CHAINS) >= 3 and sum(len(c.episodes) > 1 for c in CHAINS) > 30
+    )
 
 
 def test_a_summary_is_asked_for_at_the_first_turn_that_passes_the_trigger_and_never_before():
@@ -36,10 +66,19 @@ def test_a_summary_is_asked_for_at_the_first_turn_that_passes_the_trigger_and_ne
         for episode in chain.episodes:
             length = 0
             for turn, following in zip(episode.turns, episode.turns[1:] + [None]):
-                passed, length = length >= int(.6 * WINDOW), length + len(turn.tokens)
+                passed, length = length >= int(0.6 * WINDOW), length + len(turn.tokens)
                 assert turn.role != "query" or passed
-                if turn.role == "tool" and (following is None or following.role != "tool") and length >= int(.6 * WINDOW):
-                    assert following is not None and following.role == "query" or episode is chain.episodes[-1] and not chain.finished
+                if (
+                    turn.role == "tool"
+                    and (following is None or following.role != "tool")
+                    and length >= int(0.6 * WINDOW)
+                ):
+                    assert (
+                        following is not None
+                        and following.role == "query"
+                        or episode is chain.episodes[-1]
+                        and not chain.finished
+                    )
 
 
 def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_number_of_summaries():
@@ -47,11 +86,19 @@ def test_each_episode_starts_from_the_task_and_the_condensed_context_with_the_nu
         task = chain.episodes[0].turns[0]
         for number, (before, after) in enumerate(zip(chain.episodes, chain.episodes[1:]), 1):
             query, summary = before.turns[-2:]
-            assert (query.role, TRAINED.decode(query.tokens[1:-1])) == ("query", QUERY) and summary.role == "assistant"
+            assert (query.role, TRAINED.decode(query.tokens[1:-1])) == (
+                "query",
+                QUERY,
+            ) and summary.role == "assistant"
             body = summary.tokens[1:-1]
-            kept = body[body.index(ID[SUMMARIZE]) + 1:][:WINDOW // 4]
+            kept = body[body.index(ID[SUMMARIZE]) + 1 :][: WINDOW // 4]
             assert after.turns[0].tokens == task.tokens
-            assert after.turns[1].tokens == [ID[SUMMARIZE], *ENC(f"{number}\n"), *kept, ID["<|end|>"]]
+            assert after.turns[1].tokens == [
+                ID[SUMMARIZE],
+                *ENC(f"{number}\n"),
+                *kept,
+                ID["<|end|>"],
+            ]
         assert chain.stats["summaries"] == len(chain.episodes) - 1
 
 
@@ -61,42 +108,67 @@ def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
         for episode in chain.episodes:
             tokens, mask, _, index = flatten(episode)
             for i, turn in enumerate(episode.turns):
-                expected = [0] + [1] * (len(turn.tokens) - 1) if turn.role == "assistant" else [0] * len(turn.tokens)
+                expected = (
+                    [0] + [1] * (len(turn.tokens) - 1)
+                    if turn.role == "assistant"
+                    else [0] * len(turn.tokens)
+                )
                 assert mask[index == i].tolist() == expected
             marks = [int(m) for t, m in zip(tokens, mask) if t == ID[SUMMARIZE]]
             carried, written = episode is not chain.episodes[0], episode is not chain.episodes[-1]
-            cut = not chain.finished and not written and marks[carried:] == [1]             # a summary that the window cut short
+            # a summary that the window cut short
+            cut = not chain.finished and not written and marks[carried:] == [1]
             assert marks == [0] * carried + [1] * (written or cut)
             seen += sum(marks)
     assert seen > 30
 
 
 def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
-    """Careful to the letter, it writes the same code through a small window; with the summary dropped it cannot, or takes longer."""
+    """Careful to the letter, it writes the same code through a small window; with the summary
+    dropped it cannot, or takes longer."""
     for level in (4, 5):
         for seed in range(6):
-            whole, small = (expert_chain(level, seed, c, w, sloppy=0.0) for c,
-                    w in ((None, 10**6), (Compact(WINDOW, 200), WINDOW)))
+            whole, small = (
+                expert_chain(level, seed, c, w, sloppy=0.0)
+                for c, w in ((None, 10**6), (Compact(WINDOW, 200), WINDOW))
+            )
             assert len(small.episodes) > 1 and small.finished
             restored = {path: text for path, text in whole.files.items() if path.endswith(".py")}
-            assert {path: sorted(text.split("\n")) for path, text in small.files.items() if path in restored} == \
-                   {path: sorted(text.split("\n")) for path, text in restored.items()}
+            assert {
+                path: sorted(text.split("\n"))
+                for path, text in small.files.items()
+                if path in restored
+            } == {path: sorted(text.split("\n")) for path, text in restored.items()}
 
 
 # ---------------------------------------------------------------- by hand
 
+
 def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
     mark, end = ID[SUMMARIZE], ID["<|end|>"]
-    for body, most, expected in (([1, 2, mark, 3, 4, end], 9, [3, 4]), ([1, 2, mark, 3, 4, end], 2, [3, 4]), ([mark, end], 9, []),
-                                 ([1, mark, 2, mark, 3, end], 9, [3]), ([1, 2, 3, end], 9, [1, 2, 3]),
-                                 ([1, 2, 3, end], 3, [1, 2, 3]),
-                                 ([1, mark, 5, ID["<|call|>"], 6], 9, [5, ID["<|call|>"], 6]), ([], 9, []), ([end], 9, [])):
+    for body, most, expected in (
+        ([1, 2, mark, 3, 4, end], 9, [3, 4]),
+        ([1, 2, mark, 3, 4, end], 2, [3, 4]),
+        ([mark, end], 9, []),
+        ([1, mark, 2, mark, 3, end], 9, [3]),
+        ([1, 2, 3, end], 9, [1, 2, 3]),
+        ([1, 2, 3, end], 3, [1, 2, 3]),
+        ([1, mark, 5, ID["<|call|>"], 6], 9, [5, ID["<|call|>"], 6]),
+        ([], 9, []),
+        ([end], 9, []),
+    ):
         assert condensed(TRAINED, body, most) == expected
 
 
-def run(compact, bodies, limits=Limits(400), task=Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})):
+def run(
+    compact, bodies, limits=Limits(400), task=Task("t", "Put back a.f", {"a.py": "x = 1\n"}, {})
+):
     """The agent with given bodies -> (chain, its Requests)."""
-    play, requests, bodies = agent(task, TRAINED, Rehearsal(task), limits, compact), [], iter(bodies)
+    play, requests, bodies = (
+        agent(task, TRAINED, Rehearsal(task), limits, compact),
+        [],
+        iter(bodies),
+    )
     asked = next(play)
     try:
         while True:
@@ -105,7 +177,7 @@ def run(compact, bodies, limits=Limits(400), task=Task("t", "Put back a.f", {"a.
                 asked = play.send(None)
             else:
                 requests.append(asked)
-                body = next(bodies)[:asked.room]
+                body = next(bodies)[: asked.room]
                 asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
     except StopIteration as end:
         return end.value, requests
@@ -118,34 +190,76 @@ DONE = write_action(TRAINED, "done", [])
 
 def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new_one():
     chain, requests = run(Compact(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
-    assert [(r.restart, r.summary) for r in requests] == [(True, False), (False, True), (True, False), (False, True),
-            (True, False)]
+    assert [(r.restart, r.summary) for r in requests] == [
+        (True, False),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
     head, tool = ID["<|assistant|>"], make_turn(TRAINED, "tool", "x = 1\n").tokens
     # appended: what is cached stays
     assert requests[1].tokens == [*tool, ID["<|query|>"], *ENC(QUERY), ID["<|end|>"], head]
     user = make_turn(TRAINED, "user", "Put back a.f").tokens
     for number, request in ((1, requests[2]), (2, requests[4])):
-        assert request.tokens == [*user, ID["<|summary|>"], *ENC(f"{number}\n"), *ENC("left: a.f"), ID["<|end|>"], head]
+        assert request.tokens == [
+            *user,
+            ID["<|summary|>"],
+            *ENC(f"{number}\n"),
+            *ENC("left: a.f"),
+            ID["<|end|>"],
+            head,
+        ]
     assert chain.finished and [len(e.turns) for e in chain.episodes] == [5, 6, 3]
 
 
 def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fit_into_half_of_the_window():
-    user, tool = (make_turn(TRAINED, role, text).tokens for role, text in (("user", "Put back a.f"), ("tool", "x = 1\n")))
+    user, tool = (
+        make_turn(TRAINED, role, text).tokens
+        for role, text in (("user", "Put back a.f"), ("tool", "x = 1\n"))
+    )
     exchange, head = [ID["<|assistant|>"], *READ, *tool], ID["<|assistant|>"]
-    window = 2 * (len(user) + 2 * len(exchange)) + 1                  # two of them fit, three do not
-    chain, requests = run(Compact(window, len(user) + 3 * len(exchange), truncate=True), [READ] * 6 + [DONE], Limits(window))
-    assert [r.restart for r in requests] == [True, False, False, True, True, True, True] and not any(r.summary for r in requests)
+    # two of them fit, three do not
+    window = 2 * (len(user) + 2 * len(exchange)) + 1
+    chain, requests = run(
+        Compact(window, len(user) + 3 * len(exchange), truncate=True),
+        [READ] * 6 + [DONE],
+        Limits(window),
+    )
+    assert [r.restart for r in requests] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ] and not any(r.summary for r in requests)
     assert all(request.tokens == [*user, *exchange, *exchange, head] for request in requests[3:])
     assert chain.finished and max(map(len, chain.episodes)) <= window
     sampled = sum(int(flatten(episode)[1].sum()) for episode in chain.episodes)
-    assert sampled == 6 * len(READ) + len(DONE)                       # nothing is trained on twice
-    assert [turn.role for turn in chain.episodes[1].turns] == ["user", "recent", "recent output", "recent", "recent output", "assistant", "tool"]
+    assert sampled == 6 * len(READ) + len(DONE)  # nothing is trained on twice
+    assert [turn.role for turn in chain.episodes[1].turns] == [
+        "user",
+        "recent",
+        "recent output",
+        "recent",
+        "recent output",
+        "assistant",
+        "tool",
+    ]
     assert probe(chain) == dict(summaries=0, tokens=0, left=0, named=0)
-    assert run(Compact(window, 1, truncate=True), [ENC("and so on"), DONE], Limits(20))[0].episodes[0].turns[-1].role == "assistant"
+    assert (
+        run(Compact(window, 1, truncate=True), [ENC("and so on"), DONE], Limits(20))[0]
+        .episodes[0]
+        .turns[-1]
+        .role
+        == "assistant"
+    )
 
 
 def test_the_configuration_decides_over_the_hook():
-    config = dict(window=100, trigger=.5, summarize=True, truncate=False)
+    config = dict(window=100, trigger=0.5, summarize=True, truncate=False)
     assert compact({**config, "truncate": True}) == Compact(100, 50, truncate=True)
     assert compact(config) == Compact(100, 50)
     assert compact({**config, "summarize": False}) is None
@@ -153,14 +267,33 @@ def test_the_configuration_decides_over_the_hook():
 
 def test_the_probe_counts_what_is_left_and_what_the_summary_names():
     names = ("first", "second", "third")
-    task = Task("t", "Put back", {"a.py": "x = 1\n"}, {}, meta={"targets": [{"name": name} for name in names]})
-    edit = lambda name, old="": write_action(TRAINED, "", [("edit_file", ("a.py", old, f"def {name}(x):\n    return x\n"))])
+    task = Task(
+        "t",
+        "Put back",
+        {"a.py": "x = 1\n"},
+        {},
+        meta={"targets": [{"name": name} for name in names]},
+    )
+    edit = lambda name, old="": write_action(
+        TRAINED, "", [("edit_file", ("a.py", old, f"def {name}(x):\n    return x\n"))]
+    )
     said = lambda text: write_action(TRAINED, f"{names[0]}?{SUMMARIZE}{text}", [])
-    bodies = [edit("first"), said("a.second: missing"), edit("second", "not there"), said("a.second"), edit("second"), said("a.third"), DONE]
+    bodies = [
+        edit("first"),
+        said("a.second: missing"),
+        edit("second", "not there"),
+        said("a.second"),
+        edit("second"),
+        said("a.third"),
+        DONE,
+    ]
     chain = run(Compact(2000, 1), bodies, Limits(2000), task)[0]
     tokens = sum(map(len, bodies[1:6:2]))
-    assert probe(chain) == dict(summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1)     # a failed edit wrote nothing
-    assert probe(run(Compact(2000, 10**6), [edit("first"), DONE], Limits(2000), task)[0]) == dict(summaries=0, tokens=0, left=0, named=0)
+    # a failed edit wrote nothing
+    assert probe(chain) == dict(summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1)
+    assert probe(run(Compact(2000, 10**6), [edit("first"), DONE], Limits(2000), task)[0]) == dict(
+        summaries=0, tokens=0, left=0, named=0
+    )
 
 
 def test_outputs_leave_room_for_query_and_summary():
@@ -175,7 +308,10 @@ def test_outputs_leave_room_for_query_and_summary():
 def test_calls_inside_a_summary_are_neither_run_nor_counted():
     busy = write_action(TRAINED, f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
     chain, _ = run(Compact(400, 1), [READ, busy, DONE])
-    assert chain.files == {"a.py": "x = 1\n"} and [t.calls for t in chain.episodes[0].turns if t.role == "assistant"][-1] == []
+    assert (
+        chain.files == {"a.py": "x = 1\n"}
+        and [t.calls for t in chain.episodes[0].turns if t.role == "assistant"][-1] == []
+    )
     assert chain.finished and len(chain.episodes) == 2
 
 
@@ -192,18 +328,35 @@ def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
 
 
 def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on():
-    words = [ID[SUMMARIZE], *ENC("first, then second: " + "a step and " * 20 + "third"), ID["<|end|>"]]
+    words = [
+        ID[SUMMARIZE],
+        *ENC("first, then second: " + "a step and " * 20 + "third"),
+        ID["<|end|>"],
+    ]
     most, size = 60, len(words) - 2
     carried = condensed(TRAINED, words, most)
     note = re.search(r"\n\[(\d+) tokens cut\]$", TRAINED.decode(carried))
-    assert len(carried) <= most and note and int(note[1]) == size - (len(carried) - len(ENC(note[0])))
+    assert (
+        len(carried) <= most and note and int(note[1]) == size - (len(carried) - len(ENC(note[0])))
+    )
     assert all(0 < len(condensed(TRAINED, words, room)) <= room for room in range(1, 30))
     names = ("first", "second", "third")
-    task = Task("t", "Put back", {"a.py": "x = 1\n"}, {}, meta={"targets": [{"name": name} for name in names]})
-    for window, named in ((240, 2), (4000, 3)):                  # a quarter of the window is room for a summary
-        chain, _ = run(Compact(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task)
+    task = Task(
+        "t",
+        "Put back",
+        {"a.py": "x = 1\n"},
+        {},
+        meta={"targets": [{"name": name} for name in names]},
+    )
+    # a quarter of the window is room for a summary
+    for window, named in ((240, 2), (4000, 3)):
+        chain, _ = run(
+            Compact(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task
+        )
         text = chain.episodes[1].turns[1].text
-        assert ("tokens cut]" in text) == (named < 3) and probe(chain)["named"] == named == sum(name in text for name in names)
+        assert ("tokens cut]" in text) == (named < 3) and probe(chain)["named"] == named == sum(
+            name in text for name in names
+        )
 
 
 def test_below_the_trigger_nobody_asks():
@@ -211,7 +364,11 @@ def test_below_the_trigger_nobody_asks():
     assert Compact(100, 10)(TRAINED, chain) is None
     chain.episodes[0].turns.append(Turn("tool", [0]))
     query = Compact(100, 10)(TRAINED, chain)
-    assert query.role == "query" and query.tokens[0] == ID["<|query|>"] and query.tokens[-1] == ID["<|end|>"]
+    assert (
+        query.role == "query"
+        and query.tokens[0] == ID["<|query|>"]
+        and query.tokens[-1] == ID["<|end|>"]
+    )
 
 
 def test_the_tokens_of_written_summaries_are_found_one_by_one():
@@ -220,11 +377,12 @@ def test_the_tokens_of_written_summaries_are_found_one_by_one():
     found = written(episodes, batch["advantage"])
     for row, mask, episode in zip(found.tolist(), batch["mask"].tolist(), episodes):
         expected, asked = [], False
-        for turn in episode.turns:                               # by walking through the turns; the role token is never a target
+        # by walking through the turns; the role token is never a target
+        for turn in episode.turns:
             summaries += asked
             expected += [0] + [int(asked)] * (len(turn.tokens) - 1)
             asked = turn.role == "query"
         expected = expected[1:]
-        assert row[:len(expected)] == expected and not any(row[len(expected):])
-        assert all(m for m, one in zip(mask, row) if one)        # and all of them were sampled
+        assert row[: len(expected)] == expected and not any(row[len(expected) :])
+        assert all(m for m, one in zip(mask, row) if one)  # and all of them were sampled
     assert summaries > 3 and 0 < found.sum() < batch["mask"].sum()

@@ -1,4 +1,6 @@
-"""train.py: what a user types, right and wrong; exact resume; the same loss on one process and on two."""
+"""train.py: what a user types, right and wrong; exact resume; the same loss on one process and on
+two."""
+
 import base64
 import json
 import os
@@ -23,8 +25,22 @@ import train
 from conftest import run_ranks
 
 ROOT = Path(train.__file__).parent
-SMALL = ["--scale=tiny", "--vocab=320", "--dim=32", "--context=64", "--batch_tokens=512", "--micro_tokens=256", "--processes=1", "--demos=12", "--window=1024",
-         "--dtype=float32", "--device=cpu", "--turns=3", f"--data={Path(json.__file__).parent}"]       # which no edit here changes
+SMALL = [
+    "--scale=tiny",
+    "--vocab=320",
+    "--dim=32",
+    "--context=64",
+    "--batch_tokens=512",
+    "--micro_tokens=256",
+    "--processes=1",
+    "--demos=12",
+    "--window=1024",
+    # which no edit here changes
+    "--dtype=float32",
+    "--device=cpu",
+    "--turns=3",
+    f"--data={Path(json.__file__).parent}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +67,60 @@ def refused(arguments, capsys):
     return error
 
 
-@pytest.mark.parametrize("flag, words", [
-    ("--feedbak=0", "--feedback"), ("--steps=ten", "whole number"), ("--lr=fast", "a number"), ("--lr=nan", "finite"),
-    ("--stage=rll", "unknown stage"), ("--scale=huge", "unknown scale"), ("--optimizer=sgd", "muon, adamw"), ("--summarize=2", "0 or 1"),
-    ("--weights=fp8", "float32, bfloat16"), ("--restless=2", "a share"), ("--easy=0.5", "--curriculum=0"),
-    ("--hardest=8", "levels go from 0"), ("--eval_levels=9", "there are 8 levels"), ("--levels=0", "there are 8 levels"),
-    ("--trigger=0.9", "below .875"), ("--habits=tools", "a list, with commas"), ("--placebo=lie", "none, empty, wrong"),
-    ("--steps=0", "at least 1"), ("--active=9", "at most"), ("pretrain", "unknown flag"), ("--ste", "unknown flag"), ("--ep=3", "ep=3"),
-    ("--cp=2", "cp=2"), ("--dp_replicate=2", "dp_replicate=2"), ("--data=/no/such/folder", "no such folder"), ("--lr", "takes a value"),
-    ("--clip=0", "above 0"), ("--temperature=0", "above 0"), ("--qk_rope=3", "even"),
-    ("--temperature=1e-5", "at least 0.001"), ("--temperature=5e-324", "from 1e-30 to 1e30"), ("--length=1e-40", "from 1e-30 to 1e30"),
-    ("--lr=1e300", "from 1e-30 to 1e30"), ("--clip=inf", "finite"), ("--rope_theta=1", "at least 1.1"), ("--seed=99999999999999999999", "below 2^32"),
-    ("--eval_tasks=0", "at least 1"), ("--heads=0", "at least 1"), ("--turns=0", "at least 1"), ("--yarn=0", "at least 1"),
-    ("--window=0", "at least 1"), ("--start_from=x", "one stage"), ("--resume", "no checkpoint"), ("--out=", "is empty"),
-    ("--init_from=", "is empty"), ("--start_from=", "is empty"), ("--tasks=", "is empty"), ("--data=", "is empty"), ("--export=", "is empty")])
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--feedbak=0", "--feedback"),
+        ("--steps=ten", "whole number"),
+        ("--lr=fast", "a number"),
+        ("--lr=nan", "finite"),
+        ("--stage=rll", "unknown stage"),
+        ("--scale=huge", "unknown scale"),
+        ("--optimizer=sgd", "muon, adamw"),
+        ("--summarize=2", "0 or 1"),
+        ("--weights=fp8", "float32, bfloat16"),
+        ("--restless=2", "a share"),
+        ("--easy=0.5", "--curriculum=0"),
+        ("--hardest=8", "levels go from 0"),
+        ("--eval_levels=9", "there are 8 levels"),
+        ("--levels=0", "there are 8 levels"),
+        ("--trigger=0.9", "below .875"),
+        ("--habits=tools", "a list, with commas"),
+        ("--placebo=lie", "none, empty, wrong"),
+        ("--steps=0", "at least 1"),
+        ("--active=9", "at most"),
+        ("pretrain", "unknown flag"),
+        ("--ste", "unknown flag"),
+        ("--ep=3", "ep=3"),
+        ("--cp=2", "cp=2"),
+        ("--dp_replicate=2", "dp_replicate=2"),
+        ("--data=/no/such/folder", "no such folder"),
+        ("--lr", "takes a value"),
+        ("--clip=0", "above 0"),
+        ("--temperature=0", "above 0"),
+        ("--qk_rope=3", "even"),
+        ("--temperature=1e-5", "at least 0.001"),
+        ("--temperature=5e-324", "from 1e-30 to 1e30"),
+        ("--length=1e-40", "from 1e-30 to 1e30"),
+        ("--lr=1e300", "from 1e-30 to 1e30"),
+        ("--clip=inf", "finite"),
+        ("--rope_theta=1", "at least 1.1"),
+        ("--seed=99999999999999999999", "below 2^32"),
+        ("--eval_tasks=0", "at least 1"),
+        ("--heads=0", "at least 1"),
+        ("--turns=0", "at least 1"),
+        ("--yarn=0", "at least 1"),
+        ("--window=0", "at least 1"),
+        ("--start_from=x", "one stage"),
+        ("--resume", "no checkpoint"),
+        ("--out=", "is empty"),
+        ("--init_from=", "is empty"),
+        ("--start_from=", "is empty"),
+        ("--tasks=", "is empty"),
+        ("--data=", "is empty"),
+        ("--export=", "is empty"),
+    ],
+)
 def test_bad_flags_are_refused_in_one_line_with_exit_code_2(flag, words, capsys, tmp_path):
     assert words in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}", flag], capsys)
     assert not (tmp_path / "pretrain").exists()
@@ -74,17 +130,30 @@ STYLED = train.synth_tasks.make_task(0, 5)
 STYLED.meta["style"] = ["comments", "tabs"]
 
 
-@pytest.mark.parametrize("text, words", [(None, "cannot be read"), ("", "holds no tasks"), ("{}\n", "line 1 is no task"),
-        (STYLED.to_json(), "line 1 names a style")])
-def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(text, words, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "cannot be read"),
+        ("", "holds no tasks"),
+        ("{}\n", "line 1 is no task"),
+        (STYLED.to_json(), "line 1 names a style"),
+    ],
+)
+def test_a_file_of_tasks_that_is_none_is_refused_before_anything_is_trained(
+    text, words, capsys, tmp_path
+):
     if text is not None:
         (tmp_path / "tasks.jsonl").write_text(text)
-    assert words in refused([*SMALL, f"--tasks={tmp_path}/tasks.jsonl", f"--out={tmp_path}/o"], capsys)
+    assert words in refused(
+        [*SMALL, f"--tasks={tmp_path}/tasks.jsonl", f"--out={tmp_path}/o"], capsys
+    )
     assert not (tmp_path / "o").exists()
 
 
 def test_a_data_folder_without_python_is_refused(capsys, tmp_path):
-    assert "fewer than two Python files" in refused([*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys)
+    assert "fewer than two Python files" in refused(
+        [*SMALL, "--stage=pretrain", f"--out={tmp_path}/o", f"--data={tmp_path}"], capsys
+    )
 
 
 def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_path):
@@ -97,8 +166,19 @@ def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
-        train.main([*SMALL, "--stage=sft", "--steps=1", f"--start_from={run}", f"--out={tmp_path}", "--window=20"])
-    assert end.value.code == 2 and capsys.readouterr().err.endswith("none of 12 demonstrations fits\n")
+        train.main(
+            [
+                *SMALL,
+                "--stage=sft",
+                "--steps=1",
+                f"--start_from={run}",
+                f"--out={tmp_path}",
+                "--window=20",
+            ]
+        )
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(
+        "none of 12 demonstrations fits\n"
+    )
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
@@ -107,14 +187,21 @@ def test_an_output_folder_that_cannot_be_written_is_refused(capsys, tmp_path):
 
 
 def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
-    assert "run the pretrain stage first" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
+    assert "run the pretrain stage first" in refused(
+        [*SMALL, "--stage=long", f"--out={tmp_path}"], capsys
+    )
 
 
 def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypatch):
     opened = train.open_checkpoint
-    without = lambda saved: {**saved, "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"}}
+    without = lambda saved: {
+        **saved,
+        "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"},
+    }
     monkeypatch.setattr(train, "open_checkpoint", lambda path: without(opened(path)))
-    assert "by a version without --copy_loss" in refused([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys)
+    assert "by a version without --copy_loss" in refused(
+        [*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys
+    )
 
 
 def test_every_rank_gets_as_many_windows():
@@ -126,66 +213,143 @@ def test_every_rank_gets_as_many_windows():
 
 def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsys):
     before = (run / "sft" / "manifest.json").stat().st_mtime_ns
-    assert "demos=12, not 13" in refused([*SMALL, "--stage=sft", "--steps=2", f"--out={run}", "--demos=13"], capsys)
-    train.main([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"])            # the same command: finished already
+    assert "demos=12, not 13" in refused(
+        [*SMALL, "--stage=sft", "--steps=2", f"--out={run}", "--demos=13"], capsys
+    )
+    # the same command: finished already
+    train.main([*SMALL, "--stage=sft", "--steps=2", f"--out={run}"])
     assert (run / "sft" / "manifest.json").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("stage, flags, words", [
-    ("long", ["--dim=48"], "give --dim=32 here"), ("sft", ["--active=1", "--rope_theta=9"], "give --active=2 --rope_theta=1000.0 here"),
-    ("rl", ["--yarn=3"], "give --yarn=2.0 here"), ("rl", ["--scale=laptop"], "give --scale=tiny here")])
-def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(stage, flags, words, run, capsys, tmp_path):
-    assert words in refused([*SMALL, f"--stage={stage}", f"--out={tmp_path}", f"--start_from={run}", *flags], capsys)
+@pytest.mark.parametrize(
+    "stage, flags, words",
+    [
+        ("long", ["--dim=48"], "give --dim=32 here"),
+        ("sft", ["--active=1", "--rope_theta=9"], "give --active=2 --rope_theta=1000.0 here"),
+        ("rl", ["--yarn=3"], "give --yarn=2.0 here"),
+        ("rl", ["--scale=laptop"], "give --scale=tiny here"),
+    ],
+)
+def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(
+    stage, flags, words, run, capsys, tmp_path
+):
+    assert words in refused(
+        [*SMALL, f"--stage={stage}", f"--out={tmp_path}", f"--start_from={run}", *flags], capsys
+    )
 
 
 def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
-    assert "goes with --summarize=1" in refused([*SMALL, "--stage=rl", f"--out={tmp_path}", "--truncate=1", "--summarize=0"], capsys)
+    assert "goes with --summarize=1" in refused(
+        [*SMALL, "--stage=rl", f"--out={tmp_path}", "--truncate=1", "--summarize=0"], capsys
+    )
 
 
-@pytest.mark.parametrize("flags, words", [(["--group=1", "--feedback=0"], "nothing to learn from"), (["--window=20"], "leaves room for a turn"),
-                                          (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
-                                          (["--distinct=2", "--tasks=T"], "go with generated tasks"), (["--staleness=2"], "goes with --workers"),
-                                          (["--kl=1", "--length_norm=1"], "go with --kl=0"), (["--imitate=1", "--std_norm=1"], "for rollouts"),
-                                          (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
-                                          (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0")])
-def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(flags, words, run, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--group=1", "--feedback=0"], "nothing to learn from"),
+        (["--window=20"], "leaves room for a turn"),
+        (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
+        (["--distinct=2", "--tasks=T"], "go with generated tasks"),
+        (["--staleness=2"], "goes with --workers"),
+        (["--kl=1", "--length_norm=1"], "go with --kl=0"),
+        (["--imitate=1", "--std_norm=1"], "for rollouts"),
+        (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
+        (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0"),
+    ],
+)
+def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(
+    flags, words, run, capsys, tmp_path
+):
     (tmp_path / "T").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
     flags = [flag.replace("=T", f"={tmp_path}/T") for flag in flags]
     with pytest.raises(SystemExit) as end:
-        train.main([*SMALL, "--stage=rl", "--steps=1", f"--start_from={run}", f"--out={tmp_path}/o", *flags])
-    assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "o" / "rl").exists()
+        train.main(
+            [
+                *SMALL,
+                "--stage=rl",
+                "--steps=1",
+                f"--start_from={run}",
+                f"--out={tmp_path}/o",
+                *flags,
+            ]
+        )
+    assert (
+        end.value.code == 2
+        and words in capsys.readouterr().err.splitlines()[-1]
+        and not (tmp_path / "o" / "rl").exists()
+    )
 
 
-def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(run, capsys, tmp_path):
+def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(
+    run, capsys, tmp_path
+):
     make = train.synth_tasks.make_task
     short, long = make(0, 5), make(0, 6)
     long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
-    words = [*SMALL, "--stage=rl", "--tasks_per_step=2", "--group=2", "--steps=1", "--feedback=0", f"--start_from={run}", f"--tasks={tmp_path}/t.jsonl"]
+    words = [
+        *SMALL,
+        "--stage=rl",
+        "--tasks_per_step=2",
+        "--group=2",
+        "--steps=1",
+        "--feedback=0",
+        f"--start_from={run}",
+        f"--tasks={tmp_path}/t.jsonl",
+    ]
     logs = {}
     for name, tasks in {"both": (long, short), "short": (short,)}.items():
         (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in tasks))
         train.main([*words, f"--out={tmp_path}/{name}"])
         said = capsys.readouterr()
-        assert ("--window=1024 leaves no room for a turn in 1 of 2 tasks, which are left out: longish" in said.out + said.err) == (name == "both")
+        assert (
+            "--window=1024 leaves no room for a turn in 1 of 2 tasks, which are left out: longish"
+            in said.out + said.err
+        ) == (name == "both")
         logs[name] = json.loads((tmp_path / name / "rl.jsonl").read_text().split("\n")[0])
-    assert all(logs["both"][key] == logs["short"][key] for key in ("reward", "solved", "turns", "sampled", "loss", "level") if key in logs["both"])
+    assert all(
+        logs["both"][key] == logs["short"][key]
+        for key in ("reward", "solved", "turns", "sampled", "loss", "level")
+        if key in logs["both"]
+    )
     assert logs["both"]["no_turn"] == 0 and logs["both"]["turns"] > 0
     (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in (long, short)))
     model, tokenizer, config = train.eval.load(tmp_path / "both")
     records = train.eval.attempt(model, tokenizer, config, [long, short], 2)
-    assert [record["turns"] == 0 for record in records] == [True, True, False, False] and train.eval.summary(records)["no_turn"] == 2
+    assert [record["turns"] == 0 for record in records] == [
+        True,
+        True,
+        False,
+        False,
+    ] and train.eval.summary(records)["no_turn"] == 2
     assert re.search(r"without room for a turn +2$", train.eval.table({"one": records}), re.M)
     assert "without room" not in train.eval.table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
     lines = [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
-    words = [*SMALL, "--stage=rl", "--tasks_per_step=1", "--group=2", f"--start_from={run}", f"--tasks={tmp_path}/t.jsonl", f"--out={tmp_path}/o"]
+    words = [
+        *SMALL,
+        "--stage=rl",
+        "--tasks_per_step=1",
+        "--group=2",
+        f"--start_from={run}",
+        f"--tasks={tmp_path}/t.jsonl",
+        f"--out={tmp_path}/o",
+    ]
     (tmp_path / "t.jsonl").write_text("".join(lines))
-    config, interrupted, report = train.configure(train.parse([*words, "--steps=2"]), "rl"), [], train.report
+    config, interrupted, report = (
+        train.configure(train.parse([*words, "--steps=2"]), "rl"),
+        [],
+        train.report,
+    )
     (tmp_path / "o").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "report", lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)))
+        patch.setattr(
+            train,
+            "report",
+            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)),
+        )
         assert not train.train(config, interrupted)
     (tmp_path / "t.jsonl").write_text("".join(lines[::-1]))
     capsys.readouterr()
@@ -194,15 +358,31 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     assert end.value.code == 2 and "no longer the file" in capsys.readouterr().err.splitlines()[-1]
     (tmp_path / "t.jsonl").write_text("".join(lines))
     train.main([*words, "--steps=2"])
-    assert [json.loads(line)["step"] for line in (tmp_path / "o" / "rl.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "o" / "rl.jsonl").read_text().splitlines()
+    ] == [1, 2]
+
+
+def test_help_explains_every_flag_but_the_seed_within_the_width_of_a_screen():
+    text = train.describe_flags()
+    assert all(len(line) <= 100 for line in text.split("\n"))
+    for field in train.fields(train.Config):
+        line = next(line for line in text.split("\n") if line.startswith(f"  --{field.name}="))
+        assert field.name == "seed" or len(line.split(maxsplit=1)) == 2, line
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1337])
 def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch):
     drawn = []
-    monkeypatch.setattr(train, "make_task", lambda config, level, number: drawn.append(number) or train.synth_tasks.make_task(0, 5))
+    monkeypatch.setattr(
+        train,
+        "make_task",
+        lambda config, level, number: drawn.append(number) or train.synth_tasks.make_task(0, 5),
+    )
     tokenizer = train.rollout.Tokenizer({bytes([b]): b for b in range(256)})
-    train.make_demonstrations(train.Config(seed=seed), tokenizer, None, [0, 1, 11_999], lambda numbers, _: numbers)
+    train.make_demonstrations(
+        train.Config(seed=seed), tokenizer, None, [0, 1, 11_999], lambda numbers, _: numbers
+    )
     curriculum = train.synth_tasks.Curriculum(range(6), seed)
     tried = [number for _ in range(400) for _, number in [curriculum.next(random.Random(seed))]]
     assert len(drawn) == 3 and not set(range(drawn[0], drawn[-1] + 1)) & set(tried)
@@ -216,8 +396,19 @@ def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
         assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(run, tmp_path, capsys):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=sft", "--demos=100000", "--steps=2", f"--start_from={run}", f"--out={tmp_path}"]
+def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_once(
+    run, tmp_path, capsys
+):
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMALL,
+        "--stage=sft",
+        "--demos=100000",
+        "--steps=2",
+        f"--start_from={run}",
+        f"--out={tmp_path}",
+    ]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while child.poll() is None and "demonstrations" not in child.stderr.readline():
         pass
@@ -229,8 +420,12 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
     assert child.wait(30) == -signal.SIGINT
 
 
-def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is_not_called_finished(run, tmp_path, capsys):
-    tasks, lines = tmp_path / "t.jsonl", [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
+def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is_not_called_finished(
+    run, tmp_path, capsys
+):
+    tasks, lines = tmp_path / "t.jsonl", [
+        train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)
+    ]
     tasks.write_text("".join(lines))
     words = [*SMALL, f"--start_from={run}", f"--tasks={tasks}", f"--out={tmp_path}/o"]
     train.main([*words, *RL])
@@ -243,12 +438,31 @@ def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is
 
 
 def test_an_evaluation_knows_where_its_rl_began_and_which_tasks_it_saw(run, tmp_path, monkeypatch):
-    train.main([*SMALL, *RL, "--distinct=2", "--seed=3", "--harden=0", f"--start_from={run}", f"--out={tmp_path}"])
+    train.main(
+        [
+            *SMALL,
+            *RL,
+            "--distinct=2",
+            "--seed=3",
+            "--harden=0",
+            f"--start_from={run}",
+            f"--out={tmp_path}",
+        ]
+    )
     made, make = [], train.make_task
-    monkeypatch.setattr(train, "make_task", lambda config, level, number: made.append((number, config.harden)) or make(config, level, number))
+    monkeypatch.setattr(
+        train,
+        "make_task",
+        lambda config, level, number: made.append((number, config.harden))
+        or make(config, level, number),
+    )
     train.main([*SMALL, "--stage=eval", "--eval_levels=1", "--eval_tasks=2", f"--out={tmp_path}"])
     assert made == [(3 * 1_000_003, False), (3 * 1_000_003 + 1, False)]
-    assert set(json.loads((tmp_path / "summary.json").read_text())["policies"]) == {"before RL", "after RL", "after, seen"}
+    assert set(json.loads((tmp_path / "summary.json").read_text())["policies"]) == {
+        "before RL",
+        "after RL",
+        "after, seen",
+    }
 
 
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
@@ -270,7 +484,9 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
     assert "damaged" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
     for manifest in ("[]", "null", "{}", "{"):
         (tmp_path / "pretrain" / "manifest.json").write_text(manifest)
-        assert "no readable manifest" in refused([*SMALL, "--stage=long", f"--out={tmp_path}"], capsys)
+        assert "no readable manifest" in refused(
+            [*SMALL, "--stage=long", f"--out={tmp_path}"], capsys
+        )
 
 
 def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
@@ -280,29 +496,68 @@ def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("stage, options", [("long", []), ("long", ["--weights=bfloat16"]), ("sft", []), ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"])])
-def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(stage, options, run, tmp_path, monkeypatch):
-    common = [*SMALL, f"--stage={stage}", "--steps=4", f"--start_from={run}", "--save_every=2", *options]
+@pytest.mark.parametrize(
+    "stage, options",
+    [
+        ("long", []),
+        ("long", ["--weights=bfloat16"]),
+        ("sft", []),
+        ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"]),
+    ],
+)
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
+    stage, options, run, tmp_path, monkeypatch
+):
+    common = [
+        *SMALL,
+        f"--stage={stage}",
+        "--steps=4",
+        f"--start_from={run}",
+        "--save_every=2",
+        *options,
+    ]
     train.main([*common, f"--out={tmp_path}/whole"])
     config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
     interrupted, report = [], train.report
     with monkeypatch.context() as patch:
-        patch.setattr(train, "report", lambda r, bar, log, path: (report(r, bar, log, path), log["step"] == 2 and interrupted.append(2)))
+        patch.setattr(
+            train,
+            "report",
+            lambda r, bar, log, path: (
+                report(r, bar, log, path),
+                log["step"] == 2 and interrupted.append(2),
+            ),
+        )
         assert not train.train(config, interrupted)
     train.main([*common, f"--out={tmp_path}/parts", "--resume"])
     whole, parts = weights(tmp_path / "whole" / stage), weights(tmp_path / "parts" / stage)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     before = weights(run / train.ORDER[train.ORDER.index(stage) - 1])
-    assert not any(torch.equal(whole[name], before[name]) for name in whole if name.endswith("down"))
-    steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / f"{stage}.jsonl").read_text().splitlines()]
+    assert not any(
+        torch.equal(whole[name], before[name]) for name in whole if name.endswith("down")
+    )
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "parts" / f"{stage}.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3, 4]
 
 
 def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=30", "--save_every=3", f"--start_from={run}"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMALL,
+        "--stage=long",
+        "--steps=30",
+        "--save_every=3",
+        f"--start_from={run}",
+    ]
     subprocess.run([*command, f"--out={tmp_path}/whole"], check=True, capture_output=True)
-    child = subprocess.Popen([*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        [*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while child.poll() is None and not (tmp_path / "killed" / "long").exists():
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
@@ -313,7 +568,15 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
 
 
 def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--stage=long", "--steps=5000", f"--start_from={run}", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *SMALL,
+        "--stage=long",
+        "--steps=5000",
+        f"--start_from={run}",
+        f"--out={tmp_path}",
+    ]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "long.jsonl"
     while child.poll() is None and not (log.exists() and log.read_text()):
@@ -324,165 +587,387 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
-@pytest.mark.parametrize("layout, tolerance", [([], 1e-4), (["--ep=2"], 1e-4), (["--cp=2"], 1e-4), (["--ep=2", "--weights=bfloat16"], 5e-3)])
+@pytest.mark.parametrize(
+    "layout, tolerance",
+    [([], 1e-4), (["--ep=2"], 1e-4), (["--cp=2"], 1e-4), (["--ep=2", "--weights=bfloat16"], 5e-3)],
+)
 def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *common,
-                    *layout, f"--out={tmp_path}/two"], check=True, capture_output=True, env=environment, timeout=120)
-    losses = [[json.loads(line)["loss"] for line in (tmp_path / name / "long.jsonl").read_text().splitlines()] for name in ("one", "two")]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            str(ROOT / "train.py"),
+            *common,
+            *layout,
+            f"--out={tmp_path}/two",
+        ],
+        check=True,
+        capture_output=True,
+        env=environment,
+        timeout=120,
+    )
+    losses = [
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "long.jsonl").read_text().splitlines()
+        ]
+        for name in ("one", "two")
+    ]
     assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
 
 
-def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(run, tmp_path):
-    words = [*SMALL, "--distinct=2", "--commands=1", "--learn_summaries=0",
-             "--habits=communication,code_style", "--eval_tasks=3", "--window=200", f"--start_from={run}", f"--out={tmp_path}"]
+def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(
+    run, tmp_path
+):
+    words = [
+        *SMALL,
+        "--distinct=2",
+        "--commands=1",
+        "--learn_summaries=0",
+        "--habits=communication,code_style",
+        "--eval_tasks=3",
+        "--window=200",
+        f"--start_from={run}",
+        f"--out={tmp_path}",
+    ]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
     train.main([*words, "--stage=eval"])
     logged = set(json.loads((tmp_path / "rl.jsonl").read_text().splitlines()[0]))
-    curves = [curves.split(",") for _, curves, _, base in train.eval.EXPERIMENTS.values() if base != "pretrain"]
+    curves = [
+        curves.split(",")
+        for _, curves, _, base in train.eval.EXPERIMENTS.values()
+        if base != "pretrain"
+    ]
     assert logged >= {name for names in curves for name in names} and len(curves) > 5
     policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
-    assert {name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()} == {
-        "before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
-    assert 0 < policies["before RL"]["overall"]["tokens"] < 120         # in the window of this run; the SFT's own holds five times as much
+    assert {
+        name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()
+    } == {"before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+    # in the window of this run; the SFT's own holds five times as much
+    assert 0 < policies["before RL"]["overall"]["tokens"] < 120
     stamp = (tmp_path / "summary.json").stat().st_mtime_ns
-    train.main([*words, "--stage=eval"])                                # asked again, it prints the table; asked for other levels, it plays
+    # asked again, it prints the table; asked for other levels, it plays
+    train.main([*words, "--stage=eval"])
     assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
     train.main([*words, "--stage=eval", "--eval_levels=8"])
-    assert len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"]) == 8
+    assert (
+        len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"])
+        == 8
+    )
 
 
-@pytest.mark.parametrize("flag, expected", [({}, [.25, -.25, .25, -.25]), ({"std_norm": True}, [1, -1, 1, -1]),
-        ({"length_norm": True, "length": 8.0}, [1, -.125, .25, -2]), ({"mask_overlong": True}, [.25, 0, .25, -.25])])
+@pytest.mark.parametrize(
+    "flag, expected",
+    [
+        ({}, [0.25, -0.25, 0.25, -0.25]),
+        ({"std_norm": True}, [1, -1, 1, -1]),
+        ({"length_norm": True, "length": 8.0}, [1, -0.125, 0.25, -2]),
+        ({"mask_overlong": True}, [0.25, 0, 0.25, -0.25]),
+    ],
+)
 def test_the_advantages_are_as_stated_and_by_flags_those_that_were_left_out(flag, expected):
-    chains = [SimpleNamespace(reward=r, stats={"sampled": n}, finished=done) for r, n, done in
-              ((1, 2, True), (.5, 16, False), (1, 8, True), (.5, 0, True))]
+    chains = [
+        SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
+        for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
+    ]
     run = SimpleNamespace(config=train.Config(**flag))
-    np.testing.assert_allclose(train.Reinforcement.worth(SimpleNamespace(run=run), chains), expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        train.Reinforcement.worth(SimpleNamespace(run=run), chains), expected, rtol=1e-4
+    )
 
 
-def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(run, tmp_path):
-    rl = [*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", "--turns=20", "--warmup=0", f"--start_from={run}"]
+def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(
+    run, tmp_path
+):
+    rl = [
+        *SMALL,
+        "--stage=rl",
+        "--steps=1",
+        "--tasks_per_step=2",
+        "--group=2",
+        "--turns=20",
+        "--warmup=0",
+        f"--start_from={run}",
+    ]
     before, likelihood = weights(run / "sft"), []
     train.main([*rl, f"--out={tmp_path}/a", "--imitate=1", "--sloppy=0", "--feedback=0"])
     log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
-    assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (1, 0, 0, True)
+    assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (
+        1,
+        0,
+        0,
+        True,
+    )
     assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0) and "sync_bytes" not in log
     train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
-    hints = [*rl, "--reward=0", "--imitate=1", "--sloppy=3", "--habits=unavailable_tool,communication"]
+    hints = [
+        *rl,
+        "--reward=0",
+        "--imitate=1",
+        "--sloppy=3",
+        "--habits=unavailable_tool,communication",
+    ]
     train.main([*hints, f"--out={tmp_path}/c"])
-    log = json.loads((tmp_path / "c" / "rl.jsonl").read_text())      # nothing but hints, on what a careless expert does
+    # nothing but hints, on what a careless expert does
+    log = json.loads((tmp_path / "c" / "rl.jsonl").read_text())
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
     train.main([*hints, f"--out={tmp_path}/d", "--placebo=empty", "--teacher=current"])
     log = json.loads((tmp_path / "d" / "rl.jsonl").read_text())
-    assert log["flagged"] > 10 and [log["gap"], log["feedback_kl"]] == pytest.approx([0, 0], abs=1e-7)
+    assert log["flagged"] > 10 and [log["gap"], log["feedback_kl"]] == pytest.approx(
+        [0, 0], abs=1e-7
+    )
     after = {name: weights(tmp_path / name / "rl") for name in "abc"}
     assert not torch.equal(after["c"]["head.weight"], before["head.weight"])
-    learned = {name: t for name, t in after["b"].items() if not name.endswith(("router.bias", "router.load"))}
+    learned = {
+        name: t
+        for name, t in after["b"].items()
+        if not name.endswith(("router.bias", "router.load"))
+    }
     assert all(torch.equal(t, before[name]) for name, t in learned.items())
     tokenizer = train.eval.load(run / "sft")[1]
-    chain = train.rollout.demonstrate(train.synth_tasks.make_task(0, 5), tokenizer, train.random.Random(5), train.rollout.Limits(1024), 0.0)
+    chain = train.rollout.demonstrate(
+        train.synth_tasks.make_task(0, 5),
+        tokenizer,
+        train.random.Random(5),
+        train.rollout.Limits(1024),
+        0.0,
+    )
     batch = train.rollout.pack(chain.episodes, [1.0])
     for folder in (run / "sft", tmp_path / "a" / "rl"):
         model = train.eval.load(folder)[0]
-        likelihood.append(float((model.logprobs(model(batch["tokens"]), batch["targets"]) * batch["mask"]).sum()))
+        likelihood.append(
+            float((model.logprobs(model(batch["tokens"]), batch["targets"]) * batch["mask"]).sum())
+        )
     assert likelihood[1] > likelihood[0] + 1
 
 
-def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(run, tmp_path, monkeypatch):
+def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(
+    run, tmp_path, monkeypatch
+):
     real, levels = train.synth_tasks.Curriculum, []
-    monkeypatch.setattr(train.synth_tasks, "Curriculum", lambda first, *rest, **more: levels.append([*first]) or real(first, *rest, **more))
-    for i, (curriculum, hardest, expected) in enumerate(((0, 7, 8), (1, 7, 6), (0, 1, 2), (1, 1, 2))):
-        train.main([*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2", "--turns=2", f"--curriculum={curriculum}",
-                    f"--hardest={hardest}", f"--start_from={run}", f"--out={tmp_path}/{i}"])
+    monkeypatch.setattr(
+        train.synth_tasks,
+        "Curriculum",
+        lambda first, *rest, **more: levels.append([*first]) or real(first, *rest, **more),
+    )
+    for i, (curriculum, hardest, expected) in enumerate(
+        ((0, 7, 8), (1, 7, 6), (0, 1, 2), (1, 1, 2))
+    ):
+        train.main(
+            [
+                *SMALL,
+                "--stage=rl",
+                "--steps=1",
+                "--tasks_per_step=1",
+                "--group=2",
+                "--turns=2",
+                f"--curriculum={curriculum}",
+                f"--hardest={hardest}",
+                f"--start_from={run}",
+                f"--out={tmp_path}/{i}",
+            ]
+        )
         assert levels.pop() == list(range(expected))
 
 
-def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(run, tmp_path, monkeypatch, capsys):
-    assert "--workers=0" in refused([*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys)
+def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(
+    run, tmp_path, monkeypatch, capsys
+):
+    assert "--workers=0" in refused(
+        [*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys
+    )
     real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
-    monkeypatch.setattr(train.synth_tasks.Sandbox, "run", lambda *words, **more: commands.append(words) or real(*words, **more))
+    monkeypatch.setattr(
+        train.synth_tasks.Sandbox,
+        "run",
+        lambda *words, **more: commands.append(words) or real(*words, **more),
+    )
     collect = train.rollout.Workers.collect
-    monkeypatch.setattr(train.rollout.Workers, "collect", lambda self, asked: played.append(collect(self, asked)) or played[-1])
+    monkeypatch.setattr(
+        train.rollout.Workers,
+        "collect",
+        lambda self, asked: played.append(collect(self, asked)) or played[-1],
+    )
     for name, timed in (("plain", 0), ("timed", 1)):
-        train.main([*SMALL, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2", "--warmup=0", f"--time_tools={timed}",
-                    f"--start_from={run}", f"--out={tmp_path}/{name}"])
+        train.main(
+            [
+                *SMALL,
+                "--stage=rl",
+                "--steps=1",
+                "--tasks_per_step=2",
+                "--group=2",
+                "--warmup=0",
+                f"--time_tools={timed}",
+                f"--start_from={run}",
+                f"--out={tmp_path}/{name}",
+            ]
+        )
         got.append((len(commands), weights(tmp_path / name / "rl")))
         commands.clear()
-    tokens = [[turn.tokens for group in groups for chain in group for turn in chain.turns] for groups in played]
+    tokens = [
+        [turn.tokens for group in groups for chain in group for turn in chain.turns]
+        for groups in played
+    ]
     assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
-    assert got[0][0] == got[1][0] > 0 and all(torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1])
+    assert got[0][0] == got[1][0] > 0 and all(
+        torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1]
+    )
     log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
     assert "tools_s" not in log[0] and log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
 
 
 @pytest.mark.parametrize("full_price", [False, True])
-def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(full_price):
+def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(
+    full_price,
+):
     config = train.Config(full_price=full_price, length_penalty=0.1, penalty_q=0.0)
-    self = SimpleNamespace(run=SimpleNamespace(config=config), weights=train.length_penalty.Weights(), budget=40.0)
-    counts = dict(thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5)   # 1 + 2 + 1 + 1 + 1 + 4
-    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -4.0 if full_price else -1.0), (1, 0, -4.0), (0, 0, -4.0)):
+    self = SimpleNamespace(
+        run=SimpleNamespace(config=config), weights=train.length_penalty.Weights(), budget=40.0
+    )
+    # 1 + 2 + 1 + 1 + 1 + 4
+    counts = dict(
+        thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
+    )
+    for solved, finished, reward in (
+        (1, 1, 1 - 1.0),
+        (0, 1, -4.0 if full_price else -1.0),
+        (1, 0, -4.0),
+        (0, 0, -4.0),
+    ):
         chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
         train.Reinforcement.shape(self, chain)
-        assert chain.reward == pytest.approx(reward) and chain.stats["effort"] == pytest.approx(10) and chain.solved == (solved and finished)
+        assert (
+            chain.reward == pytest.approx(reward)
+            and chain.stats["effort"] == pytest.approx(10)
+            and chain.solved == (solved and finished)
+        )
 
 
-def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(run, tmp_path, monkeypatch):
+def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
+    run, tmp_path, monkeypatch
+):
     learn, seen = train.Reinforcement.learn, []
 
     def silent_in_the_second_step(self, groups, log):
         seen.append({name: t.clone() for name, t in self.run.model.state_dict().items()})
         for loss in learn(self, groups, log):
             yield loss * (len(seen) == 1)
+
     monkeypatch.setattr(train.Reinforcement, "learn", silent_in_the_second_step)
-    train.main([*SMALL, "--stage=rl", "--steps=2", "--tasks_per_step=2", "--group=2", "--turns=20", "--warmup=0", "--imitate=1", "--sloppy=0",
-                "--feedback=0", f"--start_from={run}", f"--out={tmp_path}"])
+    train.main(
+        [
+            *SMALL,
+            "--stage=rl",
+            "--steps=2",
+            "--tasks_per_step=2",
+            "--group=2",
+            "--turns=20",
+            "--warmup=0",
+            "--imitate=1",
+            "--sloppy=0",
+            "--feedback=0",
+            f"--start_from={run}",
+            f"--out={tmp_path}",
+        ]
+    )
     seen.append(weights(tmp_path / "rl"))
-    moved = [{name for name in a if not torch.equal(a[name], b[name])} for a, b in zip(seen, seen[1:])]
-    assert "head.weight" in moved[0] and all(name.endswith(("router.bias", "router.load")) for name in moved[1])
+    moved = [
+        {name for name in a if not torch.equal(a[name], b[name])} for a, b in zip(seen, seen[1:])
+    ]
+    assert "head.weight" in moved[0] and all(
+        name.endswith(("router.bias", "router.load")) for name in moved[1]
+    )
 
 
 def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
-    """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them end both."""
+    """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them
+    end both."""
+
     def go(*words, processes):
-        command = [sys.executable, str(ROOT / "train.py"), *SMALL, f"--start_from={run}", *words, f"--processes={processes}"]
-        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(processes)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *SMALL,
+            f"--start_from={run}",
+            *words,
+            f"--processes={processes}",
+        ]
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": str(processes)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
     logs = {}
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        rl = ["--stage=rl", "--steps=2", "--tasks_per_step=3", "--group=2", "--kl=5", "--clip=1000", "--adam_lr=0.01"]
-        for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):         # three tasks: one of two ranks fills up with a spare batch
+        rl = [
+            "--stage=rl",
+            "--steps=2",
+            "--tasks_per_step=3",
+            "--group=2",
+            "--kl=5",
+            "--clip=1000",
+            "--adam_lr=0.01",
+        ]
+        # three tasks: one of two ranks fills up with a spare batch
+        for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):
             child = go(*words, f"--out={out}", processes=processes)
             assert child.communicate(timeout=120) and child.returncode == 0
-        read = lambda stage: [json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()]
+        read = lambda stage: [
+            json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()
+        ]
         summary = json.loads((out / "summary.json").read_text())["policies"]
-        logs[processes] = ([line["loss"] for line in read("long")], [line["norm"] for line in read("rl")], [line["sampled"] for line in read("rl")][:1],
-                           [summary[name]["overall"]["tokens"] for name in sorted(summary)])
-        child = go(*rl, "--imitate=1", f"--out={out}/given", processes=processes)           # what is learned from is the same to the token
+        logs[processes] = (
+            [line["loss"] for line in read("long")],
+            [line["norm"] for line in read("rl")],
+            [line["sampled"] for line in read("rl")][:1],
+            [summary[name]["overall"]["tokens"] for name in sorted(summary)],
+        )
+        # what is learned from is the same to the token
+        child = go(*rl, "--imitate=1", f"--out={out}/given", processes=processes)
         assert child.communicate(timeout=120) and child.returncode == 0
-        logs[processes] += ([json.loads(line)["norm"] for line in (out / "given" / "rl.jsonl").read_text().splitlines()],)
+        logs[processes] += (
+            [
+                json.loads(line)["norm"]
+                for line in (out / "given" / "rl.jsonl").read_text().splitlines()
+            ],
+        )
     assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:4] == logs[2][2:4]
     assert logs[1][4] == pytest.approx(logs[2][4], rel=1e-4) and len(logs[1][4]) == 2
-    # of rollouts, now and then a token is another: who decodes beside whom decides how a sum rounds. One moved the norm by 1.6e-3
-    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 3 * logs[1][1][0]         # the k1 penalty bites:
-        # without it .098 and .104
+    # of rollouts, now and then a token is another: who decodes beside whom decides how a sum
+    # rounds. One moved the norm by 1.6e-3
+    # the k1 penalty bites:
+    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 3 * logs[1][1][0]
+    # without it .098 and .104
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
     while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
         time.sleep(0.02)
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "Traceback" not in error
-    said, typed = (train.parse(shlex.split(words)) for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:])))
-    assert said == {**typed, "resume": True}                     # what it says is what was typed
+    said, typed = (
+        train.parse(shlex.split(words))
+        for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
+    )
+    assert said == {**typed, "resume": True}  # what it says is what was typed
     assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
 
 
-def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(run, tmp_path, capsys):
+def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(
+    run, tmp_path, capsys
+):
     words = [*SMALL, f"--start_from={run}", f"--out={tmp_path}", "--eval_levels=1"]
     train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"])
     (tmp_path / "one.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
@@ -493,9 +978,18 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         capsys.readouterr()
         train.main([*words, "--stage=eval", *(more or [])])
         texts.append(capsys.readouterr().out)
-    assert ["and figures" in text for text in texts] == [True, False, True, True, True] and "given tasks" in texts[3]
+    assert ["and figures" in text for text in texts] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ] and "given tasks" in texts[3]
     assert "was made with 3, and so" in refused([*words, "--stage=eval", "--turns=4"], capsys)
-    train.main([word for word in words if not word.startswith("--turns")] + ["--stage=eval", "--eval_samples=2"])
+    train.main(
+        [word for word in words if not word.startswith("--turns")]
+        + ["--stage=eval", "--eval_samples=2"]
+    )
     assert json.loads((tmp_path / "summary.json").read_text())["config"]["turns"] == 3
 
 
@@ -507,38 +1001,81 @@ def commands(rank, world, *lists):
 
 
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_path, capsys):
-    """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it, what is exported is what was trained.
-    Two ranks with half of the experts each do the same."""
+    """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it,
+    what is exported is what was trained. Two ranks with half of the experts each do the same."""
     torch.manual_seed(0)
-    sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
-                              expert_ffn=16, context=4096)
+    sizes = train.ModelConfig(
+        vocab=512,
+        dim=32,
+        layers=2,
+        heads=2,
+        kv_lora=16,
+        qk_nope=8,
+        qk_rope=8,
+        v_dim=16,
+        dense_ffn=48,
+        experts=4,
+        expert_ffn=16,
+        context=4096,
+    )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
     train.write_checkpoint(folder, train.Model(sizes))
-    common = [*(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))), f"--init_from={folder}", f"--out={out}"]
+    common = [
+        *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
+        f"--init_from={folder}",
+        f"--out={out}",
+    ]
     assert "tokenizer" in refused([*common, "--stage=sft", "--steps=1"], capsys)
-    (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
-    assert "config.json" in refused([*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"], capsys)
+    (folder / "tiktoken.model").write_bytes(
+        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
+    )
+    assert "config.json" in refused(
+        [*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"],
+        capsys,
+    )
     train.main([*common, "--stage=sft", "--steps=1"])
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
-    train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])          # where it began is not forgotten
+    # where it began is not forgotten
+    train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
     assert hsdp.peek(out / "rl")["config"]["init_from"] == str(folder)
-    train.main([*common, *rl])                                                                    # the same: finished already
+    # the same: finished already
+    train.main([*common, *rl])
     capsys.readouterr()
-    assert "did not begin from" in refused([*common[:-1], *rl, f"--start_from={run}", f"--out={tmp_path}/mixed"], capsys)
-    train.main([*common[:-1], f"--out={tmp_path}/narrow", "--stage=sft", "--steps=1", "--weights=bfloat16"])
+    assert "did not begin from" in refused(
+        [*common[:-1], *rl, f"--start_from={run}", f"--out={tmp_path}/mixed"], capsys
+    )
+    train.main(
+        [*common[:-1], f"--out={tmp_path}/narrow", "--stage=sft", "--steps=1", "--weights=bfloat16"]
+    )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
-    with pytest.MonkeyPatch.context() as patch:                  # one process group for both stages
+    with pytest.MonkeyPatch.context() as patch:  # one process group for both stages
         patch.setattr(train.dist, "destroy_process_group", lambda: None)
-        run_ranks(2, commands, [*two, "--stage=sft", "--steps=1"], [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
+        run_ranks(
+            2,
+            commands,
+            [*two, "--stage=sft", "--steps=1"],
+            [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"],
+        )
     read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
-    assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(read(out, "sft")["loss"], abs=1e-4)
-    assert read(tmp_path / "narrow", "sft")["loss"] == pytest.approx(read(out, "sft")["loss"], abs=5e-3)
+    assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(
+        read(out, "sft")["loss"], abs=1e-4
+    )
+    assert read(tmp_path / "narrow", "sft")["loss"] == pytest.approx(
+        read(out, "sft")["loss"], abs=5e-3
+    )
     assert read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
     mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
-    assert config["model_type"] == "deepseek_v3" and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
+    assert (
+        config["model_type"] == "deepseek_v3"
+        and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
+    )
     trained, start = train.eval.load(out)[0].state_dict(), train.load_model(folder).state_dict()
-    assert all(torch.equal(trained[name], t) for name, t in mine.state_dict().items() if not name.endswith("load"))
+    assert all(
+        torch.equal(trained[name], t)
+        for name, t in mine.state_dict().items()
+        if not name.endswith("load")
+    )
     assert not torch.equal(trained["head.weight"], start["head.weight"])
     capsys.readouterr()
     assert "not empty" in refused([f"--out={out}", f"--export={back}"], capsys)
@@ -546,14 +1083,31 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
 
 @pytest.fixture
 def published(tmp_path):
-    """A small random model in DeepSeek-V3's format, in a folder named `published` with what tokenizers of such models have beside them"""
+    """A small random model in DeepSeek-V3's format, in a folder named `published` with what
+    tokenizers of such models have beside them"""
     torch.manual_seed(0)
-    sizes = train.ModelConfig(vocab=512, dim=32, layers=2, heads=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=16, dense_ffn=48, experts=4,
-                              expert_ffn=16, context=1024)
+    sizes = train.ModelConfig(
+        vocab=512,
+        dim=32,
+        layers=2,
+        heads=2,
+        kv_lora=16,
+        qk_nope=8,
+        qk_rope=8,
+        v_dim=16,
+        dense_ffn=48,
+        experts=4,
+        expert_ffn=16,
+        context=1024,
+    )
     folder, model = tmp_path / "published", train.Model(sizes)
-    torch.nn.init.normal_(model.head.weight, std=.02)
-    train.write_checkpoint(folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None})
-    (folder / "tiktoken.model").write_bytes(b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)))
+    torch.nn.init.normal_(model.head.weight, std=0.02)
+    train.write_checkpoint(
+        folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
+    )
+    (folder / "tiktoken.model").write_bytes(
+        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
+    )
     return folder
 
 
@@ -561,20 +1115,48 @@ FROM_PUBLISHED = [flag for flag in SMALL if not flag.startswith(("--dim", "--voc
 RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
 
 
-def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(published, tmp_path, monkeypatch, capsys):
-    for stage in train.ORDER:                                    # a flag wins, and from noise nothing changes
-        fine, own, noise = (train.configure({**flags, "stage": stage}, stage) for flags in (
-            {"init_from": str(published)}, {"init_from": str(published), "adam_lr": .1, "balance_rate": .2, "grow": .5}, {}))
-        assert (fine.adam_lr, fine.balance_rate, fine.grow) == (1e-6 if stage == "rl" else 1e-5, 0, 0) and fine.lr < noise.lr / 50
-        assert (own.adam_lr, own.balance_rate, own.grow) == (.1, .2, .5) and noise.adam_lr > 100 * fine.adam_lr and noise.balance_rate
+def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(
+    published, tmp_path, monkeypatch, capsys
+):
+    # a flag wins, and from noise nothing changes
+    for stage in train.ORDER:
+        fine, own, noise = (
+            train.configure({**flags, "stage": stage}, stage)
+            for flags in (
+                {"init_from": str(published)},
+                {"init_from": str(published), "adam_lr": 0.1, "balance_rate": 0.2, "grow": 0.5},
+                {},
+            )
+        )
+        assert (fine.adam_lr, fine.balance_rate, fine.grow) == (
+            1e-6 if stage == "rl" else 1e-5,
+            0,
+            0,
+        ) and fine.lr < noise.lr / 50
+        assert (
+            (own.adam_lr, own.balance_rate, own.grow) == (0.1, 0.2, 0.5)
+            and noise.adam_lr > 100 * fine.adam_lr
+            and noise.balance_rate
+        )
     out = tmp_path / "out"
-    train.main([*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"])
+    train.main(
+        [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
+    )
     before, after = train.load_model(published).state_dict(), weights(out / "sft")
-    assert all(0 < (after[name] - before[name]).norm() < .01 * before[name].norm() for name in ("embed.weight", "head.weight", "layers.0.attn.wq"))
-    assert all(torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias"))
+    assert all(
+        0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
+        for name in ("embed.weight", "head.weight", "layers.0.attn.wq")
+    )
+    assert all(
+        torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
+    )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
     config = hsdp.peek(out / "rl")["config"]
-    assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (str(published), 1e-6, "adamw")
+    assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
+        str(published),
+        1e-6,
+        "adamw",
+    )
     monkeypatch.chdir(tmp_path)
     for spelled in ("published", f"{published}/", "out/../published"):
         capsys.readouterr()
@@ -584,13 +1166,28 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    spelled = [train.compared(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl")) for at in ("", "./", f"{tmp_path}/")]
+    spelled = [
+        train.compared(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        for at in ("", "./", f"{tmp_path}/")
+    ]
     assert spelled[0] == spelled[1] == spelled[2]
 
 
-def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself_is_evaluated(published, tmp_path):
-    words = [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", "--eval_levels=2"]
-    solved = lambda: {name: p["overall"]["tasks"] for name, p in json.loads((tmp_path / "out" / "summary.json").read_text())["policies"].items()}
+def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself_is_evaluated(
+    published, tmp_path
+):
+    words = [
+        *FROM_PUBLISHED,
+        f"--init_from={published}",
+        f"--out={tmp_path}/out",
+        "--eval_levels=2",
+    ]
+    solved = lambda: {
+        name: p["overall"]["tasks"]
+        for name, p in json.loads((tmp_path / "out" / "summary.json").read_text())[
+            "policies"
+        ].items()
+    }
     train.main([*words, "--stage=eval"])
     assert solved() == {"published": 2}
     (tmp_path / "tasks.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
@@ -598,89 +1195,191 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
     assert solved() == {"published": 1}
     train.main([*words, "--steps=1", "--tasks_per_step=1"])
     assert solved() == {"before RL": 2, "after RL": 2}
-    train.main([*FROM_PUBLISHED, f"--out={tmp_path}/out", "--eval_levels=2", "--steps=1", "--tasks_per_step=1"])      # all are finished
-    assert {hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER} == {str(published)}
+    # all are finished
+    train.main(
+        [
+            *FROM_PUBLISHED,
+            f"--out={tmp_path}/out",
+            "--eval_levels=2",
+            "--steps=1",
+            "--tasks_per_step=1",
+        ]
+    )
+    assert {
+        hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+    } == {str(published)}
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--stage=sft", "--start_from=nowhere"], "nowhere/long, which is not there"), (["--stage=eval", "--start_from=nowhere"], "nowhere/sft"),
-    (["--stage=sft", "--dim=64"], "--dim beside a published model"), (["--stage=eval", "--vocab=512"], "--vocab beside a published model"),
-    (["--stage=sft", "--window=1025"], "positions for 1024"), (["--stage=eval", "--window=1025"], "positions for 1024"),
-    (["--stage=pretrain", "--context=1025"], "--context is 1025"), (["--stage=long", "--context=1024"], "--yarn is 2048")])
-def test_what_does_not_go_with_a_published_model_is_refused(flags, words, published, tmp_path, capsys):
-    assert words in refused([*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", *flags], capsys)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--stage=sft", "--start_from=nowhere"], "nowhere/long, which is not there"),
+        (["--stage=eval", "--start_from=nowhere"], "nowhere/sft"),
+        (["--stage=sft", "--dim=64"], "--dim beside a published model"),
+        (["--stage=eval", "--vocab=512"], "--vocab beside a published model"),
+        (["--stage=sft", "--window=1025"], "positions for 1024"),
+        (["--stage=eval", "--window=1025"], "positions for 1024"),
+        (["--stage=pretrain", "--context=1025"], "--context is 1025"),
+        (["--stage=long", "--context=1024"], "--yarn is 2048"),
+    ],
+)
+def test_what_does_not_go_with_a_published_model_is_refused(
+    flags, words, published, tmp_path, capsys
+):
+    assert words in refused(
+        [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out", *flags], capsys
+    )
     assert {path.name for path in tmp_path.glob("out/*")} <= {".lock"}
 
 
-def test_another_window_is_refused_in_a_later_stage_too_and_other_weights_are_not_evaluated_as_the_published_models(published, run, tmp_path, capsys):
+def test_another_window_is_refused_in_a_later_stage_too_and_other_weights_are_not_evaluated_as_the_published_models(
+    published, run, tmp_path, capsys
+):
     words = [*FROM_PUBLISHED, f"--out={tmp_path}/out"]
     train.main([*words, "--stage=sft", "--steps=1", f"--init_from={published}"])
     capsys.readouterr()
     assert "positions for 1024" in refused([*words, *RL, "--window=2048"], capsys)
     assert "--layers beside a published model" in refused([*words, *RL, "--layers=3"], capsys)
-    assert "did not begin from" in refused([*FROM_PUBLISHED, "--stage=eval", f"--init_from={published}", f"--out={run}"], capsys)
+    assert "did not begin from" in refused(
+        [*FROM_PUBLISHED, "--stage=eval", f"--init_from={published}", f"--out={run}"], capsys
+    )
 
 
 def test_a_published_folder_with_a_bad_tokenizer_is_told_before_weights_are_read_and_what_cannot_be_read_in_one_line(
-        published, tmp_path, monkeypatch, capsys):
+    published, tmp_path, monkeypatch, capsys
+):
     def load_model(*words):
         raise OSError(5, "Input/output error", f"{published}/model.safetensors")
+
     monkeypatch.setattr(train, "load_model", load_model)
     for stage in ("sft", "eval"):
-        words = [*FROM_PUBLISHED, f"--stage={stage}", f"--init_from={published}", f"--out={tmp_path}/out"]
+        words = [
+            *FROM_PUBLISHED,
+            f"--stage={stage}",
+            f"--init_from={published}",
+            f"--out={tmp_path}/out",
+        ]
         assert "Input/output error" in refused(words, capsys)
         (published / "tiktoken.model").rename(tmp_path / "aside")
         assert "tokenizer" in refused(words, capsys)
         (tmp_path / "aside").rename(published / "tiktoken.model")
 
 
-def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_outside_its_folder(published, tmp_path, capsys):
-    """Also: a stage may be chosen, and the weights' dtype, which is that of the run; without the folder that a run began from, nothing."""
-    (published / "tokenizer_config.json").write_text(json.dumps({"auto_map": {
-        "AutoTokenizer": ["tokenization_own.Own", None], "a": "../outside.X", "b": "other/model--code.X", "c": "gone.X", "d": f"{tmp_path}/outside.X"}}))
-    texts = {"tokenization_own.py": "from .helper import x\nraise SystemExit('was run')\n", "helper.py": "x = 1\n", "chat_template.jinja": "{{ x }}",
-             "special_tokens_map.json": "{}", "added_tokens.json": "{}", "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8}',
-             "modeling.py": "", "README.md": "", "../outside.py": "", "notes.json": "{}"}
+def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_outside_its_folder(
+    published, tmp_path, capsys
+):
+    """Also: a stage may be chosen, and the weights' dtype, which is that of the run; without the
+    folder that a run began from, nothing."""
+    (published / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "auto_map": {
+                    "AutoTokenizer": ["tokenization_own.Own", None],
+                    "a": "../outside.X",
+                    "b": "other/model--code.X",
+                    "c": "gone.X",
+                    "d": f"{tmp_path}/outside.X",
+                }
+            }
+        )
+    )
+    texts = {
+        "tokenization_own.py": "from .helper import x\nraise SystemExit('was run')\n",
+        "helper.py": "x = 1\n",
+        "chat_template.jinja": "{{ x }}",
+        "special_tokens_map.json": "{}",
+        "added_tokens.json": "{}",
+        "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8}',
+        "modeling.py": "",
+        "README.md": "",
+        "../outside.py": "",
+        "notes.json": "{}",
+    }
     for name, text in texts.items():
         (published / name).write_text(text)
     out = f"--out={tmp_path}/out"
-    train.main([*FROM_PUBLISHED, "--stage=sft", "--steps=1", f"--init_from={published}", "--weights=bfloat16", out])
+    train.main(
+        [
+            *FROM_PUBLISHED,
+            "--stage=sft",
+            "--steps=1",
+            f"--init_from={published}",
+            "--weights=bfloat16",
+            out,
+        ]
+    )
     train.main([*FROM_PUBLISHED, *RL, "--weights=bfloat16", out])
     capsys.readouterr()
-    for words, says in ((["--steps=3"], "--steps does nothing beside --export"), ([f"--init_from={published}"], "--init_from does nothing"),
-                        (["--stage=long"], "out/long: not a complete checkpoint"), (["--weights=fp8"], "float32, bfloat16")):
+    for words, says in (
+        (["--steps=3"], "--steps does nothing beside --export"),
+        ([f"--init_from={published}"], "--init_from does nothing"),
+        (["--stage=long"], "out/long: not a complete checkpoint"),
+        (["--weights=fp8"], "float32, bfloat16"),
+    ):
         assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
     for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
-        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(tmp_path / "out" / ("sft" if name == "sft" else "rl"))
-        assert all(torch.equal(loaded[key], w) for key, w in trained.items() if not key.endswith("load"))
+        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(
+            tmp_path / "out" / ("sft" if name == "sft" else "rl")
+        )
+        assert all(
+            torch.equal(loaded[key], w) for key, w in trained.items() if not key.endswith("load")
+        )
     size = lambda name: (tmp_path / name / "model.safetensors").stat().st_size
     assert size("wide") > 1.8 * size("rl")
     assert {path.name for path in (tmp_path / "rl").iterdir()} == {
-        "config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json", *list(texts)[:6]}
+        "config.json",
+        "model.safetensors",
+        "tiktoken.model",
+        "tokenizer_config.json",
+        *list(texts)[:6],
+    }
     read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
     end = train.eval.load(tmp_path / "out")[1].id["<|end|>"]
     # the end that turns are written with, and those that the model was published with
-    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [end, 8, 9], None]
-    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": .8}
+    assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
+        7,
+        [end, 8, 9],
+        None,
+    ]
+    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": 0.8}
     assert train.eval.load(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
     shutil.rmtree(published)
-    assert f"{published}, which this run began from, is not there" in refused([out, f"--export={tmp_path}/no"], capsys)
+    assert f"{published}, which this run began from, is not there" in refused(
+        [out, f"--export={tmp_path}/no"], capsys
+    )
     assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="workspaces stand elsewhere")
 def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp_path):
     names, lines = [f"of_{os.getpid()}_{rank}.txt" for rank in (0, 1)], []
-    for name in names:                                           # one task for each process
+    for name in names:  # one task for each process
         task = json.loads(train.synth_tasks.make_task(0, 5).to_json())
-        lines.append(json.dumps({**task, "instance_id": name, "files": {**task["files"], name: ""}}) + "\n")
+        lines.append(
+            json.dumps({**task, "instance_id": name, "files": {**task["files"], name: ""}}) + "\n"
+        )
     (tmp_path / "tasks.jsonl").write_text("".join(lines))
-    standing = lambda: {path.name for name in names for path in Path("/dev/shm").glob(f"task-*/{name}")}
-    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--processes=2", "--stage=eval", f"--start_from={run}", "--eval_samples=500",
-                              f"--tasks={tmp_path}/tasks.jsonl", f"--out={tmp_path}/out"], env={**os.environ, "OMP_NUM_THREADS": "2"}, stderr=subprocess.DEVNULL)
+    standing = lambda: {
+        path.name for name in names for path in Path("/dev/shm").glob(f"task-*/{name}")
+    }
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *SMALL,
+            "--processes=2",
+            "--stage=eval",
+            f"--start_from={run}",
+            "--eval_samples=500",
+            f"--tasks={tmp_path}/tasks.jsonl",
+            f"--out={tmp_path}/out",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        stderr=subprocess.DEVNULL,
+    )
     while child.poll() is None and standing() != set(names):
         time.sleep(0.02)
     child.send_signal(signal.SIGTERM)
@@ -690,10 +1389,17 @@ def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp
 def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
     model, tokenizer, _ = train.eval.load(run)
-    again, text = train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab), Path(train.__file__).read_text()
+    again, text = (
+        train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab),
+        Path(train.__file__).read_text(),
+    )
     assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
     state = train.load_model(tmp_path / "out").state_dict()
-    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items() if not name.endswith("load"))
+    assert all(
+        torch.equal(state[name], t)
+        for name, t in model.state_dict().items()
+        if not name.endswith("load")
+    )
 
 
 def test_held_out_files_are_not_trained_on():
@@ -702,22 +1408,38 @@ def test_held_out_files_are_not_trained_on():
 
 
 def test_the_window_is_a_quarter_then_half_then_whole():
-    config = train.configure({"stage": "sft", "steps": 10, "grow": .4}, "sft")
+    config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
     assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
     assert train.shortened(0, train.replace(config, grow=0.0)) == 1
 
 
-def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(run):
+def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
+    run,
+):
     tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
     found = {}
     for short in (0, 1):
-        config = train.replace(train.Config(), window=2048, trigger=.5, levels=8, short=short)
-        pairs = train.make_demonstrations(config, tokenizer, train.summarize.compact(vars(config)), range(24), lambda numbers, _: numbers)
+        config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8, short=short)
+        pairs = train.make_demonstrations(
+            config,
+            tokenizer,
+            train.summarize.compact(vars(config)),
+            range(24),
+            lambda numbers, _: numbers,
+        )
         assert [number for number, _ in pairs] == list(range(24))
         found[short] = [episode for _, episodes in pairs for episode in episodes]
-    assert max(len(e) for e in found[1]) <= 512 < max(len(e) for e in found[0]) and len(found[1]) > 2 * len(found[0])
-    missing = {turn.text.count(": missing") for episode in found[0] for turn in episode.turns if turn.role == "tool"}
-    assert missing >= {0, 2, 3, 4, 6}                                # as many as the levels delete: the last two 4 and 6
+    assert max(len(e) for e in found[1]) <= 512 < max(len(e) for e in found[0]) and len(
+        found[1]
+    ) > 2 * len(found[0])
+    missing = {
+        turn.text.count(": missing")
+        for episode in found[0]
+        for turn in episode.turns
+        if turn.role == "tool"
+    }
+    # as many as the levels delete: the last two 4 and 6
+    assert missing >= {0, 2, 3, 4, 6}
 
 
 def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
@@ -725,30 +1447,52 @@ def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
     groups = train.length_groups(lengths, 2048, 150, 7)
     assert len(groups) == 150
     order = [i for group in groups for i in group]
-    for start in range(0, len(order) - 399, 400):                # round after round, each episode once in each
-        assert sorted(order[start:start + 400]) == list(range(400))
+    # round after round, each episode once in each
+    for start in range(0, len(order) - 399, 400):
+        assert sorted(order[start : start + 400]) == list(range(400))
     for group in groups:
         longest = -(-max(lengths[i] for i in group) // 64) * 64
-        assert len(group) <= 2048 // longest and max(lengths[i] for i in group) - min(lengths[i] for i in group) < 300
-    assert all(len(g) for g in groups) and [list(g) for g in groups] == [list(g) for g in train.length_groups(lengths, 2048, 150, 7)]
+        assert (
+            len(group) <= 2048 // longest
+            and max(lengths[i] for i in group) - min(lengths[i] for i in group) < 300
+        )
+    assert all(len(g) for g in groups) and [list(g) for g in groups] == [
+        list(g) for g in train.length_groups(lengths, 2048, 150, 7)
+    ]
 
 
 @pytest.mark.parametrize("step, copied", [(0, 3), (3, 1)])
 def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step, copied, run):
-    """The loss that is trained, token by token from the model's full distribution, against the one of the stage."""
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3", "--context_loss=.2"]), "sft")
+    """The loss that is trained, token by token from the model's full distribution, against the one
+    of the stage."""
+    config = train.configure(
+        train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3", "--context_loss=.2"]),
+        "sft",
+    )
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
-    torch.nn.init.normal_(one.model.head.weight, std=.1)         # it starts at zero: every token would be equally likely
+    # it starts at zero: every token would be equally likely
+    torch.nn.init.normal_(one.model.head.weight, std=0.1)
     source = train.Demonstrations(one)
     with torch.no_grad():
-        got, expected, written, episodes = float(sum(source.losses(step, {}))), 0, 0, source.batches[step]
+        got, expected, written, episodes = (
+            float(sum(source.losses(step, {}))),
+            0,
+            0,
+            source.batches[step],
+        )
         for episode in (source.episodes[i] for group in episodes for i in group):
             tokens, mask, *_ = train.rollout.flatten(episode)
             logp = one.model.logits(one.model(torch.tensor(tokens)[None]))[0].log_softmax(-1)
             for place, (token, own) in enumerate(zip(tokens[1:].tolist(), mask[1:])):
-                word = "" if token in one.tokenizer.name else one.tokenizer.decode([token]).strip(" ._`")
-                expected -= float(logp[place, token]) * ((copied if word in train.synth_tasks.WORDS else 1) if own else .2)
+                word = (
+                    ""
+                    if token in one.tokenizer.name
+                    else one.tokenizer.decode([token]).strip(" ._`")
+                )
+                expected -= float(logp[place, token]) * (
+                    (copied if word in train.synth_tasks.WORDS else 1) if own else 0.2
+                )
                 written += own
     assert abs(got - expected / written) < 1e-4
 
@@ -758,24 +1502,50 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
-    torch.nn.init.normal_(one.model.head.weight, std=.1)
+    torch.nn.init.normal_(one.model.head.weight, std=0.1)
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
     for task in train.eval.held_out(12, range(config.levels)):
-        chain = train.rollout.demonstrate(task, one.tokenizer, random.Random(task.instance_id), train.agent_limits(config), 0.0, one.compact)
-        for turn, before in ((turn, episode.turns[:i]) for episode in chain.episodes for i, turn in enumerate(episode.turns)):
+        chain = train.rollout.demonstrate(
+            task,
+            one.tokenizer,
+            random.Random(task.instance_id),
+            train.agent_limits(config),
+            0.0,
+            one.compact,
+        )
+        for turn, before in (
+            (turn, episode.turns[:i])
+            for episode in chain.episodes
+            for i, turn in enumerate(episode.turns)
+        ):
             past = [token for earlier in before for token in earlier.tokens]
             if turn.role == "assistant":
                 logits = one.model.logits(one.model(torch.tensor([*past, *turn.tokens])[None]))[0]
                 for place, token in enumerate(turn.tokens[1:], len(past)):
-                    word = "" if token in one.tokenizer.name else one.tokenizer.decode([token]).strip(" ._`")
+                    word = (
+                        ""
+                        if token in one.tokenizer.name
+                        else one.tokenizer.decode([token]).strip(" ._`")
+                    )
                     if word in train.synth_tasks.WORDS:
-                        found["constants" if word.isdigit() else "names"].append(float(logits[place].softmax(-1)[token].detach()))
-    assert all(found.values()) and got == pytest.approx({name: sum(ps) / len(ps) for name, ps in found.items()}, rel=1e-4)
+                        found["constants" if word.isdigit() else "names"].append(
+                            float(logits[place].softmax(-1)[token].detach())
+                        )
+    assert all(found.values()) and got == pytest.approx(
+        {name: sum(ps) / len(ps) for name, ps in found.items()}, rel=1e-4
+    )
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
-    config = train.Config(steps=100, warmup=.1, decay=.5)
-    assert [round(train.schedule(step, config), 3) for step in (0, 9, 30, 50, 75, 99)] == [.1, 1, 1, 1, .5, .1]
+    config = train.Config(steps=100, warmup=0.1, decay=0.5)
+    assert [round(train.schedule(step, config), 3) for step in (0, 9, 30, 50, 75, 99)] == [
+        0.1,
+        1,
+        1,
+        1,
+        0.5,
+        0.1,
+    ]
 
 
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
@@ -783,44 +1553,99 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
     r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     groups = {group["algorithm"]: group["params"] for group in r.make_optimizer().param_groups}
     assert {id(p) for g in groups.values() for p in g} == {id(p) for p in r.model.parameters()}
-    assert all(p.ndim >= 2 for p in groups["muon"]) and sum(p.ndim == 3 for p in groups["muon"]) == 2 * 3 + 3   # wq wk wv, experts
+    # wq wk wv, experts
+    assert (
+        all(p.ndim >= 2 for p in groups["muon"])
+        and sum(p.ndim == 3 for p in groups["muon"]) == 2 * 3 + 3
+    )
 
 
 # ---------------------------------------------------------------- flags that do something, numbers that say what they know
 
-@pytest.mark.parametrize("stage, flags, words", [
-    ("rl", ["--lr=1e-5"], "give --adam_lr"), ("rl", ["--weight_decay=.5"], "--weight_decay=0.5 is of Muon's"),
-    ("pretrain", ["--optimizer=adamw", "--lr=1e-5"], "give --adam_lr"), ("sft", ["--optimizer=adamw", "--weight_decay=0"], "--weight_decay"),
-    ("all", ["--optimizer=adamw", "--lr=1e-3"], "give --adam_lr"), ("rl", ["--teacher=frozen", "--teacher_rate=.5"], "--teacher_rate"),
-    ("pretrain", ["--cp=3"], "--cp=3 cuts"), ("long", ["--cp=3", "--context=65", "--yarn=2"], "--context times --yarn is 130"),
-    ("rl", ["--dim=33"], "--dim=33"), ("all", ["--dim=36"], "a multiple of 8"), ("eval", ["--expert_ffn=12"], "--expert_ffn=12")])
-def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refused_at_the_door(stage, flags, words, capsys, tmp_path):
+
+@pytest.mark.parametrize(
+    "stage, flags, words",
+    [
+        ("rl", ["--lr=1e-5"], "give --adam_lr"),
+        ("rl", ["--weight_decay=.5"], "--weight_decay=0.5 is of Muon's"),
+        ("pretrain", ["--optimizer=adamw", "--lr=1e-5"], "give --adam_lr"),
+        ("sft", ["--optimizer=adamw", "--weight_decay=0"], "--weight_decay"),
+        ("all", ["--optimizer=adamw", "--lr=1e-3"], "give --adam_lr"),
+        ("rl", ["--teacher=frozen", "--teacher_rate=.5"], "--teacher_rate"),
+        ("pretrain", ["--cp=3"], "--cp=3 cuts"),
+        ("long", ["--cp=3", "--context=65", "--yarn=2"], "--context times --yarn is 130"),
+        ("rl", ["--dim=33"], "--dim=33"),
+        ("all", ["--dim=36"], "a multiple of 8"),
+        ("eval", ["--expert_ffn=12"], "--expert_ffn=12"),
+    ],
+)
+def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refused_at_the_door(
+    stage, flags, words, capsys, tmp_path
+):
     assert words in refused([*SMALL, f"--stage={stage}", f"--out={tmp_path}/o", *flags], capsys)
     assert not (tmp_path / "o").exists()
 
 
-def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(run, tmp_path):
-    with_muon = train.configure(train.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl")
+def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(
+    run, tmp_path
+):
+    with_muon = train.configure(
+        train.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
+    )
     of_all = train.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
     assert with_muon.lr == of_all.lr == 1e-5
-    read = lambda folder, stage: [json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()]
+    read = lambda folder, stage: [
+        json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()
+    ]
     config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
     for step, line in enumerate(read(run, "sft")):
         assert line["lr"] == pytest.approx(config.lr * train.schedule(step, config))
         assert line["adam_lr"] == pytest.approx(config.adam_lr * train.schedule(step, config))
-    train.main([*SMALL, "--stage=long", "--optimizer=adamw", "--adam_lr=1e-6", "--steps=1", "--warmup=0", "--decay=0",
-                f"--start_from={run}", f"--out={tmp_path}"])
-    line, = read(tmp_path, "long")
+    train.main(
+        [
+            *SMALL,
+            "--stage=long",
+            "--optimizer=adamw",
+            "--adam_lr=1e-6",
+            "--steps=1",
+            "--warmup=0",
+            "--decay=0",
+            f"--start_from={run}",
+            f"--out={tmp_path}",
+        ]
+    )
+    (line,) = read(tmp_path, "long")
     assert line["adam_lr"] == pytest.approx(1e-6) and "lr" not in line
 
 
-def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_others_are_not(run, tmp_path, capsys):
+def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_others_are_not(
+    run, tmp_path, capsys
+):
     capsys.readouterr()
-    train.main([*SMALL, "--stage=long", "--steps=1", f"--start_from={run}", f"--out={tmp_path}", "--group=4", "--clip=2"])
-    said, = [line for line in capsys.readouterr().out.splitlines() if "change nothing" in line]
-    assert "--group (of rl)" in said and "--demos (of sft)" in said and "--clip" not in said and "--context" not in said
-    config = train.configure({"stage": "rl", "lr": .1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl"))
-    assert set(train.idle_flags(config, {"lr": .1, "tasks": "t", "levels": 3, "trigger": .5})) == {"lr", "levels"}
+    train.main(
+        [
+            *SMALL,
+            "--stage=long",
+            "--steps=1",
+            f"--start_from={run}",
+            f"--out={tmp_path}",
+            "--group=4",
+            "--clip=2",
+        ]
+    )
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "change nothing" in line]
+    assert (
+        "--group (of rl)" in said
+        and "--demos (of sft)" in said
+        and "--clip" not in said
+        and "--context" not in said
+    )
+    config = train.configure(
+        {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
+    )
+    assert set(
+        train.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
+    ) == {"lr", "levels"}
     assert {name for name in train.READ_BY} <= {field.name for field in train.fields(train.Config)}
 
 
@@ -831,12 +1656,18 @@ def test_defaults_merge_in_the_order_that_is_said(scale, stage):
     fine = train.configure({**given, "init_from": "published"}, stage)
     assert all(getattr(fine, name) == value for name, value in train.FINE_TUNING[stage].items())
     own = train.configure(given, stage)
-    for name, value in {**train.SCALES[scale], **train.STAGES[stage], **train.STAGE_SCALES.get((scale, stage), {})}.items():
+    for name, value in {
+        **train.SCALES[scale],
+        **train.STAGES[stage],
+        **train.STAGE_SCALES.get((scale, stage), {}),
+    }.items():
         assert getattr(own, name) == value
     assert train.configure({**given, "init_from": "published", "steps": 7}, stage).steps == 7
 
 
-def test_the_window_of_every_stage_is_looked_at_before_the_first_one_of_a_published_model(published, tmp_path, capsys):
+def test_the_window_of_every_stage_is_looked_at_before_the_first_one_of_a_published_model(
+    published, tmp_path, capsys
+):
     words = [*FROM_PUBLISHED, f"--init_from={published}", f"--out={tmp_path}/out"]
     assert "positions for 1024" in refused([*words, "--window=1025"], capsys)
     assert "--yarn is 1200" in refused([*words, "--context=600"], capsys)
@@ -853,15 +1684,26 @@ def test_what_can_not_be_written_at_the_end_is_refused_at_the_start(tmp_path, ca
     assert not list(tmp_path.glob("*/pretrain"))
 
 
-def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_cost_no_table(run, tmp_path, monkeypatch, capsys):
+def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_cost_no_table(
+    run, tmp_path, monkeypatch, capsys
+):
     def fails(*words):
         raise ImportError("no backend")
+
     monkeypatch.setattr(train.eval, "axes", fails)
     capsys.readouterr()
-    train.main([*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"])
+    train.main(
+        [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]
+    )
     out, err = capsys.readouterr()
-    assert "no figures: matplotlib does not draw here" in err and "no figure (ImportError: no backend)" in out
-    assert f"after SFT = {run}/sft; there is no {tmp_path}/rl" in out and "solved [95 % interval]" in out
+    assert (
+        "no figures: matplotlib does not draw here" in err
+        and "no figure (ImportError: no backend)" in out
+    )
+    assert (
+        f"after SFT = {run}/sft; there is no {tmp_path}/rl" in out
+        and "solved [95 % interval]" in out
+    )
     assert list(json.loads((tmp_path / "summary.json").read_text())["policies"]) == ["after SFT"]
 
 
@@ -870,7 +1712,14 @@ def stop_in_step(number, words, stage):
     config, interrupted, report = train.configure(train.parse(words), stage), [], train.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "report", lambda r, bar, log, path: (report(r, bar, log, path), log["step"] == number and interrupted.append(2)))
+        patch.setattr(
+            train,
+            "report",
+            lambda r, bar, log, path: (
+                report(r, bar, log, path),
+                log["step"] == number and interrupted.append(2),
+            ),
+        )
         assert not train.train(config, interrupted)
 
 
@@ -878,36 +1727,64 @@ def test_what_is_made_from_an_unfinished_stage_says_so(run, tmp_path, capsys):
     words = [*SMALL, "--stage=sft", "--steps=3", f"--start_from={run}", f"--out={tmp_path}/o"]
     stop_in_step(1, words, "sft")
     said = "unfinished: step 1 of 3"
-    for more in ([f"--out={tmp_path}/o", f"--export={tmp_path}/x"], [*SMALL, "--stage=eval", "--eval_levels=1", f"--out={tmp_path}/o"],
-                 [*SMALL, *RL, f"--start_from={tmp_path}/o", f"--out={tmp_path}/next"]):
+    for more in (
+        [f"--out={tmp_path}/o", f"--export={tmp_path}/x"],
+        [*SMALL, "--stage=eval", "--eval_levels=1", f"--out={tmp_path}/o"],
+        [*SMALL, *RL, f"--start_from={tmp_path}/o", f"--out={tmp_path}/next"],
+    ):
         capsys.readouterr()
         train.main(more)
         assert said in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "o" / "summary.json").read_text())["policies"]) == [f"after SFT ({said})"]
+    assert list(json.loads((tmp_path / "o" / "summary.json").read_text())["policies"]) == [
+        f"after SFT ({said})"
+    ]
     train.main(words)
     capsys.readouterr()
     train.main([*SMALL, "--stage=eval", "--eval_levels=1", f"--out={tmp_path}/o"])
     assert "unfinished" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lines, step, kept", [
-    ([3, 4, 5, 6], 4, [3, 4]), ([1, 2, 3], 3, [1, 2, 3]), ([2, 1, 2, 3], 2, [1, 2]), ([5, 6], 4, []), ([1, "torn", 2], 2, [1, 2])])
+@pytest.mark.parametrize(
+    "lines, step, kept",
+    [
+        ([3, 4, 5, 6], 4, [3, 4]),
+        ([1, 2, 3], 3, [1, 2, 3]),
+        ([2, 1, 2, 3], 2, [1, 2]),
+        ([5, 6], 4, []),
+        ([1, "torn", 2], 2, [1, 2]),
+    ],
+)
 def test_a_log_is_cut_at_the_step_of_the_checkpoint_wherever_it_begins(lines, step, kept, tmp_path):
     path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps({"step": float(n)}) + "\n" if n != "torn" else '{"step": 2, "lo\n' for n in lines))
+    path.write_text(
+        "".join(
+            json.dumps({"step": float(n)}) + "\n" if n != "torn" else '{"step": 2, "lo\n'
+            for n in lines
+        )
+    )
     train.keep_lines(path, step)
     assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == kept
 
 
 def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
-    numbers = {"step": 1, "loss": 1.23456789e-12, "norm": -4e-7, "tokens": 123456789, "reward": 0.0, "stale": 1 / 3}
+    numbers = {
+        "step": 1,
+        "loss": 1.23456789e-12,
+        "norm": -4e-7,
+        "tokens": 123456789,
+        "reward": 0.0,
+        "stale": 1 / 3,
+    }
     one = SimpleNamespace(rank=0, config=SimpleNamespace(stage="rl"))
     train.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
-    assert json.loads((tmp_path / "rl.jsonl").read_text()) == {k: pytest.approx(v, rel=1e-8, abs=0) for k, v in numbers.items()}
+    assert json.loads((tmp_path / "rl.jsonl").read_text()) == {
+        k: pytest.approx(v, rel=1e-8, abs=0) for k, v in numbers.items()
+    }
     assert "1.23e-12" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- what a run depends on
+
 
 def test_files_that_are_added_or_removed_move_no_other_between_training_and_held_out(tmp_path):
     names = [f"pack{i % 7}/module_{i}.py" for i in range(400)]
@@ -926,14 +1803,23 @@ def test_files_that_are_added_or_removed_move_no_other_between_training_and_held
 def write_data(folder, word, number=6):
     folder.mkdir(exist_ok=True)
     for i in range(number):
-        (folder / f"m{i}.py").write_text("".join(f"def {word}{i}_{j}(x):\n    return x + {i * j}\n\n" for j in range(40)))
+        (folder / f"m{i}.py").write_text(
+            "".join(f"def {word}{i}_{j}(x):\n    return x + {i * j}\n\n" for j in range(40))
+        )
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "long"])
-def test_other_data_is_refused_on_resume_and_the_log_is_left_as_it_was(stage, tmp_path, capsys, run):
+def test_other_data_is_refused_on_resume_and_the_log_is_left_as_it_was(
+    stage, tmp_path, capsys, run
+):
     write_data(tmp_path / "data", "f")
-    words = [*(flag for flag in SMALL if not flag.startswith("--data")), f"--data={tmp_path}/data", f"--stage={stage}", "--steps=3",
-             f"--out={tmp_path}/o"] + [f"--start_from={run}"] * (stage == "long")
+    words = [
+        *(flag for flag in SMALL if not flag.startswith("--data")),
+        f"--data={tmp_path}/data",
+        f"--stage={stage}",
+        "--steps=3",
+        f"--out={tmp_path}/o",
+    ] + [f"--start_from={run}"] * (stage == "long")
     stop_in_step(2, words, stage)
     log = (tmp_path / "o" / f"{stage}.jsonl").read_text()
     (tmp_path / "data" / "a.py").write_text("A = 1\n")
@@ -943,10 +1829,11 @@ def test_other_data_is_refused_on_resume_and_the_log_is_left_as_it_was(stage, tm
     assert "no longer holds the text" in refused_at_end([*words, "--resume"], capsys)
     assert (tmp_path / "o" / f"{stage}.jsonl").read_text() == log
     write_data(tmp_path / "data", "f")
-    train.main(words)                                            # with its own data it goes on
+    train.main(words)  # with its own data it goes on
     assert (tmp_path / "o" / f"{stage}.jsonl").read_text().startswith(log)
     (tmp_path / "data" / "m0.py").write_text("B = 1\n")
-    assert "no longer holds the text" in refused_at_end(words, capsys)           # finished: not called by a name that is another's
+    # finished: not called by a name that is another's
+    assert "no longer holds the text" in refused_at_end(words, capsys)
 
 
 def refused_at_end(words, capsys):
@@ -960,6 +1847,7 @@ def refused_at_end(words, capsys):
 
 # ---------------------------------------------------------------- what counts
 
+
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
@@ -967,42 +1855,59 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
     source, log = train.Demonstrations(one), {}
     one.model.train()
     gather = one.gather
-    one.gather = lambda items: gather(items) + [9] * (type(items[0]) is int)         # another rank has nine batches
+    # another rank has nine batches
+    one.gather = lambda items: gather(items) + [9] * (type(items[0]) is int)
     for loss in source.losses(0, log):
         loss.backward()
     one.gather = gather
     real = sum(len(source.episodes[i]) for group in source.batches[0] for i in group)
     routers = [block.ffn.router for block in one.model.layers if hasattr(block.ffn, "router")]
-    assert log["tokens"] == real and all(router.load.sum() == real * config.active for router in routers)
+    assert log["tokens"] == real and all(
+        router.load.sum() == real * config.active for router in routers
+    )
     before = [router.load.clone() for router in routers]
     source.validate()
     assert all(torch.equal(router.load, load) for router, load in zip(routers, before))
 
 
 @pytest.mark.parametrize("replay", [0, 1])
-def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bias(replay, run, tmp_path, monkeypatch):
+def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bias(
+    replay, run, tmp_path, monkeypatch
+):
     loads, balance = [], train.balance
 
     def note(model, *rest):
-        loads.append(sum(float(block.ffn.router.load.sum()) for block in model.layers if hasattr(block.ffn, "router")))
+        loads.append(
+            sum(
+                float(block.ffn.router.load.sum())
+                for block in model.layers
+                if hasattr(block.ffn, "router")
+            )
+        )
         return balance(model, *rest)
+
     monkeypatch.setattr(train, "balance", note)
     train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
     log = json.loads((tmp_path / "rl.jsonl").read_text())
     config = hsdp.peek(tmp_path / "rl")["config"]
     assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
-    assert all(torch.equal(before[name], after[name]) for name in before if name.endswith("router.bias")) == bool(replay)
+    assert all(
+        torch.equal(before[name], after[name]) for name in before if name.endswith("router.bias")
+    ) == bool(replay)
 
 
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
-    config = train.configure({"scale": "tiny", "active": 1, "experts": experts, "device": "cpu", "stage": "pretrain"}, "pretrain")
+    config = train.configure(
+        {"scale": "tiny", "active": 1, "experts": experts, "device": "cpu", "stage": "pretrain"},
+        "pretrain",
+    )
     torch.manual_seed(0)
     model = train.Model(train.model_config(config, 64)).train()
     for p in model.parameters():
         if not p.any():
-            torch.nn.init.normal_(p, std=.1)
+            torch.nn.init.normal_(p, std=0.1)
     tokens = torch.randint(0, 64, (4, 33))
     (-model.logprobs(model(tokens[:, :-1]), tokens[:, 1:]).mean()).backward()
     gradient = model.layers[1].ffn.router.weight.grad.norm()
@@ -1020,16 +1925,24 @@ def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, caps
 
 
 @pytest.mark.parametrize("limit", [30_000, 200])
-def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_bits(tmp_path, limit):
-    """Files may not grow beyond the limit from the second run on: a checkpoint fails, or already a line of the log."""
+def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_bits(
+    tmp_path, limit
+):
+    """Files may not grow beyond the limit from the second run on: a checkpoint fails, or already a
+    line of the log."""
     flags = [*SMALL, "--stage=pretrain", "--steps=3", "--save_every=1"]
     command = [sys.executable, str(Path(train.__file__)), *flags, f"--out={tmp_path / 'full'}"]
 
     def limits():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
     first = subprocess.run(command, preexec_fn=limits, capture_output=True, text=True)
     assert first.returncode == 2 and "Traceback" not in first.stderr
-    last = [line for line in first.stderr.replace("\r", "\n").split("\n") if line.startswith("train.py: ")]
+    last = [
+        line
+        for line in first.stderr.replace("\r", "\n").split("\n")
+        if line.startswith("train.py: ")
+    ]
     assert len(last) == 1 and "Free some space, then: python train.py" in last[0]
     assert not (tmp_path / "full" / "pretrain.part").exists()
     again = last[0].split("then: python train.py ")[1].split()

@@ -1,18 +1,20 @@
 """edits.py: how edit_file finds a text and puts another in its place.
 
-An agent sees a file as read_file shows it and writes lines that end in \\n. The file itself may end its lines in \\r\\n and may
-hold bytes that are no text. So the text is looked for as it is shown, and what was not meant to change keeps its bytes.
+An agent sees a file as read_file shows it and writes lines that end in \\n. The file itself may end
+its lines in \\r\\n and may hold bytes that are no text. So the text is looked for as it is shown,
+and what was not meant to change keeps its bytes.
 
 Standard library only.
 """
+
 import bisect
 import difflib
 import re
 
 LONE_BYTES = "[\udc80-\udcff]+"
 LINE_END = re.compile("\r\n|\n")
-NO_TEXT = "\ufffd"                      # what read_file shows for bytes that are no text
-MOST_LINES = 2000                       # beyond so many, changed lines are not told from kept ones
+NO_TEXT = "\ufffd"  # what read_file shows for bytes that are no text
+MOST_LINES = 2000  # beyond so many, changed lines are not told from kept ones
 
 
 class ToolError(ValueError):
@@ -25,10 +27,11 @@ class Shown:
     def __init__(self, text):
         self.whole = text
         pieces, self.shown_at, self.whole_at, done, length = [], [0], [0], 0, 0
-        # What is shown otherwise than it stands in the file. A lone \r ends a line only in a file that knows no other line end.
+        # What is shown otherwise than it stands in the file. A lone \r ends a line only in a file
+        # that knows no other line end.
         returns = "\r" if only_returns(text) else "\r\n"
         for found in re.finditer(f"{returns}|{LONE_BYTES}", text):
-            pieces.append(text[done:found.start()])
+            pieces.append(text[done : found.start()])
             length += found.start() - done
             # Each unit is one character as it is shown and one or more in the text.
             done = found.start()
@@ -48,11 +51,12 @@ class Shown:
 
     def piece(self, start, end):
         """What stands in the whole text where this stretch is shown."""
-        return self.whole[self.place(start):self.place(end)]
+        return self.whole[self.place(start) : self.place(end)]
 
 
 def undecodable(run):
-    """How many of these lone bytes are shown as one replacement character, for each such character."""
+    """How many of these lone bytes are shown as one replacement character, for each such
+    character."""
     data, sizes = run.encode("utf-8", "surrogateescape"), []
     while data:
         try:
@@ -72,15 +76,15 @@ def only_returns(text):
 
 
 def line_end(whole, start):
-    """The line end of whole that belongs to what stands at `start`: the first one from there on, else the last one before, else
-    None."""
+    """The line end of whole that belongs to what stands at `start`: the first one from there on,
+    else the last one before, else None."""
     if only_returns(whole):
         return "\r"
     found = whole.find("\n", start)
     found = whole.rfind("\n", 0, start) if found < 0 else found
     if found < 0:
         return None
-    return "\r\n" if whole[found - 1:found + 1] == "\r\n" else "\n"
+    return "\r\n" if whole[found - 1 : found + 1] == "\r\n" else "\n"
 
 
 def with_line_ends(text, end):
@@ -89,7 +93,8 @@ def with_line_ends(text, end):
 
 
 def only_place(text, old):
-    """Where `old` stands in `text`. ToolError if it stands nowhere or, also overlapping itself, more than once."""
+    """Where `old` stands in `text`. ToolError if it stands nowhere or, also overlapping itself,
+    more than once."""
     first = text.find(old)
     if first < 0:
         raise ToolError("old text not found")
@@ -99,11 +104,14 @@ def only_place(text, old):
 
 
 def kept_lines(before, after):
-    """(start, end, start, end) of the stretches in which two texts differ: between their common beginning and end, by lines."""
+    """(start, end, start, end) of the stretches in which two texts differ: between their common
+    beginning and end, by lines."""
     most = min(len(before), len(after))
     head = next((i for i in range(most) if before[i] != after[i]), most)
     tail = next((i for i in range(most - head) if before[-1 - i] != after[-1 - i]), most - head)
-    lines = [re.findall(r"[^\n]*\n|[^\n]+", text[head:len(text) - tail]) for text in (before, after)]
+    lines = [
+        re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]) for text in (before, after)
+    ]
     if max(map(len, lines)) > MOST_LINES:
         return [(head, len(before) - tail, head, len(after) - tail)]
     ends = [[head], [head]]
@@ -111,18 +119,23 @@ def kept_lines(before, after):
         for line in lines[side]:
             ends[side].append(ends[side][-1] + len(line))
     blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
-    return [(ends[0][a], ends[0][b], ends[1][c], ends[1][d]) for kind, a, b, c, d in blocks if kind != "equal"]
+    return [
+        (ends[0][a], ends[0][b], ends[1][c], ends[1][d])
+        for kind, a, b, c, d in blocks
+        if kind != "equal"
+    ]
 
 
 def put_in_place(shown, start, old, new):
-    """What takes the place of `old`, shown at `start`: lines that are in both keep their bytes, others get the file's line end,
-    and bytes that are no text stay where they are shown again."""
+    """What takes the place of `old`, shown at `start`: lines that are in both keep their bytes,
+    others get the file's line end, and bytes that are no text stay where they are shown again."""
     parts, done, end = [], 0, line_end(shown.whole, shown.place(start))
     for a, b, c, d in kept_lines(old, new):
         parts.append(shown.piece(start + done, start + a))
         fresh = with_line_ends(new[c:d], end)
         lone = [shown.piece(start + i, start + i + 1) for i in range(a, b) if old[i] == NO_TEXT]
-        # As many as were shown there: each is what it was. Otherwise there is no telling which one is meant.
+        # As many as were shown there: each is what it was. Otherwise there is no telling which one
+        # is meant.
         if lone and fresh.count(NO_TEXT) == len(lone):
             words = fresh.split(NO_TEXT)
             fresh = words[0] + "".join(byte + word for byte, word in zip(lone, words[1:]))
@@ -132,9 +145,11 @@ def put_in_place(shown, start, old, new):
 
 
 def edited(text, path, old, new):
-    """`text` (None: no such file yet) with `old`, which must stand there exactly once, replaced by `new`; an empty `old` appends.
+    """`text` (None: no such file yet) with `old`, which must stand there exactly once, replaced by
+    `new`; an empty `old` appends.
 
-    Both are taken as they are shown: \\n stands for the file's own line end. ToolError says why nothing was changed."""
+    Both are taken as they are shown: \\n stands for the file's own line end. ToolError says why
+    nothing was changed."""
     if not old:
         end = line_end(text, len(text)) if text else None
         begun = text and not text.endswith(("\n", "\r") if end == "\r" else "\n")
@@ -144,16 +159,21 @@ def edited(text, path, old, new):
     # Who writes \r\n and means just these bytes is taken at the word where they stand once.
     if "\r\n" in old and text.count(old) == 1 and text.find(old, text.find(old) + 1) < 0:
         start = text.find(old)
-        return text[:start] + with_line_ends(new, line_end(text, start)) + text[start + len(old):]
+        return text[:start] + with_line_ends(new, line_end(text, start)) + text[start + len(old) :]
     shown, old = Shown(text), old.replace("\r\n", "\n")
     if line_end(text, 0) is not None:
         new = new.replace("\r\n", "\n")
     start = only_place(shown.text, old)
-    return text[:shown.place(start)] + put_in_place(shown, start, old, new) + text[shown.place(start + len(old)):]
+    return (
+        text[: shown.place(start)]
+        + put_in_place(shown, start, old, new)
+        + text[shown.place(start + len(old)) :]
+    )
 
 
 def without_middle(text, most):
-    """The text in at most `most` characters: of more, its beginning, its end, and a line between that says how much is missing."""
+    """The text in at most `most` characters: of more, its beginning, its end, and a line between
+    that says how much is missing."""
     if len(text) <= most:
         return text
     half = max(0, most - 40) // 2

@@ -4,6 +4,7 @@ their `__all__` says.
 Standard input is JSON: {"roots": folders to import from, "modules": names}. One JSON line per
 module on standard output as soon as it is known, [name, outcome]: "" if all is well, else the name
 of the exception or the names that are missing."""
+
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ for name in order["modules"]:
         module = importlib.import_module(name)
         missing = [word for word in getattr(module, "__all__", ()) if not hasattr(module, word)]
         outcome = " ".join(map(str, missing))
-    except BaseException as error:              # a script may leave by sys.exit
+    except BaseException as error:  # a script may leave by sys.exit
         outcome = type(error).__name__
     os.write(output, (json.dumps([name, outcome]) + "\n").encode())
 os._exit(0)

@@ -5,6 +5,7 @@ archives, docs that quote the code. `holds_code` looks for the deleted lines in 
 in any white space, as UTF-16, between HTML tags, in JSON strings, in archives and compressed files.
 Bytecode is told by its first bytes. Not found: code that was rewritten, encrypted, or encoded in
 any other way."""
+
 import bz2
 import functools
 import html
@@ -17,7 +18,7 @@ import tarfile
 import zipfile
 import zlib
 
-MOST_UNPACKED = 32 << 20        # bytes of one archive that are looked at
+MOST_UNPACKED = 32 << 20  # bytes of one archive that are looked at
 
 
 def is_bytecode(data):
@@ -53,8 +54,17 @@ def unpacked(data, depth=2):
                 for member in archive:
                     if member.isfile() and member.size < MOST_UNPACKED:
                         yield from unpacked(archive.extractfile(member).read(), depth - 1)
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError,
-            ValueError, RuntimeError, NotImplementedError):
+    except (
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        zlib.error,
+        lzma.LZMAError,
+        OSError,
+        EOFError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+    ):
         return
 
 
@@ -135,4 +145,4 @@ def is_copy(text, original):
     version of it."""
     lines = [line for line in (squeeze(line) for line in text.split("\n")) if line]
     known = {squeeze(line) for line in original.split("\n")}
-    return bool(lines) and sum(line in known for line in lines) >= .6 * len(lines)
+    return bool(lines) and sum(line in known for line in lines) >= 0.6 * len(lines)

@@ -8,7 +8,8 @@ of line ends are part of the language. `SourceText` decodes a file as Python doe
 it by the line and column of a syntax tree, and encodes it again after the edits.
 
 All edits here are cuts in the text, never a new print of the tree, so comments and layout of
-everything else survive. Every function takes and returns stored text. """
+everything else survive. Every function takes and returns stored text."""
+
 import ast
 import bisect
 import functools
@@ -108,7 +109,7 @@ class SourceText:
             # `@(` may stand on a line above the expression itself: only brackets, space and
             # comments lie between.
             first = self.index(decorators[0].lineno, decorators[0].col_offset)
-            before = self.text[max(0, first - 2000):first]
+            before = self.text[max(0, first - 2000) : first]
             sign = re.search(r"@(?:[\s(\\]|#[^\r\n]*)*$", before)
             start = first - len(before) + sign.start()
         return start, self.index(node.end_lineno, node.end_col_offset)
@@ -137,7 +138,8 @@ class SourceText:
         for start, end, new in reversed(kept):
             assert end <= free_from, "edits overlap"
             text, free_from = text[:start] + new + text[end:], start
-        # A replacement may hold characters that this encoding lacks; in a literal its escape says the same.
+        # A replacement may hold characters that this encoding lacks; in a literal its escape says
+        # the same.
         return encode_source(text, self.encoding, "backslashreplace")
 
 
@@ -255,8 +257,11 @@ def bound_names(body):
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
             targets += [item.optional_vars for item in getattr(statement, "items", ())]
             for target in filter(None, targets):
-                found.update(node.id for node in ast.walk(target)
-                             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+                found.update(
+                    node.id
+                    for node in ast.walk(target)
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                )
     return found
 
 
@@ -269,7 +274,7 @@ def body_span(source, node, keep_docstring):
     Comments above the first statement and below the last one belong to the body."""
     first = node.body[0]
     line = source.lines[first.lineno - 1]
-    indent = line[:len(line) - len(line.lstrip())]
+    indent = line[: len(line) - len(line.lstrip())]
     line_start = source.starts[first.lineno - 1]
     if source.index(first.lineno, first.col_offset) != line_start + len(indent):
         return None
@@ -290,7 +295,7 @@ def body_span(source, node, keep_docstring):
             break
 
     if has_docstring and keep_docstring:
-        if node.body[1].lineno == first.end_lineno:            # `"doc"; return 1`
+        if node.body[1].lineno == first.end_lineno:  # `"doc"; return 1`
             return None
         begin = first.end_lineno + 1
     else:
@@ -432,8 +437,11 @@ def changes_exports(statement):
     if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
         return getattr(statement.target, "id", "") == "__all__"
     call = statement.value if isinstance(statement, ast.Expr) else None
-    return (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-            and getattr(call.func.value, "id", "") == "__all__")
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and getattr(call.func.value, "id", "") == "__all__"
+    )
 
 
 def export_edits(source, statement, names):
@@ -488,7 +496,7 @@ def module_paths(paths, path, node):
     if node.level:
         # Relative: one level is the file's own folder.
         folder = list(PurePosixPath(path).parent.parts)
-        folder = folder[:len(folder) - (node.level - 1)] if node.level > 1 else folder
+        folder = folder[: len(folder) - (node.level - 1)] if node.level > 1 else folder
         wanted = "/".join([*folder, *tail])
         return {f"{wanted}.py", f"{wanted}/__init__.py".lstrip("/")} & paths
     # Absolute: the folder that the name starts from is on the path (the root, src/, lib/), so it is
@@ -497,7 +505,7 @@ def module_paths(paths, path, node):
     for ending in ("/".join(tail) + ".py", "/".join(tail) + "/__init__.py"):
         for other in paths:
             if other == ending or other.endswith("/" + ending):
-                root = other[:len(other) - len(ending)]
+                root = other[: len(other) - len(ending)]
                 if f"{root}__init__.py" not in paths:
                     found.add(other)
     return found
@@ -512,7 +520,7 @@ def remove_names(files, paths, lost):
     stands alone in a `try` with a fallback stays: the fallback is what it is for."""
     out, lost, paths = dict(files), set(lost), set(paths)
     trees = {path: parsed(files[path]) for path in paths}
-    unwanted = {}                                   # path -> aliases to be taken out
+    unwanted = {}  # path -> aliases to be taken out
     while True:
         before = len(lost)
         for path, tree in trees.items():

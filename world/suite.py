@@ -48,8 +48,7 @@ LEFT_OUT = [
 ]
 
 # Options that take the next word as their value.
-VALUED = set(
-    """
+VALUED = set("""
     --alluredir --asyncio-mode --basetemp --capture --color --confcutdir --config-file --cov
     --cov-config --cov-fail-under --cov-report --deselect --dist --doctest-glob --durations
     --durations-min --durations-path --html --ignore --ignore-glob --import-mode --junit-prefix
@@ -57,8 +56,7 @@ VALUED = set(
     --numprocesses --override-ini --pythonwarnings --random-order-bucket --random-order-seed
     --randomly-seed --reruns --reruns-delay --rootdir --tb --timeout --timeout-method --tx
     --workers -W -c -k -m -n -o -p -r
-    """.split()
-)
+    """.split())
 
 # Who provides a fixture, a mark or an option: known names only, since a package guessed from a name
 # is a stranger's code.
@@ -144,7 +142,8 @@ class Plan:
 
 
 def plan_of_task(meta):
-    """The Plan that to_meta() remembered, None where there is none; ValueError for anything else."""
+    """The Plan that to_meta() remembered, None where there is none; ValueError for anything
+    else."""
     if meta is None:
         return None
     lists, texts = ("options", "paths"), ("config", "folder")
@@ -334,7 +333,9 @@ def adapted(plan, files, said, errors):
             [["-p", match[1]], f"-p{match[1]}"],
             f"the plugin {match[1]} is not installed",
         )
-    if match := re.search(r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset", said):
+    if match := re.search(
+        r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset", said
+    ):
         # pytest-asyncio warns of its own default, and the repository makes errors of warnings
         more = ["-o", f"{match[1]}=function"]
         if more[1] not in plan.options:
@@ -647,9 +648,11 @@ def declared_names(files):
 
 
 def own_metadata(files):
-    """{path: text} by which importlib.metadata finds the package: its name and its version and nothing else.
+    """{path: text} by which importlib.metadata finds the package: its name and its version and
+    nothing else.
 
-    They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells both."""
+    They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells
+    both."""
     name = version = ""
     for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
         key, _, value = line.partition(": ")
@@ -658,7 +661,9 @@ def own_metadata(files):
     project = read_toml(files.get("pyproject.toml", "")).get("project", {})
     if not (name and version) and isinstance(project, dict):
         name, version = project.get("name", ""), project.get("version", "")
-    good = all(isinstance(word, str) and re.fullmatch(r"[\w.+!-]+", word) for word in (name, version))
+    good = all(
+        isinstance(word, str) and re.fullmatch(r"[\w.+!-]+", word) for word in (name, version)
+    )
     if not good:
         return {}
     folder = re.sub(r"[-_.]+", "_", name)

@@ -95,7 +95,7 @@ def set_aside():
 
     The tests import the repository's then; pytest keeps its own, which its modules refer to."""
     sys.meta_path.remove(borrowed)
-    order["borrowed"].clear()                       # it may be the original of what was deleted
+    order["borrowed"].clear()  # it may be the original of what was deleted
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         if top in order["own"] and top not in sys.stdlib_module_names and not inside(module):

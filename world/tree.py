@@ -4,6 +4,7 @@ it is a link.
 Both are strings, so that a tree stays a plain dictionary that every function can read, compare and
 write as JSON. What JSON forgets is kept in two fields of the task's `meta`: `modes` (path ->
 permission bits) and `links` (a list of paths)."""
+
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 
 class FileText(str):
     """A file's text with permission bits other than the usual ones."""
+
     mode = None
 
 

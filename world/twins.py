@@ -15,36 +15,79 @@ the twin has the opposite operator.
 Left out: assertions in fixtures, in helpers of one argument, and in what a test calls by a name
 that says nothing. Such a test has no twin, and a task is not judged by it alone.
 """
+
 import ast
 import builtins
 import copy
 import re
 
-OPPOSITE = {ast.NotEq: ast.Eq, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-            ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt}
+OPPOSITE = {
+    ast.NotEq: ast.Eq,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+}
 # unittest's methods that have an opposite; the others compare two values or wait for an exception
-OPPOSITE_METHOD = {"assertTrue": "assertFalse", "assertIs": "assertIsNot",
-                   "assertIsNone": "assertIsNotNone", "assertIsInstance": "assertNotIsInstance",
-                   "assertLess": "assertGreaterEqual", "assertGreater": "assertLessEqual",
-                   "assertLogs": "assertNoLogs"}
+OPPOSITE_METHOD = {
+    "assertTrue": "assertFalse",
+    "assertIs": "assertIsNot",
+    "assertIsNone": "assertIsNotNone",
+    "assertIsInstance": "assertNotIsInstance",
+    "assertLess": "assertGreaterEqual",
+    "assertGreater": "assertLessEqual",
+    "assertLogs": "assertNoLogs",
+}
 OPPOSITE_METHOD |= {back: name for name, back in OPPOSITE_METHOD.items()}
-OPPOSITE_METHOD |= {"assertNotEqual": "assertEqual", "assertNotIn": "assertIn",
-                    "assertNotRegex": "assertRegex", "assertNotAlmostEqual": "assertAlmostEqual"}
-RAISES = {"raises", "warns", "assertRaises", "assertRaisesRegex", "assertWarns", "assertWarnsRegex",
-          "assert_raises"}
+OPPOSITE_METHOD |= {
+    "assertNotEqual": "assertEqual",
+    "assertNotIn": "assertIn",
+    "assertNotRegex": "assertRegex",
+    "assertNotAlmostEqual": "assertAlmostEqual",
+}
+RAISES = {
+    "raises",
+    "warns",
+    "assertRaises",
+    "assertRaisesRegex",
+    "assertWarns",
+    "assertWarnsRegex",
+    "assert_raises",
+}
 APPROXIMATE = {"approx"}
 # calls that only write a value down
-WRITING = APPROXIMATE | {"tuple", "list", "set", "dict", "frozenset", "float", "int", "str",
-                         "bytes", "date", "datetime", "timedelta", "Decimal", "Fraction",
-                         "Path", "array"}
+WRITING = APPROXIMATE | {
+    "tuple",
+    "list",
+    "set",
+    "dict",
+    "frozenset",
+    "float",
+    "int",
+    "str",
+    "bytes",
+    "date",
+    "datetime",
+    "timedelta",
+    "Decimal",
+    "Fraction",
+    "Path",
+    "array",
+}
 # calls whose truth compares what they are given
-COMPARING = re.compile(r"(^|_)(isclose|allclose|array_equal|array_equiv|startswith|endswith|equals?"
-                       r"|same)$"
-                       r"|^(fullmatch|match|search)$")
+COMPARING = re.compile(
+    r"(^|_)(isclose|allclose|array_equal|array_equiv|startswith|endswith|equals?"
+    r"|same)$"
+    r"|^(fullmatch|match|search)$"
+)
 CONTAINING = {"startswith", "endswith", "fullmatch", "match", "search"}
 # calls that assert by themselves: a package's own helpers, numpy.testing, mock
-HELPER = re.compile(r"assert|check|verif|expect|same|equal|compare|should|ensure|validate|match"
-                    r"|close", re.I)
+HELPER = re.compile(
+    r"assert|check|verif|expect|same|equal|compare|should|ensure|validate|match" r"|close", re.I
+)
 ASSERTING_METHOD = re.compile(r"assert|expect|same|equal|should", re.I)
 FAILING = {"fail", "AssertionError"}
 
@@ -88,7 +131,7 @@ class Twins(ast.NodeTransformer):
         if isinstance(node, ast.BoolOp):
             return self.falsify_or(node)
         if is_not(node) and is_unequal(node.operand):
-            self.change_sides(node.operand)             # `not a != b` asserts a == b
+            self.change_sides(node.operand)  # `not a != b` asserts a == b
             return node
         if isinstance(node, ast.Call):
             name = called_name(node)
@@ -225,7 +268,7 @@ class Twins(ast.NodeTransformer):
             if name == "assertTrue" and isinstance(given, (ast.Compare, ast.BoolOp, ast.Call)):
                 node.args[0] = self.falsify(given)
             elif name == "assertFalse" and is_unequal(given):
-                self.change_sides(given)                # asserts that the two are equal
+                self.change_sides(given)  # asserts that the two are equal
             elif self.is_opposite():
                 node.func.attr = OPPOSITE_METHOD[name]
             return node
@@ -328,7 +371,7 @@ def draw_numbers(draw):
 # What `odd` is in the module of the tests. It needs no import: whatever it would import could have
 # been replaced. A candidate counts if it is not equal to the value; for an object that equals
 # everything there is none, and it gets an empty object.
-ODD = '''
+ODD = """
 
 def {odd}(number, value, how=""):
     if number % {modulus} == {rest}:
@@ -398,4 +441,4 @@ def {odd}(number, value, how=""):
         except Exception:
             return candidate
     return object()
-'''
+"""
