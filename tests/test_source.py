@@ -603,3 +603,26 @@ def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
     (tmp_path / "t.jsonl").write_text(json.dumps(line))
     with pytest.raises(st.Refusal, match="line 1 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")
+
+
+def test_a_test_that_another_file_imports_and_runs_again_is_asked_for_where_it_is_written(tmp_path):
+    """Beside its twins a test has another name, and so nobody who imports it finds it."""
+    test = (
+        "import shop.price\n\n\nclass TestGross:\n"
+        "    def test_gross(self):\n        assert shop.price.gross(10) == 12\n\n"
+        "    def test_more(self):\n        assert shop.price.gross(50) == 60\n\n\n"
+        "import pytest\n\n\n@pytest.mark.parametrize('n', range(8))\n"
+        "def test_twice(n):\n    assert shop.price.twice(n) == 2 * n\n"
+    )
+    other = (
+        "from test_price import TestGross\n\n\nclass TestAgain(TestGross):\n"
+        "    def test_third(self):\n        assert 1 + 1 == 2\n"
+    )
+    files = {**SHOP, "tests/test_price.py": test, "tests/test_again.py": other}
+    root = write(tmp_path / "repo", files)
+    tasks, reasons = tasks_of(root, tmp_path, n=2)
+    gross = [task for task in tasks if task.meta["names"] == ["gross"]]
+    assert gross, reasons
+    asked = [f"tests/test_price.py::TestGross::test_{name}" for name in ("gross", "more")]
+    assert gross[0].FAIL_TO_PASS == asked
+    assert "tests/test_again.py::TestAgain::test_third" in gross[0].PASS_TO_PASS
