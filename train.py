@@ -342,6 +342,9 @@ NOT_COMPARED = {
 
 def stop(message):
     """Bad input: one line, exit code 2, nothing touched."""
+    # A bar that is on the screen ends first, so that the line begins on its own.
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"train.py: {message}", file=sys.stderr)
     raise SystemExit(2)
