@@ -2642,6 +2642,9 @@ def borrowed_modules(own):
     return modules
 
 
+LONGEST_NODE = 1000  # characters of a test's node id
+
+
 def read_outcomes(text, key):
     """What a child answered about a suite, None if it was not asked by this key or holds no
     outcomes.
@@ -2659,9 +2662,11 @@ def read_outcomes(text, key):
     if not all(type(part) is dict for part in (outcomes, seconds, touched)):
         return None
     known = ("passed", "failed", "skipped", "xfail", "error")
+    # A test whose name is too long, or no text, cannot be asked for by it.
     outcomes = {
-        printable(node, 1000): outcome if outcome in known else "failed"
+        node: outcome if outcome in known else "failed"
         for node, outcome in outcomes.items()
+        if printable(node, LONGEST_NODE) == node
     }
     times = {node: seconds.get(node) for node in outcomes}
     times = {

@@ -783,3 +783,12 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
         text=True,
     )
     assert "No module named 'price'" in done.stderr
+
+
+def test_a_test_whose_name_is_too_long_to_ask_for_is_left_out_and_no_other():
+    """Cut, it would be another name, and the run that asks for it would find nothing."""
+    long = "tests/test_a.py::test_one[" + "x" * 1500 + "]"
+    outcomes = {"tests/test_a.py::test_two": "passed", long: "passed", "test_\udcff.py::t": "passed"}
+    answer = {"key": "k", "outcomes": outcomes, "seconds": {}, "touched": {}}
+    found = st.read_outcomes(json.dumps(answer), "k")["outcomes"]
+    assert found == {"tests/test_a.py::test_two": "passed"}
