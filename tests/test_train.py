@@ -914,7 +914,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             "--steps=2",
             "--tasks_per_step=3",
             "--group=2",
-            "--kl=5",
+            "--kl=10",
             "--clip=1000",
             "--adam_lr=0.01",
         ]
@@ -945,9 +945,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     assert logs[1][4] == pytest.approx(logs[2][4], rel=1e-4) and len(logs[1][4]) == 2
     # of rollouts, now and then a token is another: who decodes beside whom decides how a sum
     # rounds. One moved the norm by 1.6e-3
-    # the k1 penalty bites:
-    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 3 * logs[1][1][0]
-    # without it .098 and .104
+    # the k1 penalty bites: without it the two norms are alike (.098 and .104)
+    assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
     while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
         time.sleep(0.02)
