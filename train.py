@@ -177,9 +177,6 @@ class Config:
     replay: bool = True  # router replay
     # generation processes beside each training process; 0: it samples and updates in turn
     workers: int = 0
-    # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log:
-    # tools_s)
-    time_tools: bool = False
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
     # 1: advantages are divided by the group's standard deviation; like the next two left out by
@@ -635,10 +632,6 @@ def check_together(config, given, stage):
         stop(
             "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's mean; take more, or --feedback"
         )
-    if config.time_tools and (config.workers or config.imitate or config.tasks):
-        stop(
-            "--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there"
-        )
     if stage == "rl" and config.cp > 1:
         stop(
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)"
@@ -696,7 +689,7 @@ READ_BY = {
         ("sft", "rl"): "sloppy levels habits harden documented",
         (
             "rl",
-        ): "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm mask_overlong reward imitate "
+        ): "tasks_per_step group kl length replay workers staleness std_norm length_norm mask_overlong reward imitate "
         "feedback placebo divergence teacher teacher_rate length_penalty penalty_k penalty_q full_price learn_summaries "
         "curriculum easy hardest",
         ("rl", "eval"): "tasks temperature draft distinct",
@@ -1326,10 +1319,6 @@ class Reinforcement:
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        if config.time_tools:
-            self.workers.collect(asked)
-            run.gather([])  # for the slowest rank, as before
-            log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = rollout.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),

@@ -776,52 +776,6 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
         assert levels.pop() == list(range(expected))
 
 
-def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(
-    run, tmp_path, monkeypatch, capsys
-):
-    assert "--workers=0" in refused(
-        [*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys
-    )
-    real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
-    monkeypatch.setattr(
-        train.synth_tasks.Sandbox,
-        "run",
-        lambda *words, **more: commands.append(words) or real(*words, **more),
-    )
-    collect = train.rollout.Workers.collect
-    monkeypatch.setattr(
-        train.rollout.Workers,
-        "collect",
-        lambda self, asked: played.append(collect(self, asked)) or played[-1],
-    )
-    for name, timed in (("plain", 0), ("timed", 1)):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=2",
-                "--group=2",
-                "--warmup=0",
-                f"--time_tools={timed}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{name}",
-            ]
-        )
-        got.append((len(commands), weights(tmp_path / name / "rl")))
-        commands.clear()
-    tokens = [
-        [turn.tokens for group in groups for chain in group for turn in chain.turns]
-        for groups in played
-    ]
-    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
-    assert got[0][0] == got[1][0] > 0 and all(
-        torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1]
-    )
-    log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
-    assert "tools_s" not in log[0] and log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
-
-
 @pytest.mark.parametrize("full_price", [False, True])
 def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(
     full_price,
