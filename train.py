@@ -72,6 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
+from command import checkpoint_files, gpu_memory
 
 
 @dataclass(frozen=True)
@@ -451,14 +452,14 @@ def uses_card(given):
 
 def describe_card(config):
     """One line at the start: which model on which GPU, and in what"""
-    card, (shape, shapes) = this_card(), hsdp.parameter_shapes("gpu")
+    card, (shape, shapes) = this_card(), gpu_memory.gpu_scale()
     gigabytes, small = card.total_memory / 1e9, fast_dtype("cuda") == torch.float32
     if config.scale != "gpu":
         return f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the laptop's model, on the GPU"
     planned = (
         sum(
-            hsdp.memory(
-                shape, shapes, hsdp.Layout(), hsdp.Step(tokens=config.micro_tokens)
+            gpu_memory.memory(
+                shape, shapes, hsdp.Layout(), gpu_memory.Step(tokens=config.micro_tokens)
             ).values()
         )
         / 1e9
@@ -477,9 +478,9 @@ def scale_of_machine(given, stage):
     if not uses_card(given):
         return "laptop", {}
     gigabytes = this_card().total_memory / 1e9
-    config, shapes = hsdp.parameter_shapes("gpu")
+    config, shapes = gpu_memory.gpu_scale()
     most = STAGE_SCALES.get(("gpu", stage), {}).get("micro_tokens", SCALES["gpu"]["micro_tokens"])
-    tokens, _ = hsdp.largest_micro_batch(config, shapes, gigabytes, most)
+    tokens, _ = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
     return ("gpu", {"micro_tokens": tokens}) if tokens else ("laptop", {})
 
 
@@ -2087,12 +2088,12 @@ def loop(run, source, optimizer, step, interrupted, out):
             try:
                 report(run, bar, log, log_file)
             except OSError as error:
-                problem = hsdp.explain_write_error(error)
+                problem = checkpoint_files.explain_write_error(error)
             # A signal may reach one rank only, and only the first one writes the log: one sum tells
             # all ranks of both.
             code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
             if code >= LOG_FAILED:
-                raise hsdp.SaveFailed(
+                raise checkpoint_files.SaveFailed(
                     f"{log_file}: step {step} could not be written: {problem}; what was saved before is whole"
                 )
             stopping = code > 0
@@ -2457,9 +2458,9 @@ def main(argv):
             work(argv, stages, configs, given)
         except MachineFailure as failure:
             stop(f"this machine failed: {failure}; free it, and go on with --resume")
-        except hsdp.SaveFailed as error:
+        except checkpoint_files.SaveFailed as error:
             stop(f"{error}. {how_to_go_on(config, argv, stages)}")
-        except hsdp.DamagedCheckpoint as error:
+        except checkpoint_files.DamagedCheckpoint as error:
             stop(str(error))
         except OSError as error:
             # A full disk anywhere else. Other errors are no fault of the disk: their traceback is
@@ -2468,7 +2469,7 @@ def main(argv):
                 raise
             what = f"{error.filename}: " if error.filename else ""
             stop(
-                f"{what}cannot be written: {hsdp.explain_write_error(error)}. {how_to_go_on(config, argv, stages)}"
+                f"{what}cannot be written: {checkpoint_files.explain_write_error(error)}. {how_to_go_on(config, argv, stages)}"
             )
         except torch.OutOfMemoryError as error:
             print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)

@@ -6,9 +6,6 @@ import itertools
 import json
 import os
 import pickle
-import re
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -20,8 +17,10 @@ from conftest import run_ranks
 from torch.distributed.tensor import DTensor
 
 import hsdp
+from benchmarks import plan
+from command import checkpoint_files, gpu_memory
 from hsdp import Layout, parallelize
-from moe import Model, ModelConfig, balance, mtp_loss, write_checkpoint
+from moe import Model, ModelConfig, balance, mtp_loss
 from muon import Muon, check_parameters
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
@@ -55,8 +54,8 @@ def build(config=CONFIG, seed=0):
 
 def make_optimizer(model):
     named = list(model.named_parameters())
-    matrices = [(n, p) for n, p in named if hsdp.is_muon(n, p.shape)]
-    rest = [(n, p) for n, p in named if not hsdp.is_muon(n, p.shape)]
+    matrices = [(n, p) for n, p in named if gpu_memory.is_muon(n, p.shape)]
+    rest = [(n, p) for n, p in named if not gpu_memory.is_muon(n, p.shape)]
     optimizer = Muon(
         [
             dict(params=matrices, lr=0.02, weight_decay=0.01),
@@ -211,7 +210,7 @@ def bf16_wire(world):
                 )
             )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    rows = hsdp.traffic(CONFIG, shapes, meshes.layout, hsdp.Step(tokens=32, weight=2))
+    rows = plan.traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
     planned = [
         sum(size for kind, _, size, _ in rows if kind == one)
         for one in ("all-gather", "reduce-scatter")
@@ -253,8 +252,8 @@ def counted_bytes(world):
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         planned = dict.fromkeys(hsdp.Wire.KINDS.values(), 0)
-        for kind, _, size, _ in hsdp.traffic(
-            CONFIG, shapes, layout, hsdp.Step(8 * length // world, 4, 4, 4)
+        for kind, _, size, _ in plan.traffic(
+            CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
         found[layout] = {
@@ -554,101 +553,6 @@ def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks
             assert abs(counted - planned) <= 0.02 * counted + 200, (layout, kind, counted, planned)
 
 
-def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count():
-    config, shapes = hsdp.parameter_shapes("kimi-k2.5")
-    numbers = sum(torch.Size(s).numel() for s in shapes.values())
-    assert 1.02e12 < numbers < 1.05e12
-    only = {n: s for n, s in shapes.items() if hsdp.is_expert(n)}
-    one = hsdp.optimizer_step(
-        only, Layout(512, 2, 8), hsdp.Step(), hsdp.Hardware(tflops=1e3, share=1)
-    )
-    by_hand = 60 * 384 * 3 * 5 * (4 * 2048**2 * 7168 + 2 * 2048**3)
-    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(
-        47.5e15, rel=0.01
-    )
-    # there and back in bf16
-    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
-
-
-def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
-    hsdp.main(["--plan", "--model=moonlight", "--gpus=64", "--net=25"])
-    text = capsys.readouterr().out
-    assert (
-        "--net=25" in text
-        and "--share=" in text
-        and "shared mesh need 16 GPUs; on two meshes 8." in text
-    )
-    assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
-
-
-def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
-    flags = ["--plan", "--model=moonlight", "--gpus=1", "--cp=1", "--ep=1", "--memory=180"]
-    hsdp.main(flags)
-    assert "fits in none" in capsys.readouterr().out
-    hsdp.main([*flags, "--kept=2"])
-    text = capsys.readouterr().out
-    # one GPU gathers nothing
-    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text
-
-
-def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
-    write_checkpoint(tmp_path / "moe", build())
-    hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])
-    assert (
-        f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1"
-        in capsys.readouterr().out
-    )
-    write_checkpoint(tmp_path / "dense", build(ModelConfig(**{**vars(CONFIG), "dense_layers": 2})))
-    hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
-    assert (
-        f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1"
-        in capsys.readouterr().out
-    )
-    hsdp.main(
-        ["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"]
-    )
-    assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="config.json"):
-        hsdp.main(["--plan", f"--init_from={tmp_path}"])
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--model=kimi", "unknown model"),
-        ("--gpus=12", "does not divide"),
-        ("--gpu=8", "--gpu=8"),
-        ("--gpus=x", "invalid int"),
-        ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"),
-        ("--cp=0", "cp=0"),
-        ("--hbm=0", "positive"),
-    ],
-)
-def test_bad_flags_are_one_clear_line(flags, message):
-    with pytest.raises(ValueError, match=message):
-        hsdp.main(["--plan", *flags.split()])
-
-
-def test_flags_of_a_plan_without_it_and_a_file_that_cannot_be_read_end_in_one_line_and_code_2(
-    tmp_path,
-):
-    # Linux: EIO; elsewhere it is not there
-    (tmp_path / "config.json").symlink_to("/proc/self/mem")
-    for flags, said in (
-        (["--init_from=x"], "--init_from=x: .* go with --plan"),
-        (["--gpus=8"], "--plan"),
-        (["--plan", f"--init_from={tmp_path}"], f"{tmp_path}/config.json: "),
-    ):
-        done = subprocess.run(
-            [sys.executable, hsdp.__file__, *flags], capture_output=True, text=True
-        )
-        assert (
-            done.returncode == 2
-            and not done.stdout
-            and re.fullmatch(f"hsdp.py: .*{said}.*\n", done.stderr)
-        ), done
-
-
 def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
     hsdp.demo(tmp_path / "grids.png")
     text = capsys.readouterr().out
@@ -740,7 +644,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     folder, model, optimizer = saved
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
-        with pytest.raises(hsdp.SaveFailed) as refusal:
+        with pytest.raises(checkpoint_files.SaveFailed) as refusal:
             hsdp.save(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
     assert (
@@ -769,7 +673,7 @@ def one_disk_is_full(rank, world, folder):
         try:
             hsdp.save(folder, model, None, {"step": 2})
             told.append("saved")
-        except hsdp.SaveFailed as error:
+        except checkpoint_files.SaveFailed as error:
             told.append(str(error))
         setattr(where, name, right)
         told.append(hsdp.load(folder, model)["step"])
@@ -815,7 +719,7 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
         [p.zero_() for p in model.parameters()]
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
@@ -843,7 +747,7 @@ def test_damage_is_one_line_without_checksums_too(saved, name, how):
     folder, model, optimizer = saved
     forget_checksums(folder)
     spoil(folder / name, how)
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -859,7 +763,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
     (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
     for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.peek(folder)):
-        with pytest.raises(hsdp.DamagedCheckpoint, match="not to be trusted|damaged"):
+        with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
             way()
 
 
@@ -876,7 +780,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
 )
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
-    with pytest.raises(hsdp.DamagedCheckpoint, match="no readable manifest"):
+    with pytest.raises(checkpoint_files.DamagedCheckpoint, match="no readable manifest"):
         hsdp.load(*saved)
 
 
@@ -941,7 +845,7 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
             "load": Runs(torch.load, str(folder / "extra.pt")),
         }[kind]
     replace_metadata(folder, here)
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert (
         "not to be trusted" in str(refusal.value)
@@ -968,6 +872,8 @@ def test_the_unpickler_knows_all_that_is_written_for_every_kind_of_tensor(tmp_pa
     hsdp.dcp.save(tensors, storage_writer=hsdp.dcp.FileSystemWriter(tmp_path), no_dist=True)
     names = {path.name: {} for path in tmp_path.iterdir()}
     assert (
-        hsdp.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys()
+        checkpoint_files.CheckpointReader(tmp_path, names)
+        .read_metadata()
+        .state_dict_metadata.keys()
         == tensors.keys()
     )
