@@ -215,27 +215,6 @@ def step_scale(rule, rows, columns):
     return 0.2 * max(rows, columns) ** 0.5 if rule == "rms" else max(1.0, rows / columns) ** 0.5
 
 
-@torch.no_grad()
-def qk_clip(query, key, max_logits, threshold=100.0, rope=0):
-    """QK-clip (Kimi K2), after a step: shrink the heads whose largest attention logit passed the
-    threshold.
-
-    query (H, r, D), key (K, r', D), K dividing H, plain or sharded; max_logits (H,), equal on every
-    rank. Each head's logits shrink by gamma = min(1, threshold / max_logit). The key head takes the
-    root of its smallest gamma, its query heads the rest; the last `rope` rows of a query face a
-    rotary key that all heads share (MLA) and take all of gamma."""
-    gamma = (threshold / max_logits.float().clamp(min=1e-12)).clamp(max=1.0)  # (H,)
-    key_factor = gamma.view(len(key), -1).amin(1).sqrt()  # (K,)
-    query_factor = gamma / key_factor.repeat_interleave(len(query) // len(key))  # (H,)
-    rows = torch.arange(query.shape[1], device=gamma.device) < query.shape[1] - rope  # (r,)
-    for weight, factor in (
-        (query, torch.where(rows, query_factor[:, None], gamma[:, None])),
-        (key, key_factor[:, None].expand(-1, key.shape[1])),
-    ):
-        n0, n1, r0, r1, _, _ = Leaf(weight, "qk_clip").block
-        local(weight).mul_(factor[n0:n1, r0:r1, None].to(weight.dtype))
-
-
 # ---------------------------------------------------------------------------------- who holds what, who computes what
 
 

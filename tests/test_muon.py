@@ -24,7 +24,6 @@ from muon import (
     check_parameters,
     noise_of_places,
     orthogonalize,
-    qk_clip,
     round_by_chance,
     step_scale,
 )
@@ -406,31 +405,6 @@ def test_a_parameter_without_gradient_is_left_alone():
     before = a.detach().clone()
     optimizer.step()
     assert torch.equal(a, before)
-
-
-def test_qk_clip_brings_the_largest_logit_of_each_head_to_the_threshold():
-    generator = torch.Generator().manual_seed(6)
-    for key_heads in (4, 2):
-        q, k = torch.randn(4, 8, 16, generator=generator), torch.randn(
-            key_heads, 8, 16, generator=generator
-        )
-        x = torch.randn(10, 16, generator=generator)
-
-        def largest():
-            logits = torch.einsum("hrc,tc,grd,sd->hgts", q, x, k, x)
-            return torch.stack([logits[h, h * key_heads // 4].amax() for h in range(4)])
-
-        before = largest()
-        qk_clip(q, k, before, threshold=before.median().item())
-        assert torch.allclose(largest(), before.clamp(max=before.median()), rtol=1e-4)
-
-
-def test_qk_clip_leaves_the_shared_rotary_key_to_the_query():
-    q, k = torch.ones(1, 6, 3), torch.ones(1, 4, 3)
-    qk_clip(q, k, torch.tensor([400.0]), threshold=100.0, rope=2)
-    assert torch.allclose(k, torch.full_like(k, 0.5)) and torch.allclose(
-        q[0, :, 0], torch.tensor([0.5] * 4 + [0.25] * 2)
-    )
 
 
 # ------------------------------------------------------------------------------------------------ bad input
