@@ -44,28 +44,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan
-# (quintic), modded-nanogpt (five_step), arXiv 2505.16932 with modded-nanogpt's 2 % safety margin
-# (polar_express).
-COEFFICIENTS = {
-    "quintic": ((3.4445, -4.7750, 2.0315),),
-    "five_step": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ),
-}
-# its first polynomial leaves [0, 1] soon after 1, and bf16 rounding reaches beyond
-MARGIN = {"polar_express": 1.02}
+# (a, b, c) of the polynomial, at every step (Keller Jordan)
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
 # on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
 CACHE_BYTES = {torch.bfloat16: 3 << 20}
 # 34 m^3 + 4 m^2 n multiply-adds against 10 m^3 + 20 m^2 n: they cross at n = 1.5 m
@@ -75,7 +55,7 @@ GRAM_ASPECT = 1.5
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 
-def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
+def orthogonalize(G, steps=5, dtype=None, out=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
@@ -83,29 +63,26 @@ def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
     batch; on a CPU big ones go through in cache-sized chunks. What becomes of a matrix does not
     depend on its company. out may be G itself."""
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    assert (
-        coefficients in COEFFICIENTS
-    ), f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
     dtype = dtype or torch.bfloat16
     out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
     if not G.numel():
         return out
     if not out.is_contiguous():
-        return out.copy_(orthogonalize(G, steps, coefficients, dtype))
+        return out.copy_(orthogonalize(G, steps, dtype))
     R, C = G.shape[-2:]
     # zeros up to whole cache lines: on some CPUs the last bit hangs
     if G.device.type == "cpu" and (R % 8 or C % 8):
         # on where in a line a matrix begins, so on its company
         padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))
-        return out.copy_(orthogonalize(padded, steps, coefficients, dtype)[..., :R, :C])
+        return out.copy_(orthogonalize(padded, steps, dtype)[..., :R, :C])
     X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
-    rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
+    chunk = max(1, len(X))
     if G.device.type == "cpu":
         chunk = cpu_chunk(X[0].numel(), dtype)
-    table = [rows[min(i, len(rows) - 1)] for i in range(steps)]
+    table = [COEFFICIENTS] * steps
     for x, o in zip(X.split(chunk), O.split(chunk)):
         result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
-        newton_schulz(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
+        newton_schulz(unit_norm(x, dtype), table, result)
         o.copy_(result) if result is not o else None
     return out
 
@@ -134,7 +111,7 @@ EXPONENT_BITS = {
 }
 
 
-def unit_norm(X, dtype, margin=1.0):
+def unit_norm(X, dtype):
     """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
     of the products.
 
@@ -150,9 +127,7 @@ def unit_norm(X, dtype, margin=1.0):
     if X.device.type != "cpu" or not has_ordinary_norms(X):
         X = torch.div(X, power_of_two_below(X), out=quotient)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return torch.div(X, (norm * margin).clamp(min=torch.finfo(X.dtype).tiny), out=quotient).to(
-        dtype
-    )
+    return torch.div(X, norm.clamp(min=torch.finfo(X.dtype).tiny), out=quotient).to(dtype)
 
 
 def has_ordinary_norms(X):
@@ -488,7 +463,7 @@ class Muon(torch.optim.Optimizer):
 
     param_groups: dicts with `params` (tensors or (name, tensor) pairs; names serve the error
     messages) and any of: algorithm "muon" or "adamw", lr, weight_decay (decoupled); for Muon
-    momentum, nesterov, ns_steps, coefficients, scale ("rms" or "spectral"), column_blocks
+    momentum, nesterov, ns_steps, scale ("rms" or "spectral"), column_blocks
     (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection); for
     AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
 
@@ -509,7 +484,6 @@ class Muon(torch.optim.Optimizer):
         nesterov=True,
         weight_decay=0.0,
         ns_steps=5,
-        coefficients="quintic",
         scale="rms",
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -532,7 +506,6 @@ class Muon(torch.optim.Optimizer):
                 nesterov=nesterov,
                 weight_decay=weight_decay,
                 ns_steps=ns_steps,
-                coefficients=coefficients,
                 scale=scale,
                 betas=betas,
                 eps=eps,
@@ -690,7 +663,7 @@ class Muon(torch.optim.Optimizer):
         self.log(task, "multiply")
         for (number, *_), X in stacks.items():
             group = self.param_groups[number]
-            orthogonalize(X, group["ns_steps"], group["coefficients"], self.ns_dtype, out=X)
+            orthogonalize(X, group["ns_steps"], self.ns_dtype, out=X)
         self.log(task, "multiplied")
         if task.moves:
             receive = self.exchange(
@@ -920,10 +893,8 @@ def check_parameter(name, param, options):
     """What a group may hold, said with the parameter's name."""
     if options["algorithm"] not in ("muon", "adamw"):
         raise ValueError(f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r} ({name})")
-    if options["scale"] not in ("rms", "spectral") or options["coefficients"] not in COEFFICIENTS:
-        raise ValueError(
-            f"{name}: scale {options['scale']!r} or coefficients {options['coefficients']!r} unknown"
-        )
+    if options["scale"] not in ("rms", "spectral"):
+        raise ValueError(f"{name}: scale {options['scale']!r} unknown")
     if isinstance(param, DTensor) and not all(
         type(p) in (Shard, Replicate) for p in param.placements
     ):
@@ -1121,9 +1092,9 @@ def demo():
         "                 largest   median  smallest   cosine to U V^T"
     )
     U, S, V = torch.linalg.svd(G, full_matrices=False)
-    for name, X in [("before", G)] + [
-        (name, orthogonalize(G, coefficients=name)) for name in COEFFICIENTS
-    ]:
+    for steps in range(6):
+        X = orthogonalize(G, steps) if steps else G
+        name = f"after {steps} steps" if steps else "before"
         S = torch.linalg.svdvals(X)
         print(
             f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {(X * (U @ V)).sum() / X.norm() / 8:.4f}"

@@ -146,23 +146,20 @@ def polar(G):
 
 def quintic_in_float64(G, steps=5):
     X = G.double() / G.double().norm(dim=(-2, -1), keepdim=True)
-    for a, b, c in [COEFFICIENTS["quintic"][0]] * steps:
+    for a, b, c in [COEFFICIENTS] * steps:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X
 
 
-@pytest.mark.parametrize(
-    "coefficients, cosine", [("quintic", 0.97), ("five_step", 0.999), ("polar_express", 0.99)]
-)
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48), (32, 32), (3, 16, 80), (2, 3, 80, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(coefficients, cosine, shape, dtype):
+def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(shape, dtype):
     G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     G = G + 3 * G.mean(dim=(-2, -1), keepdim=True)
-    O, P = orthogonalize(G, coefficients=coefficients, dtype=dtype), polar(G)
+    O, P = orthogonalize(G, dtype=dtype), polar(G)
     assert O.shape == G.shape and O.dtype == G.dtype
-    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > cosine - (
+    assert ((O * P).sum((-2, -1)) / O.norm(dim=(-2, -1)) / P.norm(dim=(-2, -1))).min() > 0.97 - (
         0.04 if 32 in shape else 0
     )
     assert torch.linalg.svdvals(O.double()).max() < 1.25
@@ -429,8 +426,6 @@ def test_bad_groups_are_refused_by_name():
         Muon([dict(params=[("wo", p)], column_blocks=3)])
     with pytest.raises(ValueError, match="sgd"):
         Muon([dict(params=[("wo", p)], algorithm="sgd")])
-    with pytest.raises(ValueError, match="septic"):
-        Muon([dict(params=[("wo", p)], coefficients="septic")])
 
 
 def test_check_parameters_names_what_is_missing_and_what_is_foreign():
