@@ -7,7 +7,7 @@ do that (Newton-Schulz), no SVD:
 
     m <- mu m + (1-mu) g        u = (1-mu) g + mu m  (Nesterov)        X = u / |u|_F
     X <- (a I + b A + c A^2) X  with A = X X^T, five times             an odd polynomial acts on the singular values only
-    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C)) or sqrt(max(1, R/C))
+    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C))
 
 Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural
 granularity, per attention head and per expert; same-shaped tensors are batched, all-to-all brings
@@ -184,10 +184,10 @@ def newton_schulz(X, table, out):
     return out if table else out.copy_(X)
 
 
-def step_scale(rule, rows, columns):
-    """Length of one update: "rms" makes its RMS about 0.2, as AdamW's (Moonlight); "spectral" sizes
-    it to the layer's gain."""
-    return 0.2 * max(rows, columns) ** 0.5 if rule == "rms" else max(1.0, rows / columns) ** 0.5
+def step_scale(rows, columns):
+    """Length of one update: its entries get an RMS of about 0.2, as AdamW's have (Moonlight), so
+    that both share a learning rate and a weight decay."""
+    return 0.2 * max(rows, columns) ** 0.5
 
 
 # ---------------------------------------------------------------------------------- who holds what, who computes what
@@ -463,7 +463,7 @@ class Muon(torch.optim.Optimizer):
 
     param_groups: dicts with `params` (tensors or (name, tensor) pairs; names serve the error
     messages) and any of: algorithm "muon" or "adamw", lr, weight_decay (decoupled); for Muon
-    momentum, nesterov, ns_steps, scale ("rms" or "spectral"), column_blocks
+    momentum, nesterov, ns_steps, column_blocks
     (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection); for
     AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
 
@@ -484,7 +484,6 @@ class Muon(torch.optim.Optimizer):
         nesterov=True,
         weight_decay=0.0,
         ns_steps=5,
-        scale="rms",
         betas=(0.9, 0.95),
         eps=1e-8,
         replicas=None,
@@ -506,7 +505,6 @@ class Muon(torch.optim.Optimizer):
                 nesterov=nesterov,
                 weight_decay=weight_decay,
                 ns_steps=ns_steps,
-                scale=scale,
                 betas=betas,
                 eps=eps,
                 algorithm="muon",
@@ -591,6 +589,14 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
+        for group in state_dict["param_groups"]:
+            # Of earlier versions, whose groups had a choice: what is left is the default they had.
+            scale, coefficients = group.pop("scale", "rms"), group.pop("coefficients", "quintic")
+            if (scale, coefficients) != ("rms", "quintic"):
+                raise ValueError(
+                    f"made with scale={scale}, coefficients={coefficients}, which are no more: "
+                    "only rms and quintic are"
+                )
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for n, p in zip(numbers, (p for group in self.param_groups for p in group["params"])):
@@ -713,9 +719,7 @@ class Muon(torch.optim.Optimizer):
         by_length = defaultdict(lambda: ([], []))
         for unit, piece in zip(units, pieces):
             leaf, group = unit.leaf, self.param_groups[unit.leaf.group]
-            weight, length = unit.here(leaf.matrix(leaf.param, unit.n)), group["lr"] * step_scale(
-                group["scale"], *unit.shape
-            )
+            weight, length = unit.here(leaf.matrix(leaf.param, unit.n)), group["lr"] * step_scale(*unit.shape)
             if weight.dtype == torch.bfloat16:
                 exact = (
                     weight.float()
@@ -893,8 +897,6 @@ def check_parameter(name, param, options):
     """What a group may hold, said with the parameter's name."""
     if options["algorithm"] not in ("muon", "adamw"):
         raise ValueError(f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r} ({name})")
-    if options["scale"] not in ("rms", "spectral"):
-        raise ValueError(f"{name}: scale {options['scale']!r} unknown")
     if isinstance(param, DTensor) and not all(
         type(p) in (Shard, Replicate) for p in param.placements
     ):

@@ -84,7 +84,6 @@ def measure_muon(bench, layers, dim, heads, experts, hidden):
     ours = muon.Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
-        scale="spectral",
         lr=1e-3,
         weight_decay=0.1,
     )

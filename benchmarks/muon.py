@@ -180,7 +180,7 @@ def redundant_step(params, optimizer):
         update = distribute_tensor(
             orthogonalize(whole), momentum.device_mesh, momentum.placements, src_data_rank=None
         )
-        length = 1e-3 * step_scale("rms", *p.shape[-2:])
+        length = 1e-3 * step_scale(*p.shape[-2:])
         p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
 
 

@@ -64,7 +64,6 @@ def train(place, steps=3, dtype=torch.float32, **options):
                 params=[(n, p) for n, p in params.items() if n in columns],
                 lr=0.03,
                 column_blocks=6,
-                scale="spectral",
             ),
             dict(params=list(rest.items()), algorithm="adamw", lr=0.01),
         ],
@@ -223,7 +222,7 @@ def test_the_half_precision_path_divides_before_it_casts():
 # ------------------------------------------------------------------------------------------------ one process
 
 
-def reference_muon(shapes, steps, nesterov, scale, dtype):
+def reference_muon(shapes, steps, nesterov, dtype):
     """torch.optim.Muon with a 2-D parameter per unit."""
     params = {
         n: [torch.nn.Parameter(u.clone()) for u in t.view(-1, *t.shape[-2:])]
@@ -234,7 +233,7 @@ def reference_muon(shapes, steps, nesterov, scale, dtype):
         lr=0.02,
         weight_decay=0.1,
         nesterov=nesterov,
-        adjust_lr_fn={"rms": "match_rms_adamw", "spectral": "original"}[scale],
+        adjust_lr_fn="match_rms_adamw",
     )
     for step in range(steps):
         for name, grad in tensors(10 + step, shapes).items():
@@ -247,21 +246,19 @@ def reference_muon(shapes, steps, nesterov, scale, dtype):
     return {n: torch.stack([u.detach() for u in units]) for n, units in params.items()}
 
 
-@pytest.mark.parametrize("scale", ["rms", "spectral"])
 @pytest.mark.parametrize(
     "nesterov, dtype, tolerance",
     [(True, torch.float32, 2e-5), (False, torch.float32, 2e-5), (True, torch.bfloat16, 6e-3)],
 )
-def test_muon_equals_torch_optim_muon_on_every_head_and_expert(scale, nesterov, dtype, tolerance):
+def test_muon_equals_torch_optim_muon_on_every_head_and_expert(nesterov, dtype, tolerance):
     shapes = {"heads": (6, 8, 40), "experts": (4, 24, 16), "matrix": (40, 48)}
-    want = reference_muon(shapes, 4, nesterov, scale, dtype)
+    want = reference_muon(shapes, 4, nesterov, dtype)
     params = {n: torch.nn.Parameter(t.clone()) for n, t in tensors(0, shapes).items()}
     optimizer = Muon(
         [dict(params=list(params.items()))],
         lr=0.02,
         weight_decay=0.1,
         nesterov=nesterov,
-        scale=scale,
         ns_dtype=dtype,
     )
     for step in range(4):
@@ -275,9 +272,7 @@ def test_muon_equals_torch_optim_muon_on_every_head_and_expert(scale, nesterov, 
 def test_column_blocks_are_orthogonalised_one_by_one():
     p = torch.nn.Parameter(torch.zeros(12, 40))
     p.grad = torch.randn(12, 40, generator=torch.Generator().manual_seed(5))
-    Muon(
-        [dict(params=[p], column_blocks=5)], lr=1.0, ns_dtype=torch.float32, scale="spectral"
-    ).step()
+    Muon([dict(params=[p], column_blocks=5)], lr=1.0, ns_dtype=torch.float32).step()
     want = torch.cat(
         [
             orthogonalize(block.contiguous(), dtype=torch.float32)
@@ -285,7 +280,7 @@ def test_column_blocks_are_orthogonalised_one_by_one():
         ],
         dim=1,
     )
-    assert torch.allclose(-p.detach(), want * step_scale("spectral", 12, 8), atol=1e-5)
+    assert torch.allclose(-p.detach(), want * step_scale(12, 8), atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(betas=(0.8, 0.99), eps=1e-6, weight_decay=0.2)])
