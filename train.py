@@ -72,6 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
+from fast import workers as fast_workers
 
 
 @dataclass(frozen=True)
@@ -1201,10 +1202,10 @@ class Reinforcement:
         self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
             config.staleness if config.workers else 0
         )
-        self.publisher = rollout.Publisher(
+        self.publisher = fast_workers.Publisher(
             self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
         )
-        self.workers = rollout.Workers(
+        self.workers = fast_workers.Workers(
             config.workers,
             dict(
                 folder=self.folder.name,
@@ -1330,7 +1331,7 @@ class Reinforcement:
             self.workers.collect(asked)
             run.gather([])  # for the slowest rank, as before
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
-        lag = rollout.staleness([] if config.imitate else groups, step)
+        lag = fast_workers.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),

@@ -23,6 +23,7 @@ from world import machine
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle
 from world.machine import MachineFailure
+from fast import workers
 
 ROOT = Path(st.__file__).parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -732,6 +733,6 @@ def busy_generation(watched):
 
     import rollout
 
-    threading.Thread(target=rollout.end_with, args=(watched,), daemon=True).start()
+    threading.Thread(target=workers.end_with, args=(watched,), daemon=True).start()
     while True:
         sum(range(1000))

@@ -25,33 +25,11 @@ import torch.nn.functional as F
 import feedback_distill
 import rollout
 from moe import Model, ModelConfig
-from rollout import (
-    CONTROLS,
-    SPLIT,
-    Call,
-    Chain,
-    Episode,
-    Limits,
-    Request,
-    Sampler,
-    Tokenizer,
-    Turn,
-    Work,
-    advantages,
-    agent,
-    choose,
-    demonstrate,
-    flatten,
-    kl_estimates,
-    make_turn,
-    pack,
-    policy_loss,
-    read_action,
-    train_bpe,
-    write_action,
-)
+from rollout import CONTROLS, SPLIT, Call, Chain, Episode, Limits, Request, Tokenizer, Turn, Work, advantages, agent, choose, demonstrate, flatten, kl_estimates, make_turn, pack, policy_loss, read_action, train_bpe, write_action
+from fast.sampler import Sampler
 from summarize import Compact
 from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task, unharden
+from fast import workers as fast_workers
 
 TEXTS = example_texts(12, 0)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -1377,11 +1355,11 @@ def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
         for before, after in (
             (old, new),
             (new, old),
-            (rollout.zeros(new), new),
+            (fast_workers.zeros(new), new),
             (old, {k: -v for k, v in old.items()}),
             (old, old),
         ):
-            got = rollout.apply_delta(before, rollout.encode_delta(before, after))
+            got = fast_workers.apply_delta(before, fast_workers.encode_delta(before, after))
             assert all(
                 got[k].dtype == v.dtype
                 and got[k].shape == v.shape
@@ -1389,8 +1367,8 @@ def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
                 for k, v in after.items()
             )
     with pytest.raises(ValueError, match="delta of"):
-        rollout.apply_delta(
-            {"a": torch.zeros(3)}, rollout.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)})
+        fast_workers.apply_delta(
+            {"a": torch.zeros(3)}, fast_workers.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)})
         )
 
 
@@ -1399,7 +1377,7 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
     late; the casts are the oracle."""
     state, publisher, sizes = (
         weights(),
-        rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
+        fast_workers.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
         [],
     )
     settings = dict(
@@ -1411,10 +1389,10 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
         group=1,
         limits=Limits(300),
     )
-    faithful = rollout.Generator(**settings)
+    faithful = fast_workers.Generator(**settings)
     for version in range(3, 13):
         sizes.append(publisher.publish(version, state))
-        late = rollout.Generator(**settings)
+        late = fast_workers.Generator(**settings)
         for reader in (faithful, late):
             reader.refresh()
             held = reader.sampler.model.state_dict()
@@ -1439,10 +1417,10 @@ def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_change
 
 
 def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
-    state, publisher = weights(), rollout.Publisher(
+    state, publisher = weights(), fast_workers.Publisher(
         tmp_path, CONFIG, torch.float32, every=3, shared=False
     )
-    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
     for version in range(8):
         publisher.publish(version, state)
         reader.refresh()
@@ -1465,8 +1443,8 @@ def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_pa
         group=1,
         limits=Limits(160, 2, 8),
     )
-    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
-    workers = rollout.Workers(1, settings)
+    fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    workers = fast_workers.Workers(1, settings)
     try:
         with pytest.raises(Exception, match="lambda|pickle"):
             workers.submit([lambda: 0], [0], 0)[0][0].result(timeout=60)
@@ -1490,10 +1468,10 @@ def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
 
 
 def test_a_corrupted_upload_is_refused(tmp_path):
-    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
     path = tmp_path / "00000000.base"
     path.write_bytes(bytes(16) + path.read_bytes()[16:])
-    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
     with pytest.raises(ValueError, match="not the trainer's weights"):
         reader.refresh()
 
@@ -1505,13 +1483,13 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
     """The head is rigged to choose the token 65 + its own first weight: the tokens tell the
     versions."""
     state = weights()
-    publisher = rollout.Publisher(tmp_path, CONFIG, torch.float32)
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
     head = lambda version: {
         **state,
         "head.weight": torch.full_like(state["head.weight"], float(version)),
     }
     publisher.publish(0, head(0))
-    generator = rollout.Generator(
+    generator = fast_workers.Generator(
         tmp_path,
         CONFIG,
         torch.float32,
@@ -1546,7 +1524,7 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
         assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
     if not draft:
         # 3 rollouts: 7, 1, 13 and 19 tokens each
-        assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
+        assert Counter(fast_workers.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
 
 
 def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
@@ -1561,9 +1539,9 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
         compact=Compact(400, 280),
         rows=6,
     )
-    publisher, tasks = rollout.Publisher(tmp_path, CONFIG, torch.float32), REAL
+    publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
     publisher.publish(0, weights())
-    alone, beside = rollout.Workers(0, settings), rollout.Workers(2, settings)
+    alone, beside = fast_workers.Workers(0, settings), fast_workers.Workers(2, settings)
     try:
         for version in (0, 1):
             publisher.publish(version, weights(version)) if version else None
@@ -1579,7 +1557,7 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
             for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
                 same(a, b)
                 assert a.stats == b.stats and a.files == b.files
-            assert not rollout.staleness(groups, version).any() and beside.restarts == (version > 0)
+            assert not fast_workers.staleness(groups, version).any() and beside.restarts == (version > 0)
     finally:
         beside.close()
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
@@ -1589,8 +1567,8 @@ def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them
     def fails(self, i):
         raise EOFError("the server that forks is gone")
 
-    monkeypatch.setattr(rollout.Workers, "start", fails)
-    workers = rollout.Workers(1, {})
+    monkeypatch.setattr(fast_workers.Workers, "start", fails)
+    workers = fast_workers.Workers(1, {})
     # and whoever asks again is told again
     for _ in range(2):
         ((future, _),) = workers.submit(REAL, range(3), 0)
@@ -1605,14 +1583,14 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
     step are exactly one update old."""
     import train
 
-    class Prompt(rollout.Workers):
+    class Prompt(fast_workers.Workers):
         def submit(self, tasks, numbers, seed):
             return super().collect(super().submit(tasks, numbers, seed))
 
         def collect(self, groups):
             return groups
 
-    monkeypatch.setattr(rollout, "Workers", Prompt)
+    monkeypatch.setattr(fast_workers, "Workers", Prompt)
     words = [
         "--scale=tiny",
         "--dim=32",
