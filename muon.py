@@ -23,8 +23,7 @@ ranks, strided shards (tensor parallelism and FSDP on one dimension).
     unit   a matrix that is orthogonalised as a whole: the last two dimensions of a stack, a 2-D parameter, or a column block
     block  the part of a parameter that one rank holds            piece  the part of a unit that lies in one block
 
-python muon.py            singular values before and after, four ranks against one, the timeline out/muon.png
-python muon.py --bench    step time against the GEMM floor and torch.optim.Muon; collectives, bytes, CPU seconds for W = 1..8
+python muon.py    singular values before and after, four ranks against one, the timeline out/muon.png
 """
 
 import argparse
@@ -984,7 +983,7 @@ def check_parameters(optimizer, named_parameters):
         )
 
 
-# ------------------------------------------------------------------------------------------------------ demo and bench
+# ------------------------------------------------------------------------------------------------------ demo
 
 
 def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
@@ -1012,89 +1011,6 @@ def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float
         params[name] = torch.nn.Parameter(place(name, weight))
         params[name].grad = place(name, grad)
     return params
-
-
-def seconds(call, device="cpu"):
-    """CPU seconds of one thread: the clock on the wall also counts whoever else uses the machine.
-    On a GPU, the wall."""
-    if device == "cpu":
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def gemm_floor(shapes, dtype, device, steps=5):
-    """A call that does nothing but the products of the plain iteration, in the batches that suit
-    the machine."""
-    batches = defaultdict(int)
-    for shape in shapes.values():
-        batches[tuple(sorted(shape[-2:]))] += shape[0] if len(shape) == 3 else 1
-    work = []
-    for (m, n), count in batches.items():
-        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
-        for size in [chunk] * (count // chunk) + [count % chunk] * (count % chunk > 0):
-            work.append((size, m, n))
-    pool = {
-        (size, m, n): [torch.randn(size, m, k, device=device).to(dtype) for k in (n, m, n)]
-        for size, m, n in set(work)
-    }
-
-    def run():
-        for key in work:
-            X, A, Y = pool[key]
-            B = torch.empty_like(A)
-            for _ in range(steps):
-                torch.bmm(X, X.mT, out=B), torch.bmm(A, A, out=B), torch.bmm(A, X, out=Y)
-
-    return run
-
-
-def bench_one(device):
-    """One step on one device: the products alone, torch.optim.Muon with one 2-D parameter per unit,
-    and Muon."""
-    shapes = layer_shapes(6)
-    print(
-        f"\none step, {sum(map(math.prod, shapes.values())) / 1e6:.1f}M parameters, {device}, seconds, best of 5"
-    )
-    print("products  weights    GEMM floor  torch.optim.Muon  Muon     / floor  / torch")
-    for dtype, weights in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ):
-        params = make_parameters(shapes, dtype=weights, device=device)
-        ours = Muon(
-            [dict(params=list(params.items()))],
-            ns_dtype=dtype,
-            scale="spectral",
-            lr=1e-3,
-            weight_decay=0.1,
-        )
-        matrices = []
-        for p in make_parameters(shapes, dtype=weights, device=device).values():
-            for matrix, grad in zip(stacked(p.data), stacked(p.grad)):
-                matrices.append(torch.nn.Parameter(matrix.clone()))
-                matrices[-1].grad = grad.clone()
-        theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
-        keep = torch.Tensor.bfloat16
-        if dtype == torch.float32:
-            # torch.optim.Muon knows bf16 only; like is compared with like
-            torch.Tensor.bfloat16 = lambda tensor: tensor
-        calls = gemm_floor(shapes, dtype, device), theirs.step, ours.step
-        times = [[seconds(call, device) for call in calls] for _ in range(6)][1:]
-        torch.Tensor.bfloat16 = keep
-        floor, torch_muon, muon = map(min, zip(*times))
-        name = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-        print(
-            f"{name[dtype]}      {name[weights]}       {floor:8.3f}    {torch_muon:10.3f}      {muon:8.3f}   "
-            f"{muon / floor:7.2f}  {muon / torch_muon:6.2f}",
-            flush=True,
-        )
 
 
 def fork_ranks(world, call, *args):
@@ -1150,65 +1066,6 @@ def shard(world):
     return lambda name, tensor: distribute_tensor(
         tensor, mesh, [Shard(tensor.ndim - 2)], src_data_rank=None
     )
-
-
-def redundant_step(params, optimizer):
-    """What one writes first: gather every momentum whole and orthogonalise all of it on every
-    rank."""
-    for p in params.values():
-        m = optimizer.state[p]["momentum"]
-        m.to_local().lerp_(p.grad.to_local(), 0.05)
-        whole = DTensor.from_local(
-            torch.lerp(p.grad.to_local(), m.to_local(), 0.95),
-            m.device_mesh,
-            m.placements,
-            shape=m.shape,
-            stride=m.stride(),
-        ).full_tensor()
-        update = distribute_tensor(
-            orthogonalize(whole), m.device_mesh, m.placements, src_data_rank=None
-        ).to_local()
-        p.to_local().mul_(1 - 1e-4).add_(update, alpha=-1e-3 * step_scale("rms", *p.shape[-2:]))
-
-
-def bench_rank(rank, world, fallback):
-    """CPU seconds (all threads, gloo's too), collectives and bytes of one rank's step, after two to
-    warm up."""
-    params = make_parameters(layer_shapes(2), shard(world))
-    optimizer = Muon([dict(params=list(params.items()), weight_decay=0.1)], check_gradients=True)
-    cpu = []
-    with torch.no_grad():
-        for _ in range(5):
-            dist.barrier()
-            start = time.process_time()
-            redundant_step(params, optimizer) if fallback else optimizer.step()
-            cpu.append(time.process_time() - start)
-    whole = sum(p.numel() for p in params.values()) * 4
-    here = sum(p.to_local().nbytes for p in params.values())
-    traffic = (
-        dict(collectives=len(params), bytes_received=whole - here)
-        if fallback
-        else optimizer.traffic
-    )
-    return min(cpu[2:]), traffic
-
-
-def bench_sharded():
-    count = sum(math.prod(shape) for shape in layer_shapes(2).values()) / 1e6
-    print(
-        f"sharded over forked gloo ranks, {count:.1f}M parameters, rows inside the experts; busiest rank, best of 3\n"
-        " W   CPU s   MB received  collectives   full_tensor + redundant NS: CPU s   MB   ratio of CPU s"
-    )
-    for world in (1, 2, 4, 8):
-        ours, fallback = (fork_ranks(world, bench_rank, redundant) for redundant in (False, True))
-        cpu, traffic = max(cpu for cpu, _ in ours), ours[0][1]
-        most = max(t["bytes_received"] for _, t in ours) / 1e6
-        other = max(cpu for cpu, _ in fallback)
-        print(
-            f"{world:2d}  {cpu:6.3f}  {most:10.1f}  {traffic['collectives']:10d} {other:36.3f}  "
-            f"{fallback[0][1]['bytes_received'] / 1e6:6.1f}  {cpu / other:6.3f}",
-            flush=True,
-        )
 
 
 def demo_rank(rank, world):
@@ -1311,23 +1168,24 @@ def demo():
     )
 
 
-if __name__ == "__main__":
+def refuse(message):
+    print(f"muon.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv):
+    if "--bench" in argv:
+        refuse("--bench has moved: python -m benchmarks.muon")
     parser = argparse.ArgumentParser(
         description="Muon, alone", usage=argparse.SUPPRESS, allow_abbrev=False
     )
-    parser.add_argument("--bench", action="store_true", help="measure instead of show")
-    if parser.parse_args().bench:
-        torch.set_num_threads(1)
-        bench_sharded()  # first: a process that has touched a GPU cannot fork
-        bench_one("cuda" if torch.cuda.is_available() else "cpu")
-    else:
-        try:
-            demo()
-        except OSError as error:
-            sys.exit(
-                print(
-                    f"muon.py: {error.filename or 'cannot write'}: {error.strerror}",
-                    file=sys.stderr,
-                )
-                or 2
-            )
+    parser.error = refuse
+    parser.parse_args(argv)
+    try:
+        demo()
+    except OSError as error:
+        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -40,7 +40,6 @@ K experts per token.
 
     python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
     python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
-    python rollout.py --bench         decoding against re-running the full forward, its matrix products alone, static batching
 """
 
 import argparse
@@ -51,7 +50,6 @@ import os
 import random
 import re
 import sys
-import time
 import unicodedata
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -64,9 +62,8 @@ import regex  # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype
+from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import (
     ARGUMENTS,
     HINTED,
@@ -1509,9 +1506,7 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
             agents.append(agent_in_workspace(task, sampler.tokenizer, sandbox, limits, compact))
             seeds.append((seed, number, j))
         try:
-            return sampler.run(
-                agents, seeds, lambda chain: grade(chain, sandbox), patient=patient
-            )
+            return sampler.run(agents, seeds, lambda chain: grade(chain, sandbox), patient=patient)
         finally:
             # After an error, agents are under way: their workspaces go.
             for one in agents:
@@ -1987,7 +1982,7 @@ def show(line):
     print(printed(line))
 
 
-# ---------------------------------------------------------------- demo and bench
+# ---------------------------------------------------------------- demo
 
 
 def small_model(tokenizer, **sizes):
@@ -2048,7 +2043,7 @@ def demo():
     for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
         show(line)
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
-    sampler = Sampler(model, tokenizer, rows=8, window=256)
+    sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
     worst = max(
         float(rescore(model, e).abs().max())
@@ -2066,175 +2061,18 @@ def demo():
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
-def errand(rng):
-    """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth
-    of a second."""
-    fresh, restart = rng.integers(0, 256, 60).tolist(), True
-    for _ in range(rng.integers(1, 10)):
-        yield Request(fresh, restart, int(min(60, 1 + rng.exponential(12))))
-        slow = bool(rng.random() < 1 / 3)
-        yield Work([], lambda: time.sleep(0.1 * slow), slow)
-        fresh, restart = rng.integers(0, 256, 20).tolist(), False
-    return Chain(None, [])
-
-
-class Static(Sampler):
-    """What continuous batching is measured against: a batch begins together, each turn waits for
-    the longest and for the slowest tool, and a new batch for the last to end; who waits is fed with
-    the others. (Rows that ended are taken out, which is kind to it.)"""
-
-    def company(self, live, rows):
-        return len(rows) + -len(rows) % 8
-
-    def turn(self, rows, queue, done, on_end):
-        if not any(row.sampling for row in rows):
-            rows = super().turn(rows, [] if rows else queue, done, on_end)
-            while any(row.work for row in rows):
-                rows = super().turn(rows, [], done, on_end)
-        return rows
-
-
-class Products(TorchDispatchMode):
-    """Keeps the matrix products of what runs under it, with their operands; in inference mode they
-    pass here undecomposed."""
-
-    NAMES = (
-        "linear",
-        "matmul",
-        "einsum",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "_grouped_mm",
-        "scaled_dot_product_attention",
-    )
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in self.NAMES:
-            self.kept.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-def products(step):
-    """-> a function that does again only the matrix products (attention's own included) of
-    `step()`"""
-    with Products() as mode:
-        mode.kept = []
-        step()
-    assert mode.kept, "no matrix product was seen"
-    return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
-
-
-def best_times(candidates, rounds, budget=5.0):
-    """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on
-    all; one that used its budget of seconds stops."""
-    spent = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, one in candidates.items():
-            if sum(spent[name]) < budget:
-                start = time.perf_counter()
-                one()
-                spent[name].append(time.perf_counter() - start)
-    return {name: min(times[1:] or times) for name, times in spent.items()}
-
-
-def bench():
-    # as in train.py's processes: one for each core
-    torch.set_num_threads(1)
-    letters, pairs = {bytes([b]): b for b in range(256)}, {
-        bytes(divmod(i, 256)): i for i in range(256, 1014)
-    }
-    tokenizer, rows, length, window, dtype = (
-        Tokenizer(letters | pairs),
-        32,
-        256,
-        512,
-        fast_dtype("cpu"),
-    )
-    # train.py's, of 1,024 tokens
-    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(dtype)
-    lean = generation_model(model.config, dtype)
-    lean.load_state_dict(model.state_dict())
-    tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
-    cache = Cache(lean, rows, window + 2)
-
-    def step(width):
-        hidden = lean.decode(
-            tokens[:, length : length + width], cache, slice(0, rows), start
-        ).flatten(0, 1)
-        return choose(lean.logits(hidden), torch.rand(len(hidden)))
-
-    one, four = (lambda: step(1)), (lambda: step(4))
-    full = lambda: choose(model.logits(model(tokens[:, : length + 1])[:, -1]), torch.rand(rows))
-    with torch.inference_mode():
-        lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
-        seconds = best_times(
-            {
-                "from the latent cache": one,
-                "its matrix products alone": products(one),
-                "with 3 drafts, none right": four,
-                "its matrix products": products(four),
-                "full forward per token": full,
-            },
-            100,
-        )
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens, {dtype}"
-        )
-    cached, alone, drafted, its, full = seconds.values()
-    print(
-        f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products, "
-        f"with a draft {drafted / its:.2f}x\nits own and {drafted / cached:.2f}x the other: that many tokens a step and drafts pay\n"
-    )
-    kinds, sampled = {"continuous batching": Sampler, "static batching": Static}, {}
-    work = lambda name: lambda: sampled.update(
-        {name: sum(len(body) for body in bodies(kinds[name](lean, tokenizer, rows, 1024), 96))}
-    )
-    seconds = best_times({name: work(name) for name in kinds}, 2)
-    # bf16 rounds by the batch: now and then a rollout is another one
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {t:8.2f} s {sampled[name] / t:14,.0f} tokens/s   96 episodes with tool calls in {rows} rows"
-        )
-    ours, other = (sampled[name] / t for name, t in seconds.items())
-    print(f"continuous batching does {ours / other:.1f}x the tokens/s of static batching")
-
-
-def bodies(sampler, n):
-    """Run n errands -> every body that was sampled"""
-    got = []
-
-    def overheard(play):
-        asked = next(play)
-        while True:
-            answer = yield asked
-            got.append(answer[0]) if answer else None
-            try:
-                asked = play.send(answer)
-            except StopIteration as end:
-                return end.value
-
-    sampler.run(
-        [overheard(errand(np.random.default_rng(i))) for i in range(n)],
-        list(range(n)),
-        patient=isinstance(sampler, Static),
-    )
-    return got
-
-
 def refuse(text):
     print(f"rollout.py: {text}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def main(argv):
+    if "--bench" in argv:
+        refuse("--bench has moved: python -m benchmarks.decode")
     parser = argparse.ArgumentParser(
         description="A demonstration and a group of rollouts.", allow_abbrev=False
     )
     parser.error = refuse
-    parser.add_argument("--bench", action="store_true", help="measure decoding")
     parser.add_argument(
         "--replay",
         metavar="FILE",
@@ -2246,12 +2084,8 @@ def main(argv):
     given = parser.parse_args(argv)
     if given.line is not None and given.replay is None:
         refuse("--line goes with --replay=FILE")
-    if given.bench and given.replay is not None:
-        refuse("--bench or --replay=FILE, not both")
     if given.replay == "":
         refuse("--replay= names no file")
-    if given.bench:
-        return bench()
     if given.replay is None:
         try:
             return demo()

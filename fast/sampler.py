@@ -209,9 +209,7 @@ class Sampler:
 
     def expert_shape(self):
         """(window + 1, L, K) of the experts that an episode's tokens take at the MoE layers"""
-        top_k = [
-            block.ffn.router.k for block in self.model.layers if hasattr(block.ffn, "router")
-        ]
+        top_k = [block.ffn.router.k for block in self.model.layers if hasattr(block.ffn, "router")]
         return self.window + 1, len(top_k), max(top_k, default=0)
 
     def advance(self, row, message):

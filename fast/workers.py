@@ -222,7 +222,7 @@ class Workers:
         self.generator, self.closed = None if n else Generator(**settings), False
         self.context = multiprocessing.get_context("forkserver") if n else None
         if n:
-            self.context.set_forkserver_preload(["rollout"])
+            self.context.set_forkserver_preload(["fast.workers"])
             # The folder of the server's socket, too, has to go when this process is killed. There
             # is no public way to say where.
             settings_of_process = getattr(multiprocessing.current_process(), "_config", {})

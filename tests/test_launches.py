@@ -318,7 +318,7 @@ def make_sampler(sources, rows, **options):
     tasks = [synth_tasks.make_task(0, number) for number in range(rows)]
     limits = rollout.Limits(1500, 8)
     agents = [rollout.agent(task, run.tokenizer, None, limits) for task in tasks]
-    sampler.patient, sampler.book, sampler.cache = True, {}, moe.Cache(model, rows, 1502)
+    sampler.patient, sampler.cache = True, moe.Cache(model, rows, 1502)
     queue = [(i, (one, i)) for i, one in enumerate(agents)][::-1]
     return sampler, sampler.turn([], queue, {}, lambda chain: None)
 
