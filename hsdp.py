@@ -1072,7 +1072,8 @@ def largest_micro_batch(config, shapes, gigabytes, most, share=0.6):
 def parameter_shapes(name, folder=""):
     """A named model, or that of a published folder, on the meta device. -> (ModelConfig,
     {parameter: shape})"""
-    from moe import Model, ModelConfig, read_config
+    from moe import Model, ModelConfig
+    from published.families import read_config
 
     if not folder and name not in MODELS:
         raise ValueError(f"unknown model {name!r}: {', '.join(MODELS)}")

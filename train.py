@@ -60,17 +60,11 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import (
-    Model,
-    ModelConfig,
-    balance,
-    fast_dtype,
-    filled,
-    load_model,
-    parse_json,
-    read_config,
-    write_checkpoint,
-)
+from moe import Model, ModelConfig, balance, fast_dtype, filled
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.families import read_config
+from published.safetensors import parse_json
 from muon import Muon, check_parameters
 from fast import workers as fast_workers
 
