@@ -49,6 +49,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
+from fast import sampler as fast_sampler, workers
 
 LEVELS = range(6)
 
@@ -256,10 +257,10 @@ def attempt(
     compact, limits = summarize.compact(config), rollout.Limits(
         config["window"], config["turns"], commands=config["commands"]
     )
-    lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
+    lean = workers.generation_model(model.config, model.dtype, model.embed.weight.device)
     lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(
+    sampler = fast_sampler.Sampler(
         lean,
         tokenizer,
         rows=96,
@@ -337,9 +338,9 @@ def mismatch(model, tokenizer, config, tasks):
         config["window"], config["turns"], commands=config["commands"]
     )
     for dtype in (torch.bfloat16, torch.float32):
-        lean = rollout.generation_model(model.config, dtype)
+        lean = workers.generation_model(model.config, dtype)
         lean.load_state_dict(model.state_dict())
-        sampler = rollout.Sampler(
+        sampler = fast_sampler.Sampler(
             lean,
             tokenizer,
             window=config["window"],

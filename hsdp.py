@@ -74,7 +74,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ---------------------------------------------------------------- layout: arithmetic, shared with the planner
+# ---------------------------------------------------------------- layout: arithmetic
 
 
 @dataclass(frozen=True)
@@ -671,9 +671,6 @@ def _from_all_ranks(item):
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
-
-
-# ---------------------------------------------------------------- planner: what a step costs, from shapes alone
 
 
 # ---------------------------------------------------------------- demo

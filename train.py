@@ -60,19 +60,14 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import (
-    Model,
-    ModelConfig,
-    balance,
-    fast_dtype,
-    filled,
-    load_model,
-    parse_json,
-    read_config,
-    write_checkpoint,
-)
+from moe import Model, ModelConfig, balance, fast_dtype, filled
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.families import read_config
+from published.safetensors import parse_json
 from muon import Muon, check_parameters
 from command import checkpoint_files, gpu_memory
+from fast import workers as fast_workers
 
 
 @dataclass(frozen=True)
@@ -1195,10 +1190,10 @@ class Reinforcement:
         self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
             config.staleness if config.workers else 0
         )
-        self.publisher = rollout.Publisher(
+        self.publisher = fast_workers.Publisher(
             self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
         )
-        self.workers = rollout.Workers(
+        self.workers = fast_workers.Workers(
             config.workers,
             dict(
                 folder=self.folder.name,
@@ -1320,7 +1315,7 @@ class Reinforcement:
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        lag = rollout.staleness([] if config.imitate else groups, step)
+        lag = fast_workers.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),

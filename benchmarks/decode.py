@@ -22,17 +22,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import least_seconds, make_parser, print_table
+from fast.sampler import Sampler
+from fast.workers import generation_model
 from moe import Cache, fast_dtype
-from rollout import (
-    Chain,
-    Request,
-    Sampler,
-    Tokenizer,
-    Work,
-    choose,
-    generation_model,
-    small_model,
-)
+from rollout import Chain, Request, Tokenizer, Work, choose, small_model
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
 DRAFT = 3  # tokens that a draft proposes, none of them right
@@ -164,13 +157,13 @@ class StaticBatching(Sampler):
     the longest and for the slowest tool, and a new batch for the last to end; who waits is fed with
     the others. (Rows that ended are taken out, which is kind to it.)"""
 
-    def company(self, live, rows):
+    def padded_batch_size(self, active, rows):
         return len(rows) + -len(rows) % 8
 
     def turn(self, rows, queue, done, on_end):
         if not any(row.sampling for row in rows):
             rows = super().turn(rows, [] if rows else queue, done, on_end)
-            while any(row.work for row in rows):
+            while any(row.tool for row in rows):
                 rows = super().turn(rows, [], done, on_end)
         return rows
 

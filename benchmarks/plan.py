@@ -30,7 +30,8 @@ from command.gpu_memory import (
     parameter_shapes,
 )
 from hsdp import Layout, is_expert
-from moe import ModelConfig, read_config
+from moe import ModelConfig
+from published.families import read_config
 
 # Fields of moe.ModelConfig: the published ones from their config.json, the others as train.py's
 # scales.

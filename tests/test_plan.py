@@ -13,7 +13,8 @@ import hsdp
 from benchmarks import plan
 from command import gpu_memory
 from hsdp import Layout
-from moe import Model, ModelConfig, write_checkpoint
+from moe import Model, ModelConfig
+from published.export import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ModelConfig(
