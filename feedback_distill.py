@@ -508,11 +508,6 @@ def feedback_loss(student, teacher, count, **options):
     )
 
 
-def coefficient(step, final, warmup):
-    """Weight of the feedback loss at a step counted from 0: linear up to `final`."""
-    return final * min(1.0, (step + 1) / max(warmup, 1))
-
-
 # ---------------------------------------------------------------- teacher
 
 
@@ -717,9 +712,9 @@ def teach(model, words, rng, held_out, steps=20):
         student = logits_at(
             model, toy_batch(chains)[0], targets.student_row, targets.student_position
         )
-        loss = coefficient(step, 1.0, 5) * feedback_loss(
-            student, teacher(targets), len(targets), token_cap=10.0
-        )
+        # The first steps are small.
+        warmup = min(1.0, (step + 1) / 5)
+        loss = warmup * feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

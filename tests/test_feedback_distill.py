@@ -665,13 +665,6 @@ def test_bad_options_are_refused():
         fd.divergence(s, t[:3])
 
 
-def test_the_coefficient_warms_up_linearly():
-    assert [fd.coefficient(step, 0.8, 4) for step in (0, 1, 3, 9)] == pytest.approx(
-        [0.2, 0.4, 0.8, 0.8]
-    )
-    assert fd.coefficient(0, 0.8, 0) == 0.8
-
-
 # ---------------------------------------------------------------- teacher
 
 
