@@ -305,8 +305,8 @@ class Hint:
     text: str
 
 
-def detect(chain, rules=RULES, critic=None, per_chain=None):
-    """-> the first `per_chain` Hints of a chain, at most one per turn. `rules`: a dict of
+def detect(chain, rules=RULES, critic=None):
+    """-> the Hints of a chain, at most one per turn. `rules`: a dict of
     functions, or names out of RULES. `critic`, any function (chain, episode, turn) -> text or None,
     is asked instead of the rules: a model, for instance."""
     unknown = [name for name in rules if name not in RULES and not isinstance(rules, dict)]
@@ -325,7 +325,7 @@ def detect(chain, rules=RULES, critic=None, per_chain=None):
                 if turn.role == "assistant"
             )
             hints += [Hint(e, i, kind, text) for kind, text in said if text][:1]
-    return hints[:per_chain]
+    return hints
 
 
 # ---------------------------------------------------------------- splicing and packing

@@ -286,7 +286,7 @@ def test_unfinished_names_the_functions_still_missing_and_open_items():
     assert fired(chain([*do(RED), BYE], finished=False), "unfinished") == []
 
 
-def test_one_hint_per_turn_a_limit_per_chain_a_critic_and_no_unknown_rule():
+def test_one_hint_per_turn_a_critic_and_no_unknown_rule():
     bad = Call("grep", [], "", "unknown_tool")
     c = chain([*do(bad, READ, READ), *do(bad), *do(bad), BYE])
     assert [(h.turn, h.kind) for h in fd.detect(c)] == [
@@ -294,11 +294,10 @@ def test_one_hint_per_turn_a_limit_per_chain_a_critic_and_no_unknown_rule():
         (5, "unavailable_tool"),
         (7, "unavailable_tool"),
     ]
-    assert [h.turn for h in fd.detect(c, per_chain=2)] == [1, 5]
     asked = []
     hints = fd.detect(c, critic=lambda c, e, i: asked.append(i) or ("Be kind." if i == 9 else None))
     assert asked == [1, 5, 7, 9] and [(h.kind, h.text) for h in hints] == [("critic", "Be kind.")]
-    assert fd.detect(c, {"mine": lambda c, e, i: "x"}, per_chain=1)[0].kind == "mine"
+    assert fd.detect(c, {"mine": lambda c, e, i: "x"})[0].kind == "mine"
     with pytest.raises(AssertionError, match="speling"):
         fd.detect(c, ["speling"])
 
