@@ -354,23 +354,6 @@ def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes()
     assert (t.student_row == torch.tensor([hinted[k][0] for k in t.hint])).all()
 
 
-def test_episodes_may_share_a_row_of_the_trainers_batch():
-    episodes = [episode(3, 4), episode(2, 2)]
-    flat = [token for e in episodes for turn in e.turns for token in turn.tokens]
-    t = fd.pack(episodes, [(1, 1, [7, 7])], places=[(0, 0), (0, 11)])
-    assert set(t.student_row.tolist()) == {0}
-    assert (
-        [flat[p + 1] for p in t.student_position]
-        == t.token.tolist()
-        == episodes[1].turns[1].tokens[1:]
-    )
-
-
-def test_hints_that_do_not_fit_the_window_are_counted_and_left_out():
-    t = fd.pack([episode(3, 4)], [(0, 1, [7] * 50), (0, 1, [7])], window=20)
-    assert t.skipped == 1 and len(t.tokens) == 1 and set(t.hint.tolist()) == {1}
-
-
 def small(seed=0, vocab=64):
     torch.manual_seed(seed)
     model = Model(
