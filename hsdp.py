@@ -14,8 +14,8 @@ chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never 
 checkpoints that appear by rename. Engine: PyTorch's DeviceMesh,
 fully_shard, DTensor and DCP.
 
-    dense mesh     (replicate, shard = dp_shard x cp)      W = replicate * shard
-    expert mesh    (replicate', efsdp, ep)                 W = replicate' * efsdp * ep, over the same ranks
+    dense mesh     (replicate, shard)    W = replicate * shard, a shard being data x cp ranks
+    expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
 
 Left out: overlap of the latents' gather with the query projection and of the token exchange with
@@ -86,27 +86,29 @@ class Layout:
     cp: int = 1  # ranks that share one sequence
     ep: int = 1  # ranks that share one set of experts
     dp_replicate: int = 1  # copies of the dense weights
-    expert_replicate: int = 1  # copies of the experts; 1 = the wide mesh, cut over all ranks
 
     def __post_init__(self):
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"{name}={size}: a mesh has at least one rank in every direction")
-        for copies, other in (("dp_replicate", "cp"), ("expert_replicate", "ep")):
-            if self.world % (getattr(self, copies) * getattr(self, other)):
-                raise ValueError(
-                    f"{copies}={getattr(self, copies)} x {other}={getattr(self, other)} does not divide "
-                    f"the {self.world} ranks"
-                )
+        if self.world % (self.dp_replicate * self.cp):
+            raise ValueError(
+                f"dp_replicate={self.dp_replicate} x cp={self.cp} does not divide the "
+                f"{self.world} ranks"
+            )
+        if self.world % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the {self.world} ranks")
 
     @property
-    # dp_shard x cp, flattened: CP ranks hold different tokens of one loss, as all data ranks do
     def shard(self):
+        """Pieces of a dense weight: the data ranks and the cp ranks, flattened. CP ranks hold
+        different tokens of one loss, as all data ranks do."""
         return self.world // self.dp_replicate
 
     @property
     def efsdp(self):
-        return self.world // (self.expert_replicate * self.ep)
+        """Pieces of the rows of an expert"""
+        return self.world // self.ep
 
     @property
     def data(self):  # different batches; the cp ranks of one group read the same batch
@@ -130,7 +132,7 @@ def is_expert(name):
 class Meshes:
     layout: Layout
     dense: DeviceMesh | None = None  # ([replicate,] shard)
-    experts: DeviceMesh | None = None  # ([replicate,] efsdp [, ep])
+    experts: DeviceMesh | None = None  # (efsdp [, ep])
     context: DeviceMesh | None = None  # (data, cp), where cp > 1
 
     @property
@@ -142,24 +144,11 @@ class Meshes:
         return self.rank // self.layout.cp
 
 
-def make_meshes(
-    world=1,
-    cp=1,
-    ep=1,
-    dp_replicate=1,
-    dp_shard=None,
-    expert_replicate=1,
-    device="cpu",
-    seconds=PATIENCE,
-):
+def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIENCE):
     """Two meshes over the same ranks. Sizes that do not fit: ValueError on every rank, before any
     collective. world=1 needs no process group and makes no mesh. Give more seconds where a rank may
     be late for good reasons (compilation, long rollouts)."""
-    layout = Layout(world, cp, ep, dp_replicate, expert_replicate)
-    if dp_shard not in (None, layout.shard // cp):
-        raise ValueError(
-            f"dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} is not the {world} ranks"
-        )
+    layout = Layout(world, cp, ep, dp_replicate)
     if world == 1:
         return Meshes(layout)
     ranks = dist.get_world_size() if dist.is_initialized() else 0
@@ -177,7 +166,7 @@ def make_meshes(
     return Meshes(
         layout,
         mesh("shard", replicate=dp_replicate, shard=layout.shard),
-        mesh("efsdp", replicate=expert_replicate, efsdp=layout.efsdp, ep=ep),
+        mesh("efsdp", efsdp=layout.efsdp, ep=ep),
         mesh("cp", data=layout.data, cp=cp) if cp > 1 else None,
     )
 

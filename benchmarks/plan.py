@@ -86,6 +86,30 @@ class Hardware:
     net: float = 50  # GB/s per GPU between nodes
 
 
+@dataclass(frozen=True)
+class CopiedExperts(Layout):
+    """A layout that hsdp.py does not have: copies of the experts too, each cut over its own ranks.
+    It shows what the wide mesh saves."""
+
+    expert_replicate: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.world % (self.expert_replicate * self.ep):
+            raise ValueError(
+                f"expert_replicate={self.expert_replicate} x ep={self.ep} does not divide the "
+                f"{self.world} ranks"
+            )
+
+    @property
+    def efsdp(self):
+        return self.world // (self.expert_replicate * self.ep)
+
+
+def copies_of_experts(layout):
+    return getattr(layout, "expert_replicate", 1)
+
+
 # ---------------------------------------------------------------- bytes on the wire
 
 
@@ -138,7 +162,7 @@ def traffic(config, shapes, layout, step):
         layout,
         step,
         layout.efsdp,
-        layout.expert_replicate,
+        copies_of_experts(layout),
         layout.efsdp * layout.ep,
     )
 
@@ -173,7 +197,7 @@ def muon_numbers(shapes, layout):
         if not is_muon(name, shape):
             continue
         if is_expert(name):
-            copies, cut = layout.expert_replicate, layout.efsdp
+            copies, cut = copies_of_experts(layout), layout.efsdp
         else:
             # Heads are dealt whole: only a plain matrix is cut through its rows.
             copies, cut = layout.dp_replicate, layout.shard if len(shape) == 2 else 1
@@ -231,7 +255,7 @@ def three_layouts(gpus, cp, ep, node):
     """Copies of a narrow group span one node."""
     nodes = max(gpus // node, 1)
     return {
-        "all narrow": Layout(gpus, cp, ep, nodes, max(gpus // max(node, ep), 1)),
+        "all narrow": CopiedExperts(gpus, cp, ep, nodes, max(gpus // max(node, ep), 1)),
         "dense narrow, experts wide": Layout(gpus, cp, ep, nodes),
         "all wide": Layout(gpus, cp, ep),
     }
@@ -255,8 +279,8 @@ def memory_rows(config, shapes, layouts, step, hardware):
             size = sum(memory(config, shapes, layout, step, recompute).values())
             enough = size <= 1e9 * hardware.memory
             cells.append(gigabytes(size) + (" fits" if enough else " does not fit"))
-            # train.py has no flag for copies of experts.
-            if enough and layout.expert_replicate == 1:
+            # train.py has no copies of experts.
+            if enough and copies_of_experts(layout) == 1:
                 fits.append((layout, recompute))
         rows.append((what, cells))
     return rows, fits
@@ -329,7 +353,7 @@ def plan(name, folder, gpus, cp, ep, step, hardware):
         ),
         (
             "expert mesh (replicate, efsdp, ep)",
-            [str((layout.expert_replicate, layout.efsdp, layout.ep)) for layout in columns],
+            [str((copies_of_experts(layout), layout.efsdp, layout.ep)) for layout in columns],
         ),
     ]
     memory_table, fits = memory_rows(config, shapes, columns, step, hardware)
