@@ -24,7 +24,7 @@ from muon import (
     check_parameters,
     noise_of_places,
     orthogonalize,
-    round_by_chance,
+    stochastic_round,
     step_scale,
 )
 
@@ -343,13 +343,13 @@ def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_
     ulp = (nearest.view(torch.int16) + 1).view(torch.bfloat16).float().sub(nearest.float()).abs()
     draws = torch.empty(4000, len(exact), dtype=torch.bfloat16)
     for seed, weight in enumerate(draws):
-        round_by_chance(weight, exact, (seed, 7))
+        stochastic_round(weight, exact, (seed, 7))
     error = draws.float() - exact
     # 5 standard errors: 5 * .5 / sqrt(4000)
     assert (error.abs() < ulp).all() and (error.mean(0).abs() <= 0.04 * ulp).all()
     assert not error[:, -5:-2].any() and (draws[:, :300].float().std(0) > 0).sum() > 290
     again = torch.empty_like(nearest)
-    round_by_chance(again, exact, (3, 7))
+    stochastic_round(again, exact, (3, 7))
     assert torch.equal(again, draws[3]) and not torch.equal(again, draws[4])
 
 
@@ -520,17 +520,17 @@ def plain_copies(rank, world, dtype):
     whole, optimizer = train(
         lambda n, t: t.to(dtype), dtype=torch.bfloat16, replicas=dist.group.WORLD
     )
-    leaves = {leaf.name: leaf for leaf in optimizer.leaves}
-    mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.mine]
+    sharded = {sharded.name: sharded for sharded in optimizer.sharded_params}
+    mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.owned]
     # all of it lies here
-    assert leaves["heads"].matrix(leaves["heads"].param, 5).shape == (8, 40)
+    assert sharded["heads"].matrix(sharded["heads"].param, 5).shape == (8, 40)
     return whole, optimizer.traffic, sum(mine)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_plain_copies_share_the_work_and_end_with_the_bits_of_one_process(dtype):
     reference, alone = train(lambda n, t: t.to(dtype), dtype=torch.bfloat16)
-    everything = sum(unit.cost for task in next(iter(alone.plans.values())) for unit in task.mine)
+    everything = sum(unit.cost for task in next(iter(alone.plans.values())) for unit in task.owned)
     results = run_ranks(3, plain_copies, dtype)
     for whole, traffic, cost in results:
         assert all(torch.equal(whole[name], p) for name, p in reference.items())
