@@ -52,7 +52,8 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
-from fast import sampler as fast_sampler, workers
+from fast.sampler import Sampler as FastSampler
+from fast.workers import generation_model
 
 LEVELS = range(6)
 
@@ -241,6 +242,17 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
+def make_sampler(model, tokenizer, config, temperature):
+    """A sampler of this policy: the plain one if the run is plain, else its fast twin, which takes
+    a copy of the weights rounded to the dtype of the products"""
+    options = dict(window=config["window"], temperature=temperature)
+    if config.get("plain"):
+        return rollout.Sampler(model, tokenizer, **options)
+    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
+    copy.load_state_dict(model.state_dict())
+    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
+
+
 def attempt(
     model,
     tokenizer,
@@ -260,17 +272,8 @@ def attempt(
     compact, limits = summarize.compact(config), rollout.Limits(
         config["window"], config["turns"], commands=config["commands"]
     )
-    lean = workers.generation_model(model.config, model.dtype, model.embed.weight.device)
-    lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = fast_sampler.Sampler(
-        lean,
-        tokenizer,
-        rows=96,
-        window=config["window"],
-        temperature=temperature,
-        draft=config["draft"],
-    )
+    sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(
         sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
     )
@@ -341,15 +344,7 @@ def mismatch(model, tokenizer, config, tasks):
         config["window"], config["turns"], commands=config["commands"]
     )
     for dtype in (torch.bfloat16, torch.float32):
-        lean = workers.generation_model(model.config, dtype)
-        lean.load_state_dict(model.state_dict())
-        sampler = fast_sampler.Sampler(
-            lean,
-            tokenizer,
-            window=config["window"],
-            temperature=config["temperature"],
-            draft=config["draft"],
-        )
+        sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
             sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
         )
@@ -803,7 +798,7 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
         mine = attempt(
             model.compute(run.dtype),
             tokenizer,
-            made,
+            {**made, "plain": config.plain},
             run.share(tasks),
             passes,
             temperature=config.temperature,

@@ -94,6 +94,8 @@ class Config:
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
     # compiling 80 s
     compile: bool = False
+    # 1: every part in its plain form, none of fast/: to the same curves, slower
+    plain: bool = False
     # on CPU: started by itself, each with its share of cores and batch; at most one per core
     processes: int = 2
     save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
@@ -738,25 +740,31 @@ class Reinforcement:
         self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
             config.staleness if config.workers else 0
         )
-        self.publisher = fast_workers.Publisher(
-            self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+        settings = dict(
+            tokenizer=run.tokenizer,
+            group=config.group,
+            limits=agent_limits(config),
+            compact=run.compact,
+            temperature=config.temperature,
         )
-        self.workers = fast_workers.Workers(
-            config.workers,
-            dict(
+        device = str(next(run.model.parameters()).device)
+        if config.plain:
+            # Another model samples, since the policy's own may be cut over ranks.
+            policy = Model(run.model.config).to(device).compute(run.dtype)
+            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+        else:
+            settings |= dict(
                 folder=self.folder.name,
                 config=run.model.config,
                 dtype=run.dtype,
-                device=str(next(run.model.parameters()).device),
-                tokenizer=run.tokenizer,
-                group=config.group,
-                limits=agent_limits(config),
-                compact=run.compact,
-                temperature=config.temperature,
+                device=device,
                 draft=config.draft,
                 rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
-            ),
-        )
+            )
+            self.publisher = fast_workers.Publisher(
+                self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+            )
+            self.workers = fast_workers.Workers(config.workers, settings)
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = eval.digest_file(config.tasks)

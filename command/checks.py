@@ -161,6 +161,10 @@ def check_together(config, given, stage, sizes, window):
         usage_error(
             "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once before any comes again"
         )
+    if config.plain and config.workers:
+        usage_error(
+            f"--plain=1 samples in the training process: without --workers={config.workers}"
+        )
     if "staleness" in given and not config.workers:
         usage_error(
             "--staleness goes with --workers: without them the policy that samples is the one that learns"
