@@ -48,7 +48,8 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import Model, ModelConfig
+from published.grouped_query import config_of
+import fast
 from fast import sampler as fast_sampler, workers
 
 LEVELS = range(6)
@@ -225,16 +226,18 @@ def unfinished(folder):
     )
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
-    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+def load(folder, device="cpu", plain=False):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.peek(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), config_of(extra["model"]).build_model()
     hsdp.load(path, model)
+    if not plain:
+        fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
 
 

@@ -54,19 +54,22 @@ from tqdm import tqdm
 # first: it says in one line what Windows lacks
 from world.machine import MachineFailure, fcntl, owned_directory, resource
 import eval
+import fast
 import feedback_distill
 import hsdp
 import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import Model, ModelConfig, balance, fast_dtype, filled
+from moe import ModelConfig, balance, fast_dtype
 from published.export import write_checkpoint
 from published.loading import load_model
 from published.families import read_config
+from published.grouped_query import config_of
 from published.safetensors import parse_json
-from muon import Muon, check_parameters
+from muon import Muon, check_parameters, newton_schulz
 from fast import workers as fast_workers
+from fast.gram_newton_schulz import gram_newton_schulz
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Config:
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
     # compiling 80 s
     compile: bool = False
+    # 1: every part in its plain form, none of fast/: to the same curves, slower
+    plain: bool = False
     # on CPU: started by itself, each with its share of cores and batch; at most one per core
     processes: int = 2
     save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
@@ -318,6 +323,7 @@ NOT_COMPARED = {
     "resume",
     "device",
     "compile",
+    "plain",
     "save_every",
     "cp",
     "ep",
@@ -1112,6 +1118,11 @@ def shortened(step, config):
     return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
 
 
+def padded_length(length):
+    """Rows are padded to a multiple of 64, see rollout.pack."""
+    return -(-length // 64) * 64
+
+
 def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
@@ -1123,7 +1134,7 @@ def length_groups(lengths, tokens, number, seed):
         for pool in pools:
             pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
             while pool:
-                n = max(1, tokens // filled(lengths[pool[-1]]))
+                n = max(1, tokens // padded_length(lengths[pool[-1]]))
                 cut.append(pool[-n:])
                 del pool[-n:]
             groups += [cut[i] for i in rng.permutation(len(cut))]
@@ -1692,7 +1703,7 @@ class Run:
         at weight zero."""
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
-            n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
+            n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
         most = max(self.gather([len(batches)]))
@@ -1729,7 +1740,7 @@ class Run:
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = Model(shape or model_config(self.config, tokenizer.vocab))
+            model = (shape or model_config(self.config, tokenizer.vocab)).build_model()
         if not shape and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         if not next(model.parameters()).is_meta:
@@ -1740,8 +1751,10 @@ class Run:
             self.model.extend(shape.yarn_factor)
 
     def lay_out(self, model):
-        """The dtype of its products and of its weights, its compiled blocks, its cut over the
-        ranks."""
+        """Its fast twins, the dtype of its products and of its weights, its compiled blocks, its cut
+        over the ranks."""
+        if not self.config.plain:
+            fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
         for p in model.parameters() if self.config.weights == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
@@ -1799,6 +1812,7 @@ class Run:
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
+            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
         check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
@@ -1847,7 +1861,7 @@ def published_shape(config, given=None):
     """The sizes of the published model, which has positions for windows up to its own. given: a
     checkpoint of a run from it"""
     shape = (
-        ModelConfig(**given["model"])
+        config_of(given["model"])
         if given
         else read_config(Path(config.init_from, "config.json"))[0]
     )
@@ -1860,7 +1874,7 @@ def published_shape(config, given=None):
             f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many"
         )
     # of fine-tuning it is 0: someone has asked for it
-    if config.balance_rate and shape.scoring != "sigmoid":
+    if config.balance_rate and not shape.balances:
         raise ValueError(
             f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away"
         )
@@ -2124,7 +2138,7 @@ def bias_rate(run):
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.replay and not config.imitate
-    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
+    return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
 def keep_lines(path, step):
@@ -2188,13 +2202,9 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
-        return (
-            load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(
-                False
-            ),
-            tokenizer,
-            asdict(config),
-        )
+        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = model if config.plain else fast.accelerate(model)
+        return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
         stop(str(error))
 
@@ -2292,11 +2302,11 @@ def evaluate(config, given):
         jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
     policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
-        model, tokenizer, saved = policy or eval.load(path, run.device)
+        model, tokenizer, saved = policy or eval.load(path, run.device, config.plain)
         origin = Path(saved["start_from"] or saved["out"], "sft")
         # of a published model, one more may not fit
         compare = saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]
-        began = eval.load(origin, run.device)[0].compute(run.dtype) if compare else None
+        began = eval.load(origin, run.device, config.plain)[0].compute(run.dtype) if compare else None
         mine = eval.attempt(
             model.compute(run.dtype),
             tokenizer,
