@@ -51,7 +51,8 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import Model, ModelConfig
+from published.grouped_query import config_of
+import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
 
@@ -229,16 +230,18 @@ def unfinished(folder):
     )
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
-    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+def load(folder, device="cpu", plain=False):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.peek(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), config_of(extra["model"]).build_model()
     hsdp.load(path, model)
+    if not plain:
+        fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
 
 
@@ -789,12 +792,12 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
 
     policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
-        model, tokenizer, saved = published or load(path, run.device)
+        model, tokenizer, saved = published or load(path, run.device, config.plain)
         # How far RL has moved the policy from where it began. (Of a published model, one more may
         # not fit.)
         began, origin = None, Path(saved["start_from"] or saved["out"], "sft")
         if saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]:
-            began = load(origin, run.device)[0].compute(run.dtype)
+            began = load(origin, run.device, config.plain)[0].compute(run.dtype)
         mine = attempt(
             model.compute(run.dtype),
             tokenizer,

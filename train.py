@@ -44,26 +44,24 @@ from tqdm import tqdm
 # first: it says in one line what Windows lacks
 from world.machine import owned_directory
 import eval
+import fast
 import feedback_distill
 import hsdp
 import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import (
-    Model,
-    ModelConfig,
-    balance,
-    filled,
-    load_model,
-    parse_json,
-    read_config,
-    write_checkpoint,
-)
-from muon import Muon, check_parameters
+from moe import ModelConfig, balance
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.families import read_config
+from published.grouped_query import config_of
+from published.safetensors import parse_json
+from muon import Muon, check_parameters, newton_schulz
 from command import checkpoints, checks, failures, flags, hardware, idle_flags, launch
 from command.flags import usage_error
 from fast import workers as fast_workers
+from fast.gram_newton_schulz import gram_newton_schulz
 
 
 @dataclass(frozen=True)
@@ -661,6 +659,11 @@ def shortened(step, config):
     return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
 
 
+def padded_length(length):
+    """Rows are padded to a multiple of 64, see rollout.pack."""
+    return -(-length // 64) * 64
+
+
 def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
@@ -672,7 +675,7 @@ def length_groups(lengths, tokens, number, seed):
         for pool in pools:
             pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
             while pool:
-                n = max(1, tokens // filled(lengths[pool[-1]]))
+                n = max(1, tokens // padded_length(lengths[pool[-1]]))
                 cut.append(pool[-n:])
                 del pool[-n:]
             groups += [cut[i] for i in rng.permutation(len(cut))]
@@ -750,7 +753,7 @@ class Reinforcement:
         device = str(next(run.model.parameters()).device)
         if config.plain:
             # Another model samples, since the policy's own may be cut over ranks.
-            policy = Model(run.model.config).to(device).compute(run.dtype)
+            policy = run.model.config.build_model().to(device).compute(run.dtype)
             self.workers = self.publisher = rollout.InTurn(policy, **settings)
         else:
             settings |= dict(
@@ -1242,7 +1245,7 @@ class Run:
         at weight zero."""
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
-            n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
+            n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
         most = max(self.gather([len(batches)]))
@@ -1279,7 +1282,7 @@ class Run:
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = Model(shape or model_config(self.config, tokenizer.vocab))
+            model = (shape or model_config(self.config, tokenizer.vocab)).build_model()
         if not shape and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         if not next(model.parameters()).is_meta:
@@ -1290,8 +1293,10 @@ class Run:
             self.model.extend(shape.yarn_factor)
 
     def lay_out(self, model):
-        """The dtype of its products and of its weights, its compiled blocks, its cut over the
-        ranks."""
+        """Its fast twins, the dtype of its products and of its weights, its compiled blocks, its cut
+        over the ranks."""
+        if not self.config.plain:
+            fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
         for p in model.parameters() if self.config.weights == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
@@ -1349,6 +1354,7 @@ class Run:
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
+            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
         check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
@@ -1368,7 +1374,7 @@ def published_shape(config, given=None):
     """The sizes of the published model, which has positions for windows up to its own. given: a
     checkpoint of a run from it"""
     shape = (
-        ModelConfig(**given["model"])
+        config_of(given["model"])
         if given
         else read_config(Path(config.init_from, "config.json"))[0]
     )
@@ -1381,7 +1387,7 @@ def published_shape(config, given=None):
             f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many"
         )
     # of fine-tuning it is 0: someone has asked for it
-    if config.balance_rate and shape.scoring != "sigmoid":
+    if config.balance_rate and not shape.balances:
         raise ValueError(
             f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away"
         )
@@ -1645,7 +1651,7 @@ def bias_rate(run):
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.replay and not config.imitate
-    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
+    return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
 def keep_lines(path, step):
@@ -1709,13 +1715,9 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
-        return (
-            load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(
-                False
-            ),
-            tokenizer,
-            asdict(config),
-        )
+        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = model if config.plain else fast.accelerate(model)
+        return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
         usage_error(str(error))
 

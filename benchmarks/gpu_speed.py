@@ -23,6 +23,7 @@ from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
 from fast import workers
+from published.export import write_checkpoint
 
 
 def build_scale_model(bench, **changes):
@@ -183,7 +184,7 @@ def load_with_transformers(bench, model):
     import transformers
 
     folder = bench.scratch / "published"
-    moe.write_checkpoint(folder, model, torch.bfloat16)
+    write_checkpoint(folder, model, torch.bfloat16)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, local_files_only=True
     )

@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import make_parser, median_seconds, print_table
-from moe import Model, ModelConfig, load_model, write_checkpoint
+from moe import Model, ModelConfig
+from published.export import write_checkpoint
+from published.loading import load_model
 
 SIZES = dict(
     vocab=32000,

@@ -33,9 +33,9 @@ from moe import (
     MoE,
     fast_dtype,
     grouped_swiglu,
-    load_model,
     looped_swiglu,
 )
+from published.loading import load_model
 
 
 @dataclass(frozen=True)
