@@ -35,7 +35,6 @@ import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
 from datetime import timedelta
-from functools import lru_cache
 from itertools import compress
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,42 +48,47 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 # on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
 CACHE_BYTES = {torch.bfloat16: 3 << 20}
-# 34 m^3 + 4 m^2 n multiply-adds against 10 m^3 + 20 m^2 n: they cross at n = 1.5 m
-GRAM_ASPECT = 1.5
 
 
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 
-def orthogonalize(G, steps=5, dtype=None, out=None):
+def orthogonalize(G, steps=5, dtype=None, out=None, iterate=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
     dtype is what the products run in, bf16 unless given. Many small matrices are multiplied as one
     batch; on a CPU big ones go through in cache-sized chunks. What becomes of a matrix does not
-    depend on its company. out may be G itself."""
+    depend on its company. out may be G itself. iterate: what to do in the place of newton_schulz.
+    """
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    dtype = dtype or torch.bfloat16
-    out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
+    dtype, iterate = dtype or torch.bfloat16, iterate or newton_schulz
+    if out is None:
+        out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
     if not G.numel():
         return out
     if not out.is_contiguous():
-        return out.copy_(orthogonalize(G, steps, dtype))
+        return out.copy_(orthogonalize(G, steps, dtype, iterate=iterate))
+
+    # Zeros up to whole cache lines: on some CPUs the last bit hangs on where in a line a matrix
+    # begins, so on its company.
     R, C = G.shape[-2:]
-    # zeros up to whole cache lines: on some CPUs the last bit hangs
-    if G.device.type == "cpu" and (R % 8 or C % 8):
-        # on where in a line a matrix begins, so on its company
+    on_cpu = G.device.type == "cpu"
+    if on_cpu and (R % 8 or C % 8):
         padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))
-        return out.copy_(orthogonalize(padded, steps, dtype)[..., :R, :C])
-    X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
-    chunk = max(1, len(X))
-    if G.device.type == "cpu":
-        chunk = cpu_chunk(X[0].numel(), dtype)
-    table = [COEFFICIENTS] * steps
-    for x, o in zip(X.split(chunk), O.split(chunk)):
-        result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
-        newton_schulz(unit_norm(x, dtype), table, result)
-        o.copy_(result) if result is not o else None
+        whole = orthogonalize(padded, steps, dtype, iterate=iterate)
+        return out.copy_(whole[..., :R, :C])
+
+    matrices, results = G.reshape(-1, R, C), out.view(-1, R, C)  # (N, R, C)
+    chunk = cpu_chunk(R * C, dtype) if on_cpu else len(matrices)
+    for X, result in zip(matrices.split(chunk), results.split(chunk)):
+        # The iteration writes into the result itself where the dtypes are the same.
+        made = result
+        if result.dtype != dtype:
+            made = torch.empty(result.shape, dtype=dtype, device=result.device)
+        iterate(unit_norm(X, dtype), [COEFFICIENTS] * steps, made)
+        if made is not result:
+            result.copy_(made)
     return out
 
 
@@ -92,14 +96,6 @@ def cpu_chunk(elements, dtype):
     """Matrices of so many elements to multiply in one call: small calls pay overhead, big ones
     leave the cache."""
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
-
-
-@lru_cache(maxsize=16)
-def scratch(shape, dtype, device):
-    """Room for intermediate matrices, used again: memory fresh from the system costs a CPU 15 % of
-    the products."""
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 # between them no square of an entry that matters leaves the range of fp32 and bf16
@@ -122,13 +118,12 @@ def unit_norm(X, dtype):
     # The others are cast first, as on the wire.
     if dtype != torch.float16 and X.dtype != torch.float64:
         X = X.to(dtype)
-    quotient = scratch((3, *X.shape), X.dtype, X.device)[2]
     # Asking for the norms would make a GPU's host wait, so there every matrix is scaled, with the
     # same result.
     if X.device.type != "cpu" or not has_ordinary_norms(X):
-        X = torch.div(X, power_of_two_below(X), out=quotient)
+        X = X / power_of_two_below(X)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return torch.div(X, norm.clamp(min=torch.finfo(X.dtype).tiny), out=quotient).to(dtype)
+    return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
 
 
 def has_ordinary_norms(X):
@@ -149,40 +144,14 @@ def power_of_two_below(X):
 
 def newton_schulz(X, table, out):
     """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m,
-    m), on the small side: a tall X is multiplied from the right, A = X^T X, and never transposed.
-
-    Gram form: the p_i commute, so iterate on A alone (A <- Q A Q), collect P = Q...Q, and multiply
-    by X at the end. That loses small singular values, which A holds squared: fp32 (and fp16 on a
-    GPU) only, starting again from X now and then."""
-    N, R, C = X.shape
-    m, n, tall = min(R, C), max(R, C), R > C
-    A, Q, P, S, T = scratch((5, N, m, m), X.dtype, X.device)
-    Y = scratch((3, N, R, C), X.dtype, X.device)  # Y[2] is where unit_norm has put X
-    gram = n > GRAM_ASPECT * m and (
-        X.dtype == torch.float32 or X.dtype == torch.float16 and X.is_cuda
-    )
-    times = (
-        (lambda Q, out: torch.bmm(X, Q, out=out))
-        if tall
-        else (lambda Q, out: torch.bmm(Q, X, out=out))
-    )
-    fresh = True  # no polynomial is waiting to be multiplied onto X
-    for i, (a, b, c) in enumerate(table):
-        if fresh:
-            torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
-        torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
-        # a X inside the product: one pass over X less than a X + Q X
-        Q.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = Q if fresh else torch.bmm(Q, P, out=S)
-        last = i == len(table) - 1
-        if last or not gram or i % 3 == 1:
-            X, fresh = times(product, out if last else Y[i % 2]), True
-        else:
-            torch.bmm(torch.bmm(Q, A, out=T), Q, out=A)
-            Q, P = (P, Q) if fresh else (Q, P)
-            S, P = (S, P) if fresh else (P, S)
-            fresh = False
-    return out if table else out.copy_(X)
+    m), on the small side: the transpose of a tall X is multiplied."""
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    for a, b, c in table:
+        A = X @ X.mT
+        B = b * A + c * A @ A
+        X = a * X + B @ X
+    return out.copy_(X.mT if tall else X)
 
 
 def step_scale(rows, columns):
@@ -486,7 +455,7 @@ def cut_tasks(matrices, itemsize, bound):
 # ------------------------------------------------------------------------------------------------------ the optimizer
 
 # of Muon, beside its groups
-SETTINGS = "ns_dtype", "wire_dtype", "check_gradients", "task_bytes", "window"
+SETTINGS = "ns_dtype", "newton_schulz", "wire_dtype", "check_gradients", "task_bytes", "window"
 
 
 class Lent:
@@ -516,9 +485,9 @@ class Muon(torch.optim.Optimizer):
 
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
     gradients: they share the units. ns_dtype: dtype of the matrix products, and of the wire; on a
-    CPU without bf16 instructions fp32 is some 20 times faster. check_gradients: NaN and inf raise
-    before anything has changed. task_bytes, window: size of a task per rank, and how many are in
-    flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
+    CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see
+    orthogonalize. check_gradients: NaN and inf raise before anything has changed. task_bytes,
+    window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
     bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves
     it alone). State is fp32. Weights in bf16 are rounded by chance, alike on every rank that holds
     a copy."""
@@ -535,6 +504,7 @@ class Muon(torch.optim.Optimizer):
         eps=1e-8,
         replicas=None,
         ns_dtype=torch.bfloat16,
+        newton_schulz=newton_schulz,
         check_gradients=True,
         task_bytes=32 << 20,
         window=3,
@@ -542,6 +512,7 @@ class Muon(torch.optim.Optimizer):
         self.names, self.sharded_params, self.plans = {}, [], {}
         self.events, self.traffic = None, {}
         self.replicas, self.ns_dtype, self.check_gradients = replicas, ns_dtype, check_gradients
+        self.newton_schulz = newton_schulz
         self.task_bytes, self.window = task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
@@ -715,7 +686,8 @@ class Muon(torch.optim.Optimizer):
         # 4) Newton-Schulz, units of equal shape together.
         self.log(task, "multiply")
         for (number, *_), X in stacks.items():
-            orthogonalize(X, self.param_groups[number]["ns_steps"], self.ns_dtype, out=X)
+            steps = self.param_groups[number]["ns_steps"]
+            orthogonalize(X, steps, self.ns_dtype, X, self.newton_schulz)
         self.log(task, "multiplied")
 
         # 5) The results leave for whoever holds a piece. Meanwhile weights here are updated.

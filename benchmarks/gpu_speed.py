@@ -22,6 +22,7 @@ import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
+from fast.gram_newton_schulz import gram_newton_schulz
 from fast import workers
 from published.export import write_checkpoint
 
@@ -86,6 +87,7 @@ def measure_muon(bench, layers, dim, heads, experts, hidden):
     ours = muon.Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
+        newton_schulz=gram_newton_schulz,
         lr=1e-3,
         weight_decay=0.1,
     )

@@ -167,11 +167,7 @@ def traffic(config, shapes, layout, step):
     )
 
     # Context parallelism: the entries of the other ranks' tokens, and the gradients of ours.
-    if config.attention == "mla":
-        entry = config.kv_lora + config.qk_rope
-    else:
-        entry = config.kv_heads * (config.qk_nope + config.qk_rope + config.v_dim)
-    latents = (layout.cp - 1) * config.layers * step.tokens * entry * step.act
+    latents = (layout.cp - 1) * config.layers * step.tokens * config.entry_width * step.act
 
     # Expert parallelism: there and back, forward and backward; (ep-1)/ep of the rows live elsewhere.
     # And each rank's counts of rows, 8 bytes for each expert.

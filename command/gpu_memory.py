@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hsdp import Layout, is_expert
-from moe import Model, ModelConfig
+from moe import ModelConfig
 
 # train.py's gpu scale in fields of moe.ModelConfig
 GPU_SCALE = dict(
@@ -121,7 +121,7 @@ def largest_micro_batch(config, shapes, gigabytes, most, share=0.6):
 def parameter_shapes(config):
     """{parameter: shape} of a moe.ModelConfig, without memory for a single weight."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Model(config).named_parameters()}
+        return {name: tuple(p.shape) for name, p in config.build_model().named_parameters()}
 
 
 def gpu_scale():

@@ -1,7 +1,7 @@
 """workers: HEAD TO BE WRITTEN"""
 
 from concurrent.futures import Future
-from moe import Model
+from fast.model import accelerate
 from pathlib import Path
 from fast.sampler import Sampler
 from synth_tasks import Sandbox
@@ -25,11 +25,11 @@ from rollout import rollouts
 def generation_model(config, dtype, device="cpu"):
     """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
     fp32."""
-    model = Model(config).to(device).compute(dtype)
+    model = accelerate(config.build_model()).to(device).compute(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
-    return model.side_by_side().eval()
+    return model.fuse_weights().eval()
 
 
 def planes(tensor):

@@ -3,6 +3,7 @@
 from moe import MoE
 from pathlib import Path
 from published.families import config_json, hf_tensor_map
+from published.grouped_query import as_variant
 import json
 import math
 import torch
@@ -25,8 +26,9 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
     at most shard_bytes (or one tensor). extra: further keys of config.json (eos_token_id, ...).
     config.json comes last: an interrupted export cannot be read."""
     folder, state = Path(folder), model.state_dict()
-    config = {**config_json(model.config), **(extra or {})}
-    if model.config.scoring == "softmax" and any(
+    variant = as_variant(model.config)
+    config = {**config_json(variant), **(extra or {})}
+    if variant.scoring == "softmax" and any(
         b.ffn.router.bias.any() for b in model.layers if isinstance(b.ffn, MoE)
     ):
         raise ValueError(
@@ -37,7 +39,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         raise ValueError(f"{folder}: not empty, an export wants a folder of its own")
     # [{their name: (dtype, shape, our name, expert)}]
     shards, full = [], math.inf
-    for ours, _, theirs, shape in hf_tensor_map(model.config, state):
+    for ours, _, theirs, shape in hf_tensor_map(variant, state):
         kind = torch.float32 if ours.endswith("router.bias") else dtype or state[ours].dtype
         # goes with wv_b
         for e, name in enumerate(theirs if not ours.endswith("attn.wk_b") else ()):
@@ -64,7 +66,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
             folder / file,
             {name: entry[:2] for name, entry in shard.items()},
             (
-                to_theirs(model.config, ours, state, shape, e)
+                to_theirs(variant, ours, state, shape, e)
                 for _, shape, ours, e in shard.values()
             ),
         )

@@ -1,7 +1,7 @@
 """families: HEAD TO BE WRITTEN"""
 
-from moe import ModelConfig
 import math
+from published.grouped_query import VariantConfig, as_variant
 from published.safetensors import parse_json, read_bytes
 
 FAMILIES = {
@@ -116,7 +116,7 @@ class Settings:
 
 
 def rope_settings(get, mla):
-    """RoPE's part of ModelConfig. Published models put YaRN's temperature on cos and sin
+    """RoPE's part of VariantConfig. Published models put YaRN's temperature on cos and sin
     (attention_factor) or on the scores (mscale). The settings stand under a new key or an old one,
     or under both: readers differ in which one they take."""
     told = []
@@ -249,7 +249,7 @@ def gqa_settings(get, family, layers):
 
 
 def read_config(path):
-    """config.json -> (ModelConfig, Settings of the language model, prefix of its tensors' names)"""
+    """config.json -> (VariantConfig, Settings of the language model, prefix of its tensors' names)"""
     raw, prefix = parse_json(read_bytes(path, 1 << 20), path), ""
     if raw.get("model_type") == "kimi_k25" and isinstance(raw.get("text_config"), dict):
         whole, raw, prefix = raw, {"model_type": "kimi_k2", **raw["text_config"]}, "language_model."
@@ -283,7 +283,7 @@ def read_config(path):
         )
     own = mla_settings(get) if mla else gqa_settings(get, family, layers)
     try:
-        config = ModelConfig(
+        config = VariantConfig(
             vocab=get("vocab_size", high=1 << 24),
             dim=get("hidden_size"),
             layers=layers,
@@ -368,7 +368,7 @@ def hf_tensor_map(config, state):
 def config_json(config):
     """ModelConfig -> config.json of the published architecture it is an instance of, or a
     ValueError"""
-    c, dense = config, config.dense_layers >= config.layers
+    c, dense = as_variant(config), config.dense_layers >= config.layers
     if c.mtp:
         raise ValueError(
             "no published architecture has this drafting head: export the model without it (mtp=0)"

@@ -1,6 +1,6 @@
 """loading: HEAD TO BE WRITTEN"""
 
-from moe import MoE, Model
+from moe import MoE
 from pathlib import Path
 from published.families import TOP, hf_tensor_map, read_config
 from published.safetensors import let_go, open_folder
@@ -10,7 +10,7 @@ import torch
 
 def build_model(config):
     """The model that a published configuration describes, its weights drawn at random"""
-    return Model(config)
+    return config.build_model()
 
 
 def swap_pairs(x, dims, back=False):
