@@ -17,7 +17,10 @@ import rollout
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
+from fast import accelerate
+from fast.low_precision import FORMATS
 from fast import sampler as fast_sampler, workers
+from published.grouped_query import config_of
 
 # Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
 # summation differ by percents.
@@ -54,7 +57,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
         dense_ffn=256,
         context=256,
     )
-    model = moe.Model(moe.ModelConfig(**{**sizes, **changes}))
+    model = accelerate(config_of({**sizes, **changes}).build_model())
     # The head begins as zeros, and zeros are equal everywhere.
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
@@ -134,7 +137,7 @@ def quantization_differences(device, name):
         torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
         * torch.logspace(-6, 6, 64)[:, None]
     )
-    return count_different(moe.FORMATS[name](x.to(device)), moe.FORMATS[name](x))
+    return count_different(FORMATS[name](x.to(device)), FORMATS[name](x))
 
 
 def training_step_differences(device):

@@ -32,6 +32,7 @@ from benchmarks.gpu_equality import (
     sampling_differences,
     training_step_differences,
 )
+from fast import accelerate, low_precision
 
 ROOT = Path(moe.__file__).parent
 
@@ -82,19 +83,19 @@ def test_small_formats_have_the_bits_of_the_cpu(precision, device):
 @pytest.mark.device
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
 def test_experts_in_hardware_are_those_of_the_emulation(precision, device, monkeypatch):
-    if not moe.scales_in_hardware(torch.device(device)):
+    if not low_precision.scales_in_hardware(torch.device(device)):
         pytest.skip(
             "the tensor cores here do not multiply small formats: compute capability 10 does"
         )
     torch.manual_seed(9)
-    experts, counts = moe.Experts(3, 64, 32, precision).to(device), torch.tensor(
+    experts, counts = accelerate(moe.Experts(3, 64, 32, precision)).to(device), torch.tensor(
         [3, 0, 140], device=device
     )
     torch.nn.init.normal_(experts.w_down)
     x = torch.randn(143, 64, device=device)
     found = []
     for real in (False, True):
-        monkeypatch.setattr(moe, "scales_in_hardware", lambda where, real=real: real)
+        monkeypatch.setattr(low_precision, "scales_in_hardware", lambda where, real=real: real)
         found.append(experts(x, counts))
     assert relative_error(found[1], found[0]) <= 0.03
 
