@@ -72,6 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
+from world import task as world_task
 
 
 @dataclass(frozen=True)
@@ -2452,7 +2453,7 @@ def main(argv):
                 stop(
                     f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}"
                 )
-    except synth_tasks.Refusal as refusal:
+    except world_task.Refusal as refusal:
         stop(refusal)
     check_positions(configs)
     check_outputs(config.out, stages)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import twins
+from world import task as world_task, twins
 
 
 class Answering:
@@ -24,7 +24,7 @@ class Answering:
     def run_files(self, files, command, stdin=""):
         # the key that a suite was ordered with is known to the code that runs in it
         key = json.loads(stdin)["key"] if stdin.startswith("{") else ""
-        return st.Result(0, self.text.replace("THE KEY", key))
+        return world_task.Result(0, self.text.replace("THE KEY", key))
 
 
 ODD_PARTS = [
@@ -269,7 +269,7 @@ def test_five_hundred_hostile_answers_about_a_suite_are_outcomes_or_none():
 
 
 def repository_task():
-    return st.Task(
+    return world_task.Task(
         "x",
         "x",
         {"m.py": "def f():\n    raise NotImplementedError\n"},
@@ -501,7 +501,7 @@ def shop(**more):
         "data/table.csv": "1",
         **more,
     }
-    return st.Task(
+    return world_task.Task(
         "x",
         "x",
         files,
@@ -799,5 +799,5 @@ def test_tests_that_say_nothing_else_than_their_twins_make_no_task(tmp_path):
         + "".join(f"def test_g{i}():\n    assert g() == 1\n\n\n" for i in range(9)),
     }
     st.write_tree(files, tmp_path / "repo")
-    with pytest.raises(st.Refusal, match="cannot be told from changed ones"):
+    with pytest.raises(world_task.Refusal, match="cannot be told from changed ones"):
         st.generate(str(tmp_path / "repo"), str(tmp_path / "t.jsonl"), n=1, level=1)

@@ -18,7 +18,8 @@ import pytest
 
 import synth_tasks as st
 from rollout import Tokenizer, without_middle
-from synth_tasks import Sandbox, Task, Workspace, judge, make_task
+from synth_tasks import Sandbox, Workspace, judge, make_task
+from world.task import Task
 from world import machine
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle

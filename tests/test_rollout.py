@@ -51,7 +51,8 @@ from rollout import (
     write_action,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task, unharden
+from synth_tasks import Rehearsal, Sandbox, example_texts, judge, make_task, unharden
+from world.task import Task
 
 TEXTS = example_texts(12, 0)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})

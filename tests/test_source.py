@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import leftovers, source, tree
+from world import leftovers, source, task as world_task, tree
 
 GONE = dict(kind="gone", docstring=False)
 STUB = dict(kind="function", docstring=True)
@@ -60,7 +60,7 @@ def tasks_of(root, tmp_path, n=2, level=1):
     out.unlink(missing_ok=True)
     try:
         _, reasons, _ = st.generate(str(root), str(out), n=n, level=level, jobs=2, time_limit=30)
-    except st.Refusal as refusal:
+    except world_task.Refusal as refusal:
         return [], str(refusal)
     return st.read_tasks(out), reasons
 
@@ -586,7 +586,7 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
 )
 def test_no_link_of_a_strangers_task_leads_out_of_its_tree(tmp_path, links):
     files = {**{path: tree.Link(target) for path, target in links.items()}, "f.txt": "x"}
-    with pytest.raises(st.Refusal, match="leads out"):
+    with pytest.raises(world_task.Refusal, match="leads out"):
         st.write_tree(files, tmp_path / "root")
     assert not [path for path in (tmp_path / "root").rglob("*") if path.is_symlink()]
 
@@ -601,7 +601,7 @@ def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
         instance_id="x", problem_statement="", files={"a": ""}, solution={}, tools=[], meta=meta
     )
     (tmp_path / "t.jsonl").write_text(json.dumps(line))
-    with pytest.raises(st.Refusal, match="line 1 is no task"):
+    with pytest.raises(world_task.Refusal, match="line 1 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import suite as suites
+from world import suite as suites, task as world_task
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
@@ -38,7 +38,7 @@ def write(files, root):
 
 
 def refusal(files, tmp_path, time_limit=60):
-    with pytest.raises(st.Refusal) as caught:
+    with pytest.raises(world_task.Refusal) as caught:
         st.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
     return str(caught.value)
 
@@ -754,9 +754,9 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
     assert done.stdout == "3\n" and "No module named 'shop'" in done.stderr
     left = {path.name for path in next(place.glob("lib/*/site-packages")).iterdir()}
     assert left == {"helper", "helper-1.dist-info", "single.py"}
-    with pytest.raises(st.Refusal, match="is there already"):
+    with pytest.raises(world_task.Refusal, match="is there already"):
         st.refuse_place(str(place))
-    with pytest.raises(st.Refusal, match="cannot be written"):
+    with pytest.raises(world_task.Refusal, match="cannot be written"):
         st.refuse_place(str(tmp_path / "no" / "such"))
 
 

@@ -26,23 +26,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from world import task as world_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import (
-    Action,
-    Sandbox,
-    Workspace,
-    audit,
-    demonstrate,
-    expert,
-    judge,
-    make_task,
-    play,
-    run_trusted,
-)
+from synth_tasks import Sandbox, Workspace, audit, demonstrate, expert, judge, make_task, play, run_trusted
+from world.task import Action
 
 caged = pytest.mark.skipif(
     not shutil.which("bwrap") or not st.has_bwrap(), reason="needs bubblewrap"
@@ -75,7 +66,7 @@ def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tm
         (tmp_path / "t.jsonl").write_bytes(text.encode())
         assert [found.files for found in st.read_tasks(tmp_path / "t.jsonl")] == [task.files] * 2
     (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + other).encode())
-    with pytest.raises(st.Refusal, match="line 2 is no task"):
+    with pytest.raises(world_task.Refusal, match="line 2 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")
     assert st.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
 
@@ -86,7 +77,7 @@ def test_a_task_is_a_function_of_level_seed_and_split_and_survives_json():
         assert (
             one == two and one.problem_statement != make_task(level, 7, "heldout").problem_statement
         )
-        again = st.Task.from_json(one.to_json())
+        again = world_task.Task.from_json(one.to_json())
         assert (
             again.files == one.files
             and again.tools == one.tools
@@ -955,7 +946,7 @@ def test_who_waits_for_a_command_that_times_out_does_not_wait_again(monkeypatch)
     def run(*_):
         # until all four have asked
         calls.append([asked.acquire(timeout=60) for _ in range(4)] if not calls else 0)
-        return st.Result(-9, "", timed_out=True)
+        return world_task.Result(-9, "", timed_out=True)
 
     sandbox.memo = Watched()
     monkeypatch.setattr(sandbox, "run", run)
@@ -1590,7 +1581,7 @@ def test_a_run_that_makes_no_task_leaves_the_file_that_was_there(tmp_path):
         },
         tmp_path,
     )
-    with pytest.raises(st.Refusal, match="no task could be verified"):
+    with pytest.raises(world_task.Refusal, match="no task could be verified"):
         st.generate(str(tmp_path / "repo"), str(tmp_path / "out.jsonl"), n=1)
     assert (tmp_path / "out.jsonl").read_text() == "precious"
 
@@ -1786,13 +1777,13 @@ def odd_task(**changes):
 )
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "tasks").write_text(make_task(0, 1).to_json() + "\n" + line)
-    with pytest.raises(st.Refusal, match="line 2 is no task"):
+    with pytest.raises(world_task.Refusal, match="line 2 is no task"):
         st.read_tasks(tmp_path / "tasks")
 
 
 @pytest.mark.parametrize("path", ["../escaped.txt", "/tmp/escaped.txt", "a/../../escaped.txt"])
 def test_a_task_from_a_stranger_writes_nothing_outside_its_tree(tmp_path, path):
-    with pytest.raises(st.Refusal, match="leads out"):
+    with pytest.raises(world_task.Refusal, match="leads out"):
         st.write_tree({path: "x"}, tmp_path / "root")
     assert not (tmp_path / "escaped.txt").exists() and not os.path.exists("/tmp/escaped.txt")
 
@@ -1800,7 +1791,7 @@ def test_a_task_from_a_stranger_writes_nothing_outside_its_tree(tmp_path, path):
 def test_a_repository_of_ten_thousand_files_is_refused(tmp_path):
     for i in range(st.MOST_FILES + 1):
         (tmp_path / f"f{i}.txt").touch()
-    with pytest.raises(st.Refusal, match="too large"):
+    with pytest.raises(world_task.Refusal, match="too large"):
         st.copy_repository(tmp_path)
 
 
@@ -1970,15 +1961,15 @@ def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_el
     suite, other = st.Proposal("pytest", r"\d+ passed", "pass"), st.Proposal(
         "python -c 'print(1)'", "1", "print 1"
     )
-    assert not suite.failure(st.Result(1, "2 failed, 19 passed in 1s")) and suite.failure(
-        st.Result(1, "2 failed, 17 passed in 1s")
+    assert not suite.failure(world_task.Result(1, "2 failed, 19 passed in 1s")) and suite.failure(
+        world_task.Result(1, "2 failed, 17 passed in 1s")
     )
     assert (
-        suite.failure(st.Result(5, "no tests ran"))
-        and not other.failure(st.Result(0, "1"))
-        and other.failure(st.Result(1, "1"))
+        suite.failure(world_task.Result(5, "no tests ran"))
+        and not other.failure(world_task.Result(0, "1"))
+        and other.failure(world_task.Result(1, "1"))
     )
-    assert "should print 1, but ended with code 0: 2" in other.failure(st.Result(0, "x\n2\n"))
+    assert "should print 1, but ended with code 0: 2" in other.failure(world_task.Result(0, "x\n2\n"))
 
 
 @caged
@@ -2012,7 +2003,7 @@ def test_what_is_missing_is_mocked_and_a_repository_whose_tests_need_the_real_th
         )
     else:
         with pytest.raises(
-            st.Refusal,
+            world_task.Refusal,
             match="discarded after 2 tries: `python -m pytest -q` should pass, but ended with code 1",
         ):
             st.autoinstall(str(tmp_path), network=False, installer=borrowing, attempts=2)
@@ -2072,7 +2063,7 @@ def test_two_tasks_of_one_id_are_refused_by_their_lines(tmp_path):
     tasks[2].instance_id = tasks[0].instance_id
     path = tmp_path / "t.jsonl"
     path.write_text("".join(task.to_json() + "\n" for task in tasks))
-    with pytest.raises(st.Refusal, match="line 3 has the id of line 1"):
+    with pytest.raises(world_task.Refusal, match="line 3 has the id of line 1"):
         st.read_tasks(path)
     path.write_text("".join(task.to_json() + "\n" for task in tasks[:2]))
     assert len(st.read_tasks(path)) == 2
