@@ -105,6 +105,7 @@ from world.machine import (
 )
 from world.recorder import Recorder, World
 from world.source import (
+    BABBLE,
     FUNCTIONS,
     SourceText,
     code_lines,
@@ -113,6 +114,7 @@ from world.source import (
     find_test,
     first_line,
     is_python,
+    is_text,
     package_root,
     parsed,
     remove_names,
@@ -1362,18 +1364,6 @@ def run_trusted(files, command="python tests.py"):
 # evaluates is ours, read before any of the submission's code runs; what it answers may be
 # anybody's.
 DRIVER = (Path(__file__).with_name("world") / "driver.py").read_text(encoding="utf-8")
-# What it takes to read a hostile child's answer: numbers too large for a float are an
-# ArithmeticError.
-BABBLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    SyntaxError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
 
 
 def same_value(value, expected):
@@ -2388,14 +2378,6 @@ def definitions(files, paths=None):
 FEWEST_RUNS, MOST_RUNS = 4, 8  # of a suite before a task is made of it
 # more than FEWEST_RUNS while all of them together have taken less
 SECONDS_OF_RUNS = 10.0
-
-
-def is_text(path):
-    """False for a name that is not UTF-8: no prompt and no log can spell it."""
-    try:
-        return bool(path.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def study(repo, sandbox=None, time_limit=60.0, say=print):
