@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import task as world_task, twins
+from world import files as world_files, task as world_task, twins
 
 
 class Answering:
@@ -653,7 +653,7 @@ def kit(tmp_path_factory):
         "kit/testing.py": HELPERS,
         "tests/test_calc.py": CALC_TESTS,
     }
-    st.write_tree(files, root / "kit")
+    world_files.write_tree(files, root / "kit")
     tasks, _, _ = st.generate(
         str(root / "kit"), str(root / "tasks.jsonl"), n=6, level=1, time_limit=30
     )
@@ -798,6 +798,6 @@ def test_tests_that_say_nothing_else_than_their_twins_make_no_task(tmp_path):
         "test_m.py": "from m import f, g\n\n\ndef test_f():\n    f(1)\n\n\ndef test_f_too():\n    x = f(2)\n\n\n"
         + "".join(f"def test_g{i}():\n    assert g() == 1\n\n\n" for i in range(9)),
     }
-    st.write_tree(files, tmp_path / "repo")
+    world_files.write_tree(files, tmp_path / "repo")
     with pytest.raises(world_task.Refusal, match="cannot be told from changed ones"):
         st.generate(str(tmp_path / "repo"), str(tmp_path / "t.jsonl"), n=1, level=1)

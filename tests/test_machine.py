@@ -20,7 +20,7 @@ import synth_tasks as st
 from rollout import Tokenizer, without_middle
 from synth_tasks import Sandbox, Workspace, judge, make_task
 from world.task import Task
-from world import machine
+from world import files as world_files, machine
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle
 from world.machine import MachineFailure
@@ -183,7 +183,7 @@ def test_what_is_not_meant_to_change_keeps_its_bytes_in_a_file_of_mixed_ends_and
             rng.choices(["a", "b", "\n", "\r\n", "\udcff", "\udce2\udc82"], k=rng.randint(1, 12))
         )
         shown = Shown(text).text
-        assert shown == st.readable(text).replace("\r\n", "\n")
+        assert shown == world_files.readable(text).replace("\r\n", "\n")
         start = rng.randrange(len(shown))
         old = shown[start : rng.randrange(start, len(shown)) + 1]
         try:
@@ -327,8 +327,8 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
         # As if they had come between the look and the reading.
         for name in ("pipe", "loop", "null"):
             for touch in (
-                lambda: st.read_regular(workspace.root / name, 100),
-                lambda: st.write_regular(workspace.root / name, b"x"),
+                lambda: world_files.read_regular(workspace.root / name, 100),
+                lambda: world_files.write_regular(workspace.root / name, b"x"),
             ):
                 with pytest.raises((ToolError, OSError)):
                     touch()
@@ -405,7 +405,7 @@ def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved
 ):
     task, sandbox = make_task(1, 5), Sandbox()
     with monkeypatch.context() as patch:
-        patch.setattr(st, "write_tree", no_room)
+        patch.setattr(world_files, "write_tree", no_room)
         with pytest.raises(MachineFailure, match="No space left"):
             judge(task, solved_files(task), sandbox)
         with pytest.raises(MachineFailure, match="No space left"):

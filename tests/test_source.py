@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import leftovers, source, task as world_task, tree
+from world import files as world_files, leftovers, source, task as world_task, tree
 
 GONE = dict(kind="gone", docstring=False)
 STUB = dict(kind="function", docstring=True)
@@ -587,7 +587,7 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
 def test_no_link_of_a_strangers_task_leads_out_of_its_tree(tmp_path, links):
     files = {**{path: tree.Link(target) for path, target in links.items()}, "f.txt": "x"}
     with pytest.raises(world_task.Refusal, match="leads out"):
-        st.write_tree(files, tmp_path / "root")
+        world_files.write_tree(files, tmp_path / "root")
     assert not [path for path in (tmp_path / "root").rglob("*") if path.is_symlink()]
 
 

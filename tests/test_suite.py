@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import suite as suites, task as world_task
+from world import files as world_files, suite as suites, task as world_task
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
@@ -33,7 +33,7 @@ def names(outcomes):
 
 
 def write(files, root):
-    st.write_tree(files, root)
+    world_files.write_tree(files, root)
     return str(root)
 
 
@@ -510,7 +510,7 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
 def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(
     tmp_path,
 ):
-    st.write_tree(
+    world_files.write_tree(
         {
             **BASE,
             "shop/_fast.cpython-311.so": "\x7fELF",
@@ -726,7 +726,7 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
     tmp_path,
 ):
     site = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
-    st.write_tree(
+    world_files.write_tree(
         {
             "helper/__init__.py": "x = 1\n",
             "helper-1.dist-info/METADATA": "",
@@ -788,7 +788,11 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
 def test_a_test_whose_name_is_too_long_to_ask_for_is_left_out_and_no_other():
     """Cut, it would be another name, and the run that asks for it would find nothing."""
     long = "tests/test_a.py::test_one[" + "x" * 1500 + "]"
-    outcomes = {"tests/test_a.py::test_two": "passed", long: "passed", "test_\udcff.py::t": "passed"}
+    outcomes = {
+        "tests/test_a.py::test_two": "passed",
+        long: "passed",
+        "test_\udcff.py::t": "passed",
+    }
     answer = {"key": "k", "outcomes": outcomes, "seconds": {}, "touched": {}}
     found = st.read_outcomes(json.dumps(answer), "k")["outcomes"]
     assert found == {"tests/test_a.py::test_two": "passed"}

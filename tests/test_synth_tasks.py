@@ -26,13 +26,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import task as world_task
+from world import files as world_files, task as world_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import Sandbox, Workspace, audit, demonstrate, expert, judge, make_task, play, run_trusted
+from synth_tasks import (
+    Sandbox,
+    Workspace,
+    audit,
+    demonstrate,
+    expert,
+    judge,
+    make_task,
+    play,
+    run_trusted,
+)
 from world.task import Action
 
 caged = pytest.mark.skipif(
@@ -180,7 +190,7 @@ def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
             assert story == again and files == workspace.files()
     broken = {**task.files, f"{task.hidden[0][0]}.py": "def f(:\n"}
     with st.fresh_directory() as root:
-        st.write_tree(broken, root)
+        world_files.write_tree(broken, root)
         assert sandbox.run("python tests.py", root).output == run_trusted(broken).output
         assert "SyntaxError" in run_trusted(broken).output
 
@@ -740,7 +750,9 @@ def test_what_a_shell_does_itself_goes_to_one(workspace, line, output):
 @caged
 def test_whoever_prints_all_the_time_is_weighed_too(workspace):
     line = "python -c \"import time\nfor i in range(200): open(f'f{i}', 'wb').write(bytes(1 << 20)); print(i, flush=True); time.sleep(.01)\""
-    assert "disk full" in workspace.run(line).output and st.weight(workspace.root) < 150 << 20
+    assert (
+        "disk full" in workspace.run(line).output and world_files.weight(workspace.root) < 150 << 20
+    )
 
 
 MESSES = [
@@ -757,7 +769,7 @@ def test_no_tree_that_a_command_leaves_behind_ends_the_run(line):
     task, sandbox = make_task(0, 1), Sandbox()
     with Workspace(task, sandbox) as workspace:
         workspace.run(line)
-        workspace.search("x"), workspace.run("python tests.py"), st.weight(workspace.root)
+        workspace.search("x"), workspace.run("python tests.py"), world_files.weight(workspace.root)
         json.dumps(workspace.files()).encode()
         assert not judge(task, workspace.files(), sandbox).solved
         # two files, one of which lies in the other
@@ -901,7 +913,7 @@ def test_only_root_of_a_container_may_lack_the_right_to_give_files_away(map, tmp
     def powerless(*_):
         raise PermissionError(1, "no right")
 
-    monkeypatch.setattr(st, "give", powerless)
+    monkeypatch.setattr(world_files, "give", powerless)
     monkeypatch.setattr(
         Path,
         "read_text",
@@ -1528,10 +1540,10 @@ def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytes
     ],
 )
 def test_a_patch_applies_and_gives_the_bytes(before, after, tmp_path):
-    st.write_tree(before, tmp_path)
+    world_files.write_tree(before, tmp_path)
     subprocess.run(
         ["git", "apply", "--unsafe-paths", "-"],
-        input=st.unified(before, after).encode(),
+        input=world_files.unified(before, after).encode(),
         cwd=tmp_path,
         check=True,
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
@@ -1573,7 +1585,7 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
 
 
 def test_a_run_that_makes_no_task_leaves_the_file_that_was_there(tmp_path):
-    st.write_tree(
+    world_files.write_tree(
         {
             "repo/m.py": "x = 1\n",
             "repo/test_m.py": "def test_m(): assert 1\n",
@@ -1629,7 +1641,7 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
 @caged
 def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_path, monkeypatch):
     code = "def encode(s):\n    return s\n\ndef decode(s):\n    return s\n"
-    st.write_tree(
+    world_files.write_tree(
         {
             "lib/other/_vendor/small/core.py": code,
             "lib/small/misc.py": "def main(): pass\ndef usage(): pass\n",
@@ -1661,7 +1673,7 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
 def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_path, monkeypatch):
     # mktemp -d makes one; inside, the agent is another user
     closed = tmp_path / "environment"
-    st.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
+    world_files.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
     closed.chmod(0o700)
     monkeypatch.setattr(sys, "prefix", str(closed))
     with st.fresh_directory() as root:
@@ -1691,7 +1703,7 @@ def command(*words, **options):
 def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files, says):
     # another suite may run beside this one
     mine = f"of_{os.getpid()}.txt"
-    st.write_tree({**files, mine: ""}, tmp_path / "repo")
+    world_files.write_tree({**files, mine: ""}, tmp_path / "repo")
     places = [Path(place) for place in ("/dev/shm", tempfile.gettempdir())]
     before = {folder for place in places for folder in place.glob("task-*")}
     done = command(
@@ -1784,7 +1796,7 @@ def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
 @pytest.mark.parametrize("path", ["../escaped.txt", "/tmp/escaped.txt", "a/../../escaped.txt"])
 def test_a_task_from_a_stranger_writes_nothing_outside_its_tree(tmp_path, path):
     with pytest.raises(world_task.Refusal, match="leads out"):
-        st.write_tree({path: "x"}, tmp_path / "root")
+        world_files.write_tree({path: "x"}, tmp_path / "root")
     assert not (tmp_path / "escaped.txt").exists() and not os.path.exists("/tmp/escaped.txt")
 
 
@@ -1969,12 +1981,14 @@ def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_el
         and not other.failure(world_task.Result(0, "1"))
         and other.failure(world_task.Result(1, "1"))
     )
-    assert "should print 1, but ended with code 0: 2" in other.failure(world_task.Result(0, "x\n2\n"))
+    assert "should print 1, but ended with code 0: 2" in other.failure(
+        world_task.Result(0, "x\n2\n")
+    )
 
 
 @caged
 def test_a_package_is_installed_into_a_bare_environment_and_runs_as_described(tmp_path):
-    st.write_tree(PACKAGE, tmp_path)
+    world_files.write_tree(PACKAGE, tmp_path)
     tries = st.autoinstall(str(tmp_path), network=False, installer=borrowing)
     assert len(tries) == 1 and "--editable" in tries[0][0] and "passed" in tries[0][1]
     assert not list(tmp_path.rglob("*.egg-info")) and not (tmp_path / ".venv").exists()
@@ -1987,7 +2001,7 @@ def test_a_package_is_installed_into_a_bare_environment_and_runs_as_described(tm
 def test_what_is_missing_is_mocked_and_a_repository_whose_tests_need_the_real_thing_is_discarded(
     tmp_path, wants, works
 ):
-    st.write_tree(
+    world_files.write_tree(
         {
             "flat.py": "import absent_module\n",
             "test_flat.py": f"import absent_module, flat\ndef test_a(): assert {wants}\n",
