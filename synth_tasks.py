@@ -122,7 +122,7 @@ from world.source import (
     replace_bodies,
     syntax,
 )
-from world.tree import FileText, Link, has_own_mode, read_link, tree_meta, with_links, with_mode
+from world.tree import Link, has_own_mode, keep_modes, read_link, tree_meta, with_links, with_mode
 from world.task import ARGUMENTS, Action, HINTED, Refusal, Result, SUMMARIZE, TOOLS, Task, Verdict
 from world.files import (
     census,
@@ -3056,14 +3056,6 @@ def without_test_copies(files, base, hidden):
             if leftovers.holds_code(base[path], lines, node.name, every=True):
                 del base[path]
     return base
-
-
-def keep_modes(tree, files):
-    """The tree with the modes that its files have in the repository: an edit makes a plain text of
-    a file."""
-    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
-    changed = {path: with_mode(tree[path], mode) for path, mode in modes.items() if path in tree}
-    return {**tree, **changed}
 
 
 def moved(files, chosen):
