@@ -112,7 +112,6 @@ from world.source import (
     find_definitions,
     find_test,
     first_line,
-    is_python,
     is_text,
     package_root,
     parsed,
@@ -122,7 +121,7 @@ from world.source import (
     replace_bodies,
     syntax,
 )
-from world.tree import Link, has_own_mode, keep_modes, read_link, tree_meta, with_links, with_mode
+from world.tree import Link, keep_modes, tree_meta, with_links
 from world.task import ARGUMENTS, Action, HINTED, Refusal, Result, SUMMARIZE, TOOLS, Task, Verdict
 from world.files import (
     census,
@@ -137,6 +136,16 @@ from world.files import (
     weight,
     write_regular,
     write_tree,
+)
+from world.hygiene import (
+    JUNK,
+    MOST_BYTES,
+    PROTECTED,
+    copy_repository,
+    importable,
+    is_protected,
+    packages,
+    sources,
 )
 
 # tools an agent believes in and nobody offers
@@ -1762,92 +1771,6 @@ class Curriculum:
 
 
 # -------------------------------------------------------------------------------- real repositories: hygiene
-JUNK = re.compile(
-    r"(^|/)(__pycache__"
-    r"|\.(mypy_cache|pytest_cache|ruff_cache|pytype|hypothesis|git|hg|svn|tox|nox|venv|eggs|idea|vscode)"
-    r"|venv|node_modules|htmlcov|[^/]+\.(egg-info|dist-info))(/|$)|\.(py[cod]|swp|orig|rej|so|pth)$|~$"
-    r"|(^|/)(\.coverage[^/]*|coverage\.xml|tags|TAGS|\.DS_Store)$|^(build|dist)/"
-)
-PROTECTED = re.compile(
-    r"(^|/)tests?/|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
-    r"|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml|\.coveragerc)$|\.pth$"
-)
-MOST_FILES, MOST_BYTES = 5000, 32 << 20
-
-
-def copy_repository(repo):
-    """path -> text of everything an agent may see, with modes and links; bytes that are no text are
-    surrogates.
-
-    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no
-    feature is taken from it."""
-    root, files, size = Path(repo), {}, 0
-    if not repo or not root.is_dir():
-        raise Refusal(f"{repo or '--repo'}: no such directory")
-    for folder, folders, names in os.walk(root):
-        inside = lambda name: Path(folder, name).relative_to(root).as_posix()
-        # A link to a folder is listed among the folders, but it is an entry like a file and is not
-        # walked into.
-        linked = [name for name in folders if Path(folder, name).is_symlink()]
-        names += linked
-        folders[:] = sorted(
-            name for name in folders if not JUNK.search(inside(name) + "/") and name not in linked
-        )
-        for place in (Path(folder, name) for name in sorted(names)):
-            path = place.relative_to(root).as_posix()
-            if JUNK.search(path):
-                continue
-            if place.is_symlink():
-                link = read_link(place, root)
-                target = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
-                if link is None or JUNK.search(target):
-                    continue
-                files[path] = link
-            elif place.is_file():
-                status = place.stat()
-                size += status.st_size
-                data = place.read_bytes() if size <= MOST_BYTES else b""
-                if leftovers.is_bytecode(data):
-                    continue
-                files[path] = data.decode("utf-8", "surrogateescape")
-                if has_own_mode(status.st_mode):
-                    files[path] = with_mode(files[path], status.st_mode)
-            if len(files) > MOST_FILES or size > MOST_BYTES:
-                raise Refusal(
-                    f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)"
-                )
-    if not any(path.endswith(".py") for path in files):
-        raise Refusal(f"{repo}: holds no Python files")
-    candidates = sources(files)
-    if candidates and not any(is_python(files[path]) for path in candidates):
-        raise Refusal(
-            f"{repo}: {candidates[0]} does not parse as Python 3, and no other source does"
-        )
-    return files
-
-
-def sources(files):
-    """The paths features are deleted from: Python that is neither test nor configuration nor
-    documentation."""
-    return [
-        path
-        for path in files
-        if path.endswith(".py")
-        and not isinstance(files[path], Link)
-        and not PROTECTED.search(path)
-        and not re.match(r"docs?/|examples?/", path)
-    ]
-
-
-def packages(files):
-    """Names under which the sources can be imported: folders at the root or in src/, and packages
-    further down."""
-    paths = set(sources(files))
-    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
-    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
-    return sorted(first - {"setup", "__init__"})
-
-
 def installed_copies(files):
     """Paths of this machine, as far as a sandbox shows it, that would give an agent the original:
     installed for this Python or for another, inside another package, or in an archive of packages;
@@ -2105,19 +2028,6 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
         "trail": result.output.split("\n"),
         "said": "" if timed_out else printable(result.output, 4000),
     }
-
-
-def importable(files):
-    """Top-level names that this repository's files take: folders with modules and single modules,
-    at its root or in src/."""
-    names = set()
-    for path in files:
-        parts = path.removeprefix("src/").split("/")
-        if path.endswith(".py") and (
-            len(parts) == 1 or f"{'src/' * path.startswith('src/')}{parts[0]}/__init__.py" in files
-        ):
-            names.add(parts[0].removesuffix(".py"))
-    return sorted(names - {"setup", "conftest"})
 
 
 @functools.lru_cache(8)
@@ -3909,11 +3819,6 @@ def audit_sandbox(task, mounts):
     # what many variants of a submission return is long
     sandbox.output = max(sandbox.output, 4 << 20)
     return sandbox
-
-
-def is_protected(path):
-    """Whether a file is a test or configuration, which no submission may change."""
-    return bool(PROTECTED.search(path)) or path == "check.py"
 
 
 def audit(task, transcript, diff, second=None, facts=None, verdict=None, again=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, suite as suites, task as world_task
+from world import files as world_files, hygiene, suite as suites, task as world_task
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
@@ -300,10 +300,10 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
         "packaging/make.py": "x = 1\n",
         "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n",
     }
-    assert "packaging" not in st.importable(files)
-    assert "iniconfig" in st.importable({"src/iniconfig/__init__.py": ""}) and "m" in st.importable(
-        {"m.py": ""}
-    )
+    assert "packaging" not in hygiene.importable(files)
+    assert "iniconfig" in hygiene.importable(
+        {"src/iniconfig/__init__.py": ""}
+    ) and "m" in hygiene.importable({"m.py": ""})
 
 
 @pytest.mark.parametrize(

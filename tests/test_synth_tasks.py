@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import files as world_files, task as world_task
+from world import files as world_files, hygiene, task as world_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
@@ -1345,7 +1345,7 @@ def test_verified_tasks_come_out_of_a_repository_and_hold_from_the_file_alone(ge
 
 def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
     for task in generated[0]:
-        assert not any(st.JUNK.search(path) for path in task.files)
+        assert not any(hygiene.JUNK.search(path) for path in task.files)
         for group in task.meta["hidden_groups"]:
             assert st.find_test(task.files[group.split("::")[0]], group) is None
         if task.meta["kind"] == "gone":
@@ -1361,7 +1361,9 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
                 window in text
                 for window in windows
                 for path, text in task.files.items()
-                if path.endswith(".py") and not st.PROTECTED.search(path) and path in task.solution
+                if path.endswith(".py")
+                and not hygiene.PROTECTED.search(path)
+                and path in task.solution
             )
     gone = [
         task
@@ -1801,10 +1803,10 @@ def test_a_task_from_a_stranger_writes_nothing_outside_its_tree(tmp_path, path):
 
 
 def test_a_repository_of_ten_thousand_files_is_refused(tmp_path):
-    for i in range(st.MOST_FILES + 1):
+    for i in range(hygiene.MOST_FILES + 1):
         (tmp_path / f"f{i}.txt").touch()
     with pytest.raises(world_task.Refusal, match="too large"):
-        st.copy_repository(tmp_path)
+        hygiene.copy_repository(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------- the audit
