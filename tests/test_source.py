@@ -18,7 +18,14 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, leftovers, source, task as world_task, tree
+from world import (
+    copies as world_copies,
+    files as world_files,
+    leftovers,
+    source,
+    task as world_task,
+    tree,
+)
 
 GONE = dict(kind="gone", docstring=False)
 STUB = dict(kind="function", docstring=True)
@@ -445,7 +452,7 @@ def test_code_that_another_module_holds_for_itself_makes_no_task(tmp_path):
 
 def test_a_copy_of_a_hidden_test_is_left_out():
     files = {**SHOP, "tests/test_price.py.orig": TEST, "plan.txt": "shop.price.gross is tested\n"}
-    left = st.without_test_copies(files, files, ["tests/test_price.py::test_gross"])
+    left = world_copies.without_test_copies(files, files, ["tests/test_price.py::test_gross"])
     assert set(files) - set(left) == {"tests/test_price.py.orig"}
 
 
@@ -481,10 +488,10 @@ def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monke
         archive.writestr("vendor/small/core.py", code)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     monkeypatch.setattr(sys, "path", [str(site)])
-    st.places.cache_clear(), st.archives.cache_clear()
+    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
     found = lambda files: [
         place.removeprefix(str(tmp_path))
-        for place in st.installed_copies(files)
+        for place in world_copies.installed_copies(files)
         if str(tmp_path) in place
     ]
     at = "/env/lib/site-packages"
@@ -494,7 +501,7 @@ def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monke
         files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": code}
         assert found(files) == ["/env/bundled.whl", f"{at}/small"], layout
     assert found({"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}) == []
-    st.places.cache_clear(), st.archives.cache_clear()
+    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
 
 
 # ------------------------------------------------------------ tests inside, modes, links, names

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import files as world_files, hygiene, task as world_task
+from world import copies, files as world_files, hygiene, task as world_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
@@ -1633,7 +1633,7 @@ def test_a_suite_that_uses_several_processes_finds_its_locks_inside(tmp_path):
 def test_an_installed_copy_is_hidden_from_the_sandbox():
     place = Path(pytest.__file__).parent
     files = {"pytest/__init__.py": "", "tests/test_x.py": ""}
-    assert str(place) in st.installed_copies(files)
+    assert str(place) in copies.installed_copies(files)
     sandbox = st.repository_sandbox(files, 10)
     with st.fresh_directory() as root:
         out = sandbox.run(f"ls {place}", root)
@@ -1651,12 +1651,12 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
         tmp_path,
     )
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    st.places.cache_clear()
+    copies.places.cache_clear()
     # misc is another's
-    assert st.installed_copies({"src/small/core.py": code, "test_x.py": ""}) == [
+    assert copies.installed_copies({"src/small/core.py": code, "test_x.py": ""}) == [
         f"{tmp_path}/lib/other/_vendor/small"
     ]
-    st.places.cache_clear()
+    copies.places.cache_clear()
     for alias in (path for path in st.SYSTEM if os.path.islink(path) and os.path.isdir(path)):
         place = Path(os.path.realpath(alias))
         for inner in [
