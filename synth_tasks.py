@@ -144,6 +144,7 @@ from world.hygiene import (
     sources,
 )
 from world.copies import installed_copies, places, telltales, without_copies, without_test_copies
+from world.purity import CHECK, DRIVER, PURE, is_function_of_files
 
 # tools an agent believes in and nobody offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
@@ -873,8 +874,6 @@ LEVELS = [
     dict(steps=(1, 1), deletions=6, where="docs", named=False),
 ]
 
-CHECK = (Path(__file__).with_name("world") / "check.py").read_text(encoding="utf-8")
-
 
 @dataclass
 class Function:
@@ -998,76 +997,11 @@ def trivial(function, inputs):
     )
 
 
-# What a program may use and still be a function of its files: no clock, no chance, no addresses, no
-# order of hashes, no files.
-PURE = set(
-    """abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float int isinstance issubclass
-    iter len list map max min next ord pow print property range repr reversed round slice sorted staticmethod str sum super tuple
-    zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split()
-)
 PURE |= {
     name
     for name, value in vars(builtins).items()
     if isinstance(value, type) and issubclass(value, BaseException)
 }
-# attributes that lead to the interpreter's own
-FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")
-
-
-def is_function_of_files(files, command):
-    """Whether what the command says can depend on these files alone, so that it may be remembered.
-    Only for the commands of the generated world: one of its scripts, or the judge's own driver.
-    When in doubt it is run again."""
-    if isinstance(command, str):
-        words = re.fullmatch(r"python3? (\w+\.py)", command)
-        if not words or words[1] not in files:
-            return False
-    elif command[-1] != DRIVER:
-        return False
-    # Anything else might be imported in a module's place: bytecode, an extension, a folder.
-    if not all(re.fullmatch(r"\w+\.(py|md)", path) for path in files):
-        return False
-    modules, checked = {path[:-3] for path in files if path.endswith(".py")}, files.get(
-        "check.py"
-    ) == CHECK
-    return all(
-        is_pure(files[f"{name}.py"], frozenset(modules), checked)
-        for name in modules
-        if name != "check" or not checked
-    )
-
-
-@functools.lru_cache(4096)
-def is_pure(text, modules, checked):
-    """Whether a module uses nothing but the listed modules, math, itertools, and what PURE names.
-    checked: check.py is ours and may be handed globals()."""
-    try:
-        tree = syntax(text)
-    except BABBLE:
-        return True  # it says the same each time
-    trusted = set()
-    for node in ast.walk(tree):
-        if checked and isinstance(node, ast.Call) and ast.unparse(node) == "check.run(globals())":
-            trusted.add(node.args[0].func)
-        elif isinstance(node, (ast.Set, ast.SetComp)):
-            return False
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "__" in node.value:
-            return False
-        elif isinstance(node, ast.Attribute) and node.attr.startswith(FRAMES):
-            return False
-        elif isinstance(node, ast.Name) and node not in trusted:
-            known = hasattr(builtins, node.id) or node.id.startswith("__")
-            if known and node.id not in PURE:
-                return False
-        elif isinstance(node, ast.Import) and any(
-            alias.name not in modules | {"math", "itertools"} for alias in node.names
-        ):
-            return False
-        elif isinstance(node, ast.ImportFrom) and (
-            node.level or node.module not in modules | {"math", "itertools"}
-        ):
-            return False
-    return True
 
 
 def delete(text, names):
@@ -1246,12 +1180,6 @@ def run_trusted(files, command="python tests.py"):
 
 
 # -------------------------------------------------------------------------------- the judge
-# The driver does without json, which takes as long to import as Python takes to start. What it
-# evaluates is ours, read before any of the submission's code runs; what it answers may be
-# anybody's.
-DRIVER = (Path(__file__).with_name("world") / "driver.py").read_text(encoding="utf-8")
-
-
 def same_value(value, expected):
     """Whether a submission's value is the expected one, and so are the types at every depth.
 

@@ -14,7 +14,7 @@ import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import Workspace, audit, changes, make_task
 from world.task import Action, Task
-from world import recorder, submission, task as world_task, watcher
+from world import purity, recorder, submission, task as world_task, watcher
 
 facts_can_be_had = pytest.mark.skipif(
     not st.has_bwrap() or watcher.Watcher.make() is None,
@@ -29,7 +29,7 @@ def staged(transcript, number):
         files = {path: head + "    raise NotImplementedError\n"}
         task = Task(f"program-{number}", "", files, {path: head + body})
         tests = "import check\ncheck.run({})\n"
-        task.files.update({"tests.py": tests, "check.py": st.CHECK})
+        task.files.update({"tests.py": tests, "check.py": purity.CHECK})
         return task, [("edit_file", (path, "    raise NotImplementedError\n", body))]
     task = make_task(3 + number % 2, 4000 + number)
     module, name = task.hidden[0][:2]

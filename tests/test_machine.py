@@ -20,7 +20,7 @@ import synth_tasks as st
 from rollout import Tokenizer, without_middle
 from synth_tasks import Sandbox, Workspace, judge, make_task
 from world.task import Task
-from world import files as world_files, machine
+from world import files as world_files, machine, purity
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle
 from world.machine import MachineFailure
@@ -364,12 +364,12 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
     files = {
         "a.py": code,
         "tests.py": "import check\nimport a\n\ncheck.run(globals())\n",
-        "check.py": st.CHECK,
+        "check.py": purity.CHECK,
         "docs.md": "",
     }
-    assert st.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
-    assert not st.is_function_of_files(
-        {**files, "check.py": st.CHECK + "import time\n"}, "python tests.py"
+    assert purity.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
+    assert not purity.is_function_of_files(
+        {**files, "check.py": purity.CHECK + "import time\n"}, "python tests.py"
     )
     for command in (
         "date +%N",
@@ -377,8 +377,8 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
         "echo $RANDOM",
         "cat a.py; date",
     ):
-        assert not st.is_function_of_files(files, command)
-    assert not st.is_function_of_files({**files, "a.so": ""}, "python tests.py")
+        assert not purity.is_function_of_files(files, command)
+    assert not purity.is_function_of_files({**files, "a.so": ""}, "python tests.py")
 
 
 def test_a_command_that_tells_the_time_is_run_again_and_so_is_a_judgement_by_chance():
