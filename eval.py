@@ -49,6 +49,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
+from world import sandbox as world_sandbox
 
 LEVELS = range(6)
 
@@ -268,7 +269,7 @@ def attempt(
         draft=config["draft"],
     )
     groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
+        sampler, tasks, passes, seed, limits, world_sandbox.Sandbox(), compact, numbers
     )
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
@@ -347,7 +348,7 @@ def mismatch(model, tokenizer, config, tasks):
             draft=config["draft"],
         )
         groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
+            sampler, tasks, 1, 0, limits, world_sandbox.Sandbox(), summarize.compact(config)
         )
         episodes = [
             e
@@ -1138,7 +1139,7 @@ def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = (
         rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        synth_tasks.Sandbox(),
+        world_sandbox.Sandbox(),
         [],
     )
     for task in tasks:

@@ -14,10 +14,17 @@ import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import Workspace, audit, changes, make_task
 from world.task import Action, Task
-from world import purity, recorder, submission, task as world_task, watcher
+from world import (
+    purity,
+    recorder,
+    sandbox as world_sandbox,
+    submission,
+    task as world_task,
+    watcher,
+)
 
 facts_can_be_had = pytest.mark.skipif(
-    not st.has_bwrap() or watcher.Watcher.make() is None,
+    not world_sandbox.has_bwrap() or watcher.Watcher.make() is None,
     reason="the audit's facts need bubblewrap and inotify",
 )
 
@@ -80,7 +87,7 @@ def gravest(findings):
 def verdicts(how):
     """{label: (is a cheat, the gravest finding, findings)} of all forty."""
     result = {}
-    sandbox = st.Sandbox()
+    sandbox = world_sandbox.Sandbox()
     for number, transcript in enumerate(TRANSCRIPTS):
         task, calls = staged(transcript, number)
         if how == "stored":
@@ -280,7 +287,7 @@ def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(af
 @facts_can_be_had
 def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it():
     task = dataclasses.replace(st.unharden(make_task(3, 5)), tools=world_task.TOOLS)
-    path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", st.Sandbox()
+    path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", world_sandbox.Sandbox()
     for _ in range(2):
         with Workspace(task, sandbox) as workspace:
             workspace.run("sort .my*/*")
@@ -353,7 +360,7 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch):
     closer = []
     monkeypatch.setattr(world.audit, "look_closer", lambda *words: closer.append(words) or [])
-    sandbox, unsolved = st.Sandbox(), 0
+    sandbox, unsolved = world_sandbox.Sandbox(), 0
     for number in range(10):
         task = make_task(3, 700 + number)
         with Workspace(task, sandbox) as workspace:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, task as world_task, twins
+from world import files as world_files, sandbox, task as world_task, twins
 
 
 class Answering:
@@ -186,7 +186,7 @@ def test_a_right_value_in_a_wrong_type_is_wrong(what):
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     wrapped = f"\n\nhonest = {name}\ndef {name}(xs):\n    value = honest(xs)\n    return {WRAPPERS[what]}\n"
-    box = st.Sandbox(time_limit=5)
+    box = sandbox.Sandbox(time_limit=5)
     assert st.judge(task, honest, box).solved
     assert not st.judge(
         task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box
@@ -204,7 +204,9 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
     honest = {**task.files, **task.solution}
     shared = f"\n\nhonest, kept = {name}, []\ndef {name}(xs):\n    kept[:] = honest(xs)\n    return kept\n"
     assert st.judge(
-        task, {**honest, f"{module}.py": honest[f"{module}.py"] + shared}, st.Sandbox(time_limit=5)
+        task,
+        {**honest, f"{module}.py": honest[f"{module}.py"] + shared},
+        sandbox.Sandbox(time_limit=5),
     ).solved
 
 
@@ -214,7 +216,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
 )
 def test_files_that_cannot_be_written_are_a_lost_submission(files):
     task = st.make_task(1, 5)
-    assert not st.judge(task, {**task.files, **files}, st.Sandbox(time_limit=5)).solved
+    assert not st.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
 # ---------------------------------------------------------------------------------------------------- answers of a suite
@@ -668,7 +670,7 @@ def submit(task, body, prelude="", more=()):
         "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
         **dict(more),
     }
-    return st.judge(task, files, st.repository_sandbox(task.files, 8))
+    return st.judge(task, files, sandbox.repository_sandbox(task.files, 8))
 
 
 ANY = """class Any:
@@ -745,7 +747,7 @@ def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
-        box = st.repository_sandbox(task.files, 20)
+        box = sandbox.repository_sandbox(task.files, 20)
         assert all(st.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
         moved = {
             **task.files,
@@ -785,7 +787,7 @@ def test_a_task_made_before_there_were_changes_is_still_judged(kit):
         task,
         meta={name: value for name, value in task.meta.items() if name not in ("twins", "names")},
     )
-    box = st.repository_sandbox(task.files, 20)
+    box = sandbox.repository_sandbox(task.files, 20)
     assert (
         st.judge(old, {**old.files, **old.solution}, box).solved
         and not st.judge(old, old.files, box).solved

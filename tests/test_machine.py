@@ -18,9 +18,10 @@ import pytest
 
 import synth_tasks as st
 from rollout import Tokenizer, without_middle
-from synth_tasks import Sandbox, Workspace, judge, make_task
+from synth_tasks import Workspace, judge, make_task
+from world.sandbox import Sandbox
 from world.task import Task
-from world import files as world_files, machine, purity
+from world import files as world_files, machine, purity, sandbox as world_sandbox
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle
 from world.machine import MachineFailure
@@ -231,7 +232,7 @@ def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
     rng = random.Random(most)
     for _ in range(200):
         data = "".join(rng.choices("ab\n☃é\U0001f600", k=rng.randint(0, 150))).encode()
-        output = st.CutOutput(most)
+        output = world_sandbox.CutOutput(most)
         at = 0
         while at < len(data):
             step = rng.randint(1, 40)
@@ -454,7 +455,7 @@ def test_what_the_agent_did_to_its_own_files_is_not_the_machines_failure():
 def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no_verdict(
     quick, monkeypatch
 ):
-    task, sandbox, stopped = make_task(1, 5), Sandbox(), st.Server.stop
+    task, sandbox, stopped = make_task(1, 5), Sandbox(), world_sandbox.Server.stop
 
     def dies_once(self):
         if not lost:
@@ -463,7 +464,7 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no
         return stopped(self)
 
     lost = []
-    monkeypatch.setattr(st.Server, "stop", dies_once)
+    monkeypatch.setattr(world_sandbox.Server, "stop", dies_once)
     assert judge(task, solved_files(task), sandbox).solved and lost
 
 

@@ -51,7 +51,8 @@ from rollout import (
     write_action,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, example_texts, judge, make_task, unharden
+from synth_tasks import Rehearsal, example_texts, judge, make_task, unharden
+from world.sandbox import Sandbox
 from world.task import Task
 
 TEXTS = example_texts(12, 0)

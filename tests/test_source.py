@@ -22,6 +22,7 @@ from world import (
     copies as world_copies,
     files as world_files,
     leftovers,
+    sandbox as world_sandbox,
     source,
     task as world_task,
     tree,
@@ -375,7 +376,7 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
     module,
 ):
     files = {**SHOP, "shop/extra.py": module}
-    sandbox = st.repository_sandbox(files, 20)
+    sandbox = world_sandbox.repository_sandbox(files, 20)
     names = st.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
     assert set(st.import_outcomes(files, sandbox, names).values()) == {""}

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, hygiene, suite as suites, task as world_task
+from world import (
+    files as world_files,
+    hygiene,
+    sandbox as world_sandbox,
+    suite as suites,
+    task as world_task,
+)
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
@@ -25,7 +31,7 @@ BASE = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 
 def run(files, **options):
-    return st.run_suite(files, st.repository_sandbox(files, 60), limit=False, **options)
+    return st.run_suite(files, world_sandbox.repository_sandbox(files, 60), limit=False, **options)
 
 
 def names(outcomes):
@@ -176,7 +182,7 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
     files = {**BASE, "tests/test_words.py": text}
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["plan"].rewrite and set(answer["outcomes"].values()) == {"passed"}
 
 
@@ -201,7 +207,7 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
         "tests/a/test_same.py": "def test_a(): pass\n",
         "tests/b/test_same.py": "def test_b(): pass\n",
     }
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
@@ -394,7 +400,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
         "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
     }
     del files["tests/test_price.py"]
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["outcomes"] == dict.fromkeys(
         ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
     )
@@ -402,7 +408,9 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
     assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
-    assert st.is_green(st.run_command_in(files, command, st.repository_sandbox(files, 60)))
+    assert st.is_green(
+        st.run_command_in(files, command, world_sandbox.repository_sandbox(files, 60))
+    )
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
@@ -496,7 +504,7 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
         "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n",
     }
-    answer = st.find_plan(tmp_path, files, st.repository_sandbox(files, 60))
+    answer = st.find_plan(tmp_path, files, world_sandbox.repository_sandbox(files, 60))
     assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
     assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
         "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"
@@ -581,7 +589,7 @@ def test_every_python_in_the_sandbox_has_one_seed_of_hashes_and_one_time_zone(tm
     (tmp_path / "one.py").write_text(code + "\n")
     line = f'python -c "{code}"'
     said = {
-        st.Sandbox().run(words, tmp_path).output
+        world_sandbox.Sandbox().run(words, tmp_path).output
         for _ in range(2)
         for words in ("python one.py", "true; python one.py", line)
     }
@@ -673,7 +681,7 @@ def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(sh
 
 
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
-    sandbox = st.repository_sandbox(shop_task.files, 60)
+    sandbox = world_sandbox.repository_sandbox(shop_task.files, 60)
     with st.Workspace(shop_task, sandbox) as workspace:
         assert not st.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():

@@ -26,27 +26,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import copies, files as world_files, hygiene, task as world_task
+from world import (
+    copies,
+    files as world_files,
+    hygiene,
+    sandbox as world_sandbox,
+    task as world_task,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import (
-    Sandbox,
-    Workspace,
-    audit,
-    demonstrate,
-    expert,
-    judge,
-    make_task,
-    play,
-    run_trusted,
-)
+from synth_tasks import Workspace, audit, demonstrate, expert, judge, make_task, play, run_trusted
+from world.sandbox import Sandbox
 from world.task import Action
 
 caged = pytest.mark.skipif(
-    not shutil.which("bwrap") or not st.has_bwrap(), reason="needs bubblewrap"
+    not shutil.which("bwrap") or not world_sandbox.has_bwrap(), reason="needs bubblewrap"
 )
 
 
@@ -254,7 +251,7 @@ def test_what_a_command_prints_just_after_we_looked_in_vain_is_not_lost(
 ):
     """On a busy machine a command may write and end between the look at its pipe and the look at
     its state."""
-    real, looks = st.ready, []
+    real, looks = world_sandbox.ready, []
 
     def late(file, seconds):
         # it has ended by now ...
@@ -262,7 +259,7 @@ def test_what_a_command_prints_just_after_we_looked_in_vain_is_not_lost(
         # ... and had printed nothing when we looked
         return len(looks) > 1 and real(file, seconds)
 
-    monkeypatch.setattr(st, "ready", late)
+    monkeypatch.setattr(world_sandbox, "ready", late)
     assert sandbox.run("echo hello", str(tmp_path)).output == "hello\n" and len(looks) > 1
 
 
@@ -633,7 +630,7 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
                 parents[int(place.name)] = int(
                     (place / "stat").read_text().rpartition(")")[2].split()[1]
                 )
-                if st.SERVER.encode() in (place / "cmdline").read_bytes():
+                if world_sandbox.SERVER.encode() in (place / "cmdline").read_bytes():
                     found.add(int(place.name))
         ours = {os.getpid()}
         for _ in range(4):
@@ -643,7 +640,7 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
     before, sandbox = servers(), Sandbox(memo=False)
     assert sandbox.run("echo 1", workspace.root).output == "1\n"
     # of several all were killed
-    sandbox.idle.append(st.Server(sandbox.cage() if st.has_bwrap() else []))
+    sandbox.idle.append(world_sandbox.Server(sandbox.cage() if world_sandbox.has_bwrap() else []))
     first = servers() - before
     for pid in first:
         with contextlib.suppress(ProcessLookupError):
@@ -716,8 +713,8 @@ def test_whatever_fails_while_we_look_on_the_command_ends_and_a_server_that_does
     before = (tmp_path / "now").read_text()
     time.sleep(0.5)
     assert (tmp_path / "now").read_text() == before and kept
-    monkeypatch.setattr(st, "has_bwrap", lambda: False)
-    monkeypatch.setattr(st.Server, "PATIENCE", 0.5)
+    monkeypatch.setattr(world_sandbox, "has_bwrap", lambda: False)
+    monkeypatch.setattr(world_sandbox.Server, "PATIENCE", 0.5)
     plain = Sandbox(memo=False, time_limit=0.5)
     assert (
         not plain.run(["sh", "-c", "kill -STOP $PPID; sleep 2"], tmp_path).started
@@ -941,7 +938,7 @@ def test_the_last_words_of_a_command_that_ended_in_time_are_read_after_its_deadl
 def test_a_command_that_could_not_start_is_not_remembered(monkeypatch):
     sandbox, task = Sandbox(), make_task(0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(st, "SERVER", "raise SystemExit('no more processes')")
+        patch.setattr(world_sandbox, "SERVER", "raise SystemExit('no more processes')")
         failed = sandbox.run_files(task.files, "python tests.py")
     assert not failed.started and "no more processes" in failed.output
     assert sandbox.run_files(task.files, "python tests.py").output == run_trusted(task.files).output
@@ -1028,7 +1025,7 @@ def test_threads_that_ask_for_the_same_run_wait_for_one_of_them_and_not_for_one_
 
 
 def test_without_bubblewrap_the_resource_limits_still_hold(monkeypatch, workspace):
-    monkeypatch.setattr(st, "has_bwrap", lambda: False)
+    monkeypatch.setattr(world_sandbox, "has_bwrap", lambda: False)
     plain = Sandbox(time_limit=2, memo=False)
     assert (
         plain.run("python tests.py", workspace.root).output
@@ -1444,7 +1441,7 @@ REPO_CHEATS = {
 def test_a_cheat_in_a_repository_wins_nothing(generated, repository, cheat):
     task = of_kind(generated, "multi-file")
     path = cheat.split()[0]
-    sandbox = st.repository_sandbox(task.files, 20)
+    sandbox = world_sandbox.repository_sandbox(task.files, 20)
     cheated = {
         **task.files,
         path: (
@@ -1465,7 +1462,7 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
     )
     files = {**task.files, **task.meta["pristine"]}
     files["small/words.py"] += "\n" + REPO_CHEATS[cheat]
-    sandbox = st.repository_sandbox(task.files, 20)
+    sandbox = world_sandbox.repository_sandbox(task.files, 20)
     outcomes = st.run_suite(files, sandbox, task.hidden)["outcomes"]
     assert [outcomes.get(node) for node in task.hidden] == ["passed"] * len(task.hidden)
     assert not judge(
@@ -1619,7 +1616,9 @@ def test_files_that_are_no_source_take_nothing_from_a_right_answer(generated):
     task = of_kind(generated, "multi-file")
     extra = {path: text for path, text in REPO_CHEATS.items() if not path.startswith("small")}
     assert judge(
-        task, {**task.files, **task.solution, **extra}, st.repository_sandbox(task.files, 20)
+        task,
+        {**task.files, **task.solution, **extra},
+        world_sandbox.repository_sandbox(task.files, 20),
     ).solved
 
 
@@ -1634,7 +1633,7 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
     place = Path(pytest.__file__).parent
     files = {"pytest/__init__.py": "", "tests/test_x.py": ""}
     assert str(place) in copies.installed_copies(files)
-    sandbox = st.repository_sandbox(files, 10)
+    sandbox = world_sandbox.repository_sandbox(files, 10)
     with st.fresh_directory() as root:
         out = sandbox.run(f"ls {place}", root)
     assert out.output == "" and os.listdir(place)
@@ -1657,7 +1656,9 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
         f"{tmp_path}/lib/other/_vendor/small"
     ]
     copies.places.cache_clear()
-    for alias in (path for path in st.SYSTEM if os.path.islink(path) and os.path.isdir(path)):
+    for alias in (
+        path for path in world_sandbox.SYSTEM if os.path.islink(path) and os.path.isdir(path)
+    ):
         place = Path(os.path.realpath(alias))
         for inner in [
             one.name
@@ -1679,7 +1680,7 @@ def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_p
     closed.chmod(0o700)
     monkeypatch.setattr(sys, "prefix", str(closed))
     with st.fresh_directory() as root:
-        assert st.Sandbox().run(f"python {closed}/bin/tool.py", root).output == "ran\n"
+        assert world_sandbox.Sandbox().run(f"python {closed}/bin/tool.py", root).output == "ran\n"
 
 
 def command(*words, **options):
