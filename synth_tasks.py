@@ -50,7 +50,6 @@ installed first."""
 
 import argparse
 import ast
-import builtins
 import configparser
 import contextlib
 import copy
@@ -124,9 +123,9 @@ from world.hygiene import (
     packages,
     sources,
 )
-from world.copies import installed_copies, places, telltales, without_copies, without_test_copies
-from world.purity import CHECK, DRIVER, PURE, is_function_of_files
-from world.sandbox import Sandbox, has_bwrap, hidden_place, leave, repository_sandbox, sandbox_for
+from world.copies import installed_copies, telltales, without_copies, without_test_copies
+from world.purity import CHECK, DRIVER, is_function_of_files
+from world.sandbox import Sandbox, has_bwrap, hidden_place, repository_sandbox, sandbox_for
 
 # tools an agent believes in and nobody offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
@@ -464,13 +463,6 @@ def trivial(function, inputs):
         and len(values) > 1
         or values[0] in ([], 0)
     )
-
-
-PURE |= {
-    name
-    for name, value in vars(builtins).items()
-    if isinstance(value, type) and issubclass(value, BaseException)
-}
 
 
 def delete(text, names):

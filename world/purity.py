@@ -7,7 +7,7 @@ import builtins
 import functools
 import re
 
-CHECK = (Path(__file__).with_name("world") / "check.py").read_text(encoding="utf-8")
+CHECK = (Path(__file__).with_name("check.py")).read_text(encoding="utf-8")
 
 
 # What a program may use and still be a function of its files: no clock, no chance, no addresses, no
@@ -17,8 +17,11 @@ PURE = set(
     iter len list map max min next ord pow print property range repr reversed round slice sorted staticmethod str sum super tuple
     zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split()
 )
-
-
+PURE |= {
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
 # attributes that lead to the interpreter's own
 FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")
 
@@ -82,4 +85,4 @@ def is_pure(text, modules, checked):
 # The driver does without json, which takes as long to import as Python takes to start. What it
 # evaluates is ours, read before any of the submission's code runs; what it answers may be
 # anybody's.
-DRIVER = (Path(__file__).with_name("world") / "driver.py").read_text(encoding="utf-8")
+DRIVER = (Path(__file__).with_name("driver.py")).read_text(encoding="utf-8")

@@ -32,8 +32,6 @@ import warnings
 import weakref
 from world.copies import installed_copies
 from world.purity import is_function_of_files
-from synth_tasks import said
-from concurrent.futures import wait
 
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 
@@ -68,7 +66,7 @@ NETWORK = (
 # namespace and serves one command at a time: it looks on, kills whatever is left, and tells how it
 # ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it
 # is this very interpreter, in the state in which it started.
-SERVER = (Path(__file__).with_name("world") / "sandbox_server.py").read_text(encoding="utf-8")
+SERVER = (Path(__file__).with_name("sandbox_server.py")).read_text(encoding="utf-8")
 
 
 def bwrap():
