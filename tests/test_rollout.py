@@ -1029,7 +1029,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
-    from synth_tasks import Workspace
+    from world.workspace import Workspace
 
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()

@@ -26,6 +26,7 @@ from world import (
     source,
     task as world_task,
     tree,
+    workspace as world_workspace,
 )
 
 GONE = dict(kind="gone", docstring=False)
@@ -575,7 +576,7 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
             task.meta["links"] == ["absolute", "tests/all", "tests/one.txt"]
             and task.files["absolute"] == "data/x.txt"
         )
-        with st.Workspace(task) as workspace:
+        with world_workspace.Workspace(task) as workspace:
             listing = workspace.run("ls -l bin/tool tests/one.txt").output
             assert listing.startswith("-rwxr-xr-x") and "tests/one.txt -> ../data/x.txt" in listing
             workspace.edit("shop/price.py", "", "# by the agent\n")

@@ -17,6 +17,7 @@ from world import (
     sandbox as world_sandbox,
     suite as suites,
     task as world_task,
+    workspace as world_workspace,
 )
 
 CODE = (
@@ -682,7 +683,7 @@ def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(sh
 
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
     sandbox = world_sandbox.repository_sandbox(shop_task.files, 60)
-    with st.Workspace(shop_task, sandbox) as workspace:
+    with world_workspace.Workspace(shop_task, sandbox) as workspace:
         assert not st.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():
             workspace.place(path).write_text(text)

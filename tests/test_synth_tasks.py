@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import Workspace, audit, demonstrate, expert, judge, make_task, play, run_trusted
+from synth_tasks import audit, demonstrate, expert, judge, make_task, play, run_trusted
+from world.workspace import Workspace
 from world.sandbox import Sandbox
 from world.task import Action
 
