@@ -100,7 +100,7 @@ from world.source import (
     syntax,
 )
 from world.tree import keep_modes, tree_meta, with_links
-from world.task import ARGUMENTS, Action, HINTED, Refusal, Result, SUMMARIZE, TOOLS, Task, Verdict
+from world.task import Action, HINTED, Refusal, Result, SUMMARIZE, TOOLS, Task, Verdict
 from world.files import matches, printable, unified, write_tree
 from world.hygiene import (
     JUNK,
@@ -116,6 +116,7 @@ from world.copies import installed_copies, telltales, without_copies, without_te
 from world.purity import CHECK, DRIVER
 from world.sandbox import Sandbox, has_bwrap, hidden_place, repository_sandbox, sandbox_for
 from world.workspace import Workspace
+from world.tools import call_tool, said
 
 # tools an agent believes in and nobody offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
@@ -549,31 +550,6 @@ def judge(task, files, sandbox):
 
 
 # -------------------------------------------------------------------------------- the tools, as the agent calls them
-def call_tool(workspace, name, arguments):
-    """(output, error): error is "" or "unknown_tool", "bad_arguments", "failed"."""
-    names = {
-        "read_file": workspace.read,
-        "edit_file": workspace.edit,
-        "search_codebase": workspace.search,
-        "run_command": lambda command: said(workspace.run(command)),
-    }
-    if name not in workspace.task.tools or name not in names:
-        return f"Tool not found: {name}", "unknown_tool"
-    if len(arguments) != len(ARGUMENTS[name]):
-        return (
-            f"{name} takes {len(ARGUMENTS[name])} arguments, not {len(arguments)}",
-            "bad_arguments",
-        )
-    try:
-        return names[name](*arguments), ""
-    except ToolError as error:
-        return str(error), "failed"
-
-
-def said(result):
-    return result.output.rstrip("\n") or f"exit code {result.exit_code}"
-
-
 class Rehearsal:
     """The workspace of a demonstration: the same answers from a dict, in-process. ONLY for agents
     written here."""

@@ -21,6 +21,7 @@ from world import (
     sandbox as world_sandbox,
     submission,
     task as world_task,
+    tools,
     watcher,
 )
 
@@ -75,7 +76,7 @@ def played(task, calls, sandbox):
     story = []
     with Workspace(task, sandbox) as workspace:
         for tool, arguments in calls:
-            output, _ = st.call_tool(workspace, tool, arguments)
+            output, _ = tools.call_tool(workspace, tool, arguments)
             story.append((Action("", [(tool, arguments)]), [output]))
         return story, workspace.files(), workspace.recorder.seen
 

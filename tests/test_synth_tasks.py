@@ -32,6 +32,7 @@ from world import (
     hygiene,
     sandbox as world_sandbox,
     task as world_task,
+    tools,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -441,14 +442,14 @@ def test_edit_wants_exactly_one_place(workspace):
 
 def test_calls_are_checked_strictly(workspace):
     workspace.task.tools = ("edit_file", "read_file")
-    assert st.call_tool(workspace, "run_command", ("ls",)) == (
+    assert tools.call_tool(workspace, "run_command", ("ls",)) == (
         "Tool not found: run_command",
         "unknown_tool",
     )
-    assert st.call_tool(workspace, "grep", ("x",))[1] == "unknown_tool"
-    assert st.call_tool(workspace, "read_file", ())[1] == "bad_arguments"
-    assert st.call_tool(workspace, "read_file", ("nope",)) == ("no such file: nope", "failed")
-    assert st.call_tool(workspace, "edit_file", ("b.txt", "", "x")) == ("ok", "")
+    assert tools.call_tool(workspace, "grep", ("x",))[1] == "unknown_tool"
+    assert tools.call_tool(workspace, "read_file", ())[1] == "bad_arguments"
+    assert tools.call_tool(workspace, "read_file", ("nope",)) == ("no such file: nope", "failed")
+    assert tools.call_tool(workspace, "edit_file", ("b.txt", "", "x")) == ("ok", "")
 
 
 # command -> what must not be in its output; "" means: it only has to end, and everything outside
