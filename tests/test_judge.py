@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, sandbox, task as world_task, twins
+from world import files as world_files, run_suite, sandbox, task as world_task, twins
 
 
 class Answering:
@@ -255,7 +255,7 @@ def test_five_hundred_hostile_answers_about_a_suite_are_outcomes_or_none():
         answer["key"] = rng.choice(["THE KEY"] * 5 + [1, None, [], "other"])
         text = json.dumps(rng.choice([answer] * 9 + ODD_VALUES))
         text = text[: rng.randint(0, len(text))] if number % 5 == 0 else text
-        seen = st.run_suite({}, Answering(text), ["t.py::a"], trace=True)
+        seen = run_suite.run_suite({}, Answering(text), ["t.py::a"], trace=True)
         assert all(
             type(node) is str and outcome in ("passed", "failed", "skipped", "xfail")
             for node, outcome in seen["outcomes"].items()

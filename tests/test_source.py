@@ -22,6 +22,7 @@ from world import (
     copies as world_copies,
     files as world_files,
     leftovers,
+    run_suite,
     sandbox as world_sandbox,
     source,
     task as world_task,
@@ -380,8 +381,8 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
     sandbox = world_sandbox.repository_sandbox(files, 20)
     names = st.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
-    assert set(st.import_outcomes(files, sandbox, names).values()) == {""}
-    after = st.import_outcomes(cut(files, "gross", GONE), sandbox, names)
+    assert set(run_suite.import_outcomes(files, sandbox, names).values()) == {""}
+    after = run_suite.import_outcomes(cut(files, "gross", GONE), sandbox, names)
     assert after["shop"] == after["shop.price"] == "" != after["shop.extra"]
 
 

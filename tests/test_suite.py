@@ -14,6 +14,7 @@ import synth_tasks as st
 from world import (
     files as world_files,
     hygiene,
+    run_suite,
     sandbox as world_sandbox,
     suite as suites,
     task as world_task,
@@ -32,7 +33,9 @@ BASE = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 
 def run(files, **options):
-    return st.run_suite(files, world_sandbox.repository_sandbox(files, 60), limit=False, **options)
+    return run_suite.run_suite(
+        files, world_sandbox.repository_sandbox(files, 60), limit=False, **options
+    )
 
 
 def names(outcomes):
@@ -409,8 +412,8 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
     assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
-    assert st.is_green(
-        st.run_command_in(files, command, world_sandbox.repository_sandbox(files, 60))
+    assert run_suite.is_green(
+        run_suite.run_command_in(files, command, world_sandbox.repository_sandbox(files, 60))
     )
 
 
@@ -611,9 +614,9 @@ def test_a_suite_is_run_in_the_world_that_it_is_told():
                 text=True,
             ).stdout
         )
-        for seed, _ in st.WORLDS
+        for seed, _ in run_suite.WORLDS
     ]
-    for world, seed, zone in zip(st.WORLDS, seeds, (0, 18000, -19800)):
+    for world, seed, zone in zip(run_suite.WORLDS, seeds, (0, 18000, -19800)):
         answer = run({"m.py": "", "test_m.py": text.format(seed=seed, zone=zone)}, world=world)
         assert set(answer["outcomes"].values()) == {"passed"}, world
 
@@ -642,7 +645,9 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
     assert not found.left_out  # in the agent's world it is green
-    assert st.whole_functions({"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]) == [
+    assert run_suite.whole_functions(
+        {"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]
+    ) == [
         "a",
         "b[1]",
     ]
@@ -684,10 +689,10 @@ def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(sh
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
     sandbox = world_sandbox.repository_sandbox(shop_task.files, 60)
     with world_workspace.Workspace(shop_task, sandbox) as workspace:
-        assert not st.is_green(workspace.run(shop_task.test_command))
+        assert not run_suite.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():
             workspace.place(path).write_text(text)
-        assert st.is_green(workspace.run(shop_task.test_command))
+        assert run_suite.is_green(workspace.run(shop_task.test_command))
     assert "test_broken" in shop_task.test_command and "nosuch" not in shop_task.test_command
 
 
@@ -803,5 +808,5 @@ def test_a_test_whose_name_is_too_long_to_ask_for_is_left_out_and_no_other():
         "test_\udcff.py::t": "passed",
     }
     answer = {"key": "k", "outcomes": outcomes, "seconds": {}, "touched": {}}
-    found = st.read_outcomes(json.dumps(answer), "k")["outcomes"]
+    found = run_suite.read_outcomes(json.dumps(answer), "k")["outcomes"]
     assert found == {"tests/test_a.py::test_two": "passed"}

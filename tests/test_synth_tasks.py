@@ -30,6 +30,7 @@ from world import (
     copies,
     files as world_files,
     hygiene,
+    run_suite,
     sandbox as world_sandbox,
     task as world_task,
     tools,
@@ -1465,7 +1466,7 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
     files = {**task.files, **task.meta["pristine"]}
     files["small/words.py"] += "\n" + REPO_CHEATS[cheat]
     sandbox = world_sandbox.repository_sandbox(task.files, 20)
-    outcomes = st.run_suite(files, sandbox, task.hidden)["outcomes"]
+    outcomes = run_suite.run_suite(files, sandbox, task.hidden)["outcomes"]
     assert [outcomes.get(node) for node in task.hidden] == ["passed"] * len(task.hidden)
     assert not judge(
         task, {**task.files, "small/words.py": files["small/words.py"]}, sandbox
