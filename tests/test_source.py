@@ -22,6 +22,7 @@ from world import (
     copies as world_copies,
     files as world_files,
     leftovers,
+    repository,
     run_suite,
     sandbox as world_sandbox,
     source,
@@ -46,7 +47,7 @@ SHOP = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 def cut(files, name, dials):
     """The files without the feature of this name; every Python file must still be one."""
-    found = st.definitions(files)
+    found = repository.definitions(files)
     chosen = [one for one in found if one.name == name]
     assert len(chosen) == 1, [one.name for one in found]
     base, _ = st.delete_feature(files, chosen, dials, found)
@@ -173,7 +174,8 @@ def test_tests_in_a_latin_1_file_are_hidden_and_judged_with_the_values_they_have
 def test_a_function_in_the_first_line_of_its_file_does_not_count_as_run_at_import(tmp_path):
     root = write(tmp_path / "repo", SHOP)
     found = {
-        one.name: one for one in st.study(str(root), time_limit=30, say=lambda _: None).definitions
+        one.name: one
+        for one in repository.study(str(root), time_limit=30, say=lambda _: None).definitions
     }
     assert not found["gross"].early and found["gross"].tests
 
@@ -258,7 +260,7 @@ def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_ne
         "import sys, other\nif sys.maxsize > 1:\n    class A:\n        x = 1\nelse:\n    def A():\n        return 1\n\n\n"
         "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
     )
-    assert st.definitions({"m.py": text}) == []
+    assert repository.definitions({"m.py": text}) == []
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
@@ -339,7 +341,7 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
     before, tmp_path
 ):
     files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
-    found = st.definitions(files)
+    found = repository.definitions(files)
     base = st.removed(
         files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
     )
@@ -379,7 +381,7 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
 ):
     files = {**SHOP, "shop/extra.py": module}
     sandbox = world_sandbox.repository_sandbox(files, 20)
-    names = st.module_names(files, set())
+    names = repository.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
     assert set(run_suite.import_outcomes(files, sandbox, names).values()) == {""}
     after = run_suite.import_outcomes(cut(files, "gross", GONE), sandbox, names)

@@ -14,6 +14,7 @@ import synth_tasks as st
 from world import (
     files as world_files,
     hygiene,
+    repository,
     run_suite,
     sandbox as world_sandbox,
     suite as suites,
@@ -49,7 +50,7 @@ def write(files, root):
 
 def refusal(files, tmp_path, time_limit=60):
     with pytest.raises(world_task.Refusal) as caught:
-        st.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
+        repository.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
     return str(caught.value)
 
 
@@ -186,7 +187,7 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
     files = {**BASE, "tests/test_words.py": text}
-    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["plan"].rewrite and set(answer["outcomes"].values()) == {"passed"}
 
 
@@ -211,7 +212,7 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
         "tests/a/test_same.py": "def test_a(): pass\n",
         "tests/b/test_same.py": "def test_b(): pass\n",
     }
-    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
@@ -387,7 +388,7 @@ def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
         "Makefile": "test:\n\tpython test.py\n",
     }
     said = []
-    found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert (
         found.plan.paths == ["test.py"]
         and len(found.stable) == 2
@@ -404,7 +405,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
         "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
     }
     del files["tests/test_price.py"]
-    answer = st.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["outcomes"] == dict.fromkeys(
         ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
     )
@@ -508,7 +509,7 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
         "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n",
     }
-    answer = st.find_plan(tmp_path, files, world_sandbox.repository_sandbox(files, 60))
+    answer = repository.find_plan(tmp_path, files, world_sandbox.repository_sandbox(files, 60))
     assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
     assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
         "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"
@@ -534,8 +535,10 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
     answer = {
         "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}
     }
-    assert set(st.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
-    assert st.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
+    assert set(repository.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
+    assert (
+        repository.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
+    )
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
@@ -545,7 +548,7 @@ def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_pat
         "tests/test_setup.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n",
     }
     said = []
-    found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert "3 tests, 2 stable, 0 failing, 2 errors" in said[0] and "nosuchthing" in said[-1]
     assert found.ignored == ["tests/test_odd.py"] and found.left_out == [
         "tests/test_setup.py::test_setup"
@@ -634,7 +637,7 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
             text=True,
         ).stdout
     )
-    found = st.study(
+    found = repository.study(
         write(
             {**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"
         ),

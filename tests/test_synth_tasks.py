@@ -30,6 +30,7 @@ from world import (
     copies,
     files as world_files,
     hygiene,
+    repository as world_repository,
     run_suite,
     sandbox as world_sandbox,
     task as world_task,
@@ -1379,7 +1380,7 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
         "p/m.py": "def _help():\n    return 3\n\n\n"
         "def one():\n    x = _help()\n    return x\n\n\ndef two():\n    return 2  # stays\n",
     }
-    found = st.definitions(files)
+    found = world_repository.definitions(files)
     base, helpers = st.delete_feature(
         files,
         [one for one in found if one.name == "one"],
@@ -1395,7 +1396,7 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
 
 def test_a_stub_keeps_every_other_byte():
     files = {"m.py": SHAPES}
-    area = [one for one in st.definitions(files) if one.name == "area"]
+    area = [one for one in world_repository.definitions(files) if one.name == "area"]
     kept = st.stubbed(files, area, True)["m.py"]
     assert (
         kept
@@ -1565,7 +1566,7 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
         "p/c.py": "class C:\n\tdef m(self):\n\t\tx = 1\n\t\treturn x\n",
         "test_p.py": "class TestC:\n\tdef test_m(self):\n\t\tassert 1 == 1\n",
     }
-    found = st.definitions(files)
+    found = world_repository.definitions(files)
     base, _ = st.delete_feature(
         files,
         [one for one in found if one.name == "copy"],
