@@ -103,7 +103,7 @@ from world.copies import installed_copies, telltales, without_copies, without_te
 from world.purity import CHECK, DRIVER
 from world.sandbox import Sandbox, has_bwrap, hidden_place, repository_sandbox, sandbox_for
 from world.workspace import Workspace
-from world.tools import call_tool, said
+from world.tools import call_tool
 from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
 from world.repository import definitions, methods, study
 

@@ -7,7 +7,7 @@ import builtins
 import functools
 import re
 
-CHECK = (Path(__file__).with_name("check.py")).read_text(encoding="utf-8")
+CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 
 
 # What a program may use and still be a function of its files: no clock, no chance, no addresses, no
@@ -85,4 +85,4 @@ def is_pure(text, modules, checked):
 # The driver does without json, which takes as long to import as Python takes to start. What it
 # evaluates is ours, read before any of the submission's code runs; what it answers may be
 # anybody's.
-DRIVER = (Path(__file__).with_name("driver.py")).read_text(encoding="utf-8")
+DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")

@@ -25,7 +25,6 @@ import importlib.util
 import re
 import sys
 import time
-import world.audit
 from dataclasses import dataclass, field, replace
 from world.source import find_definitions, first_line, is_text, package_root, parsed
 from world.sandbox import has_bwrap, hidden_place, repository_sandbox

@@ -10,22 +10,14 @@ import json
 import os
 import re
 import time
-import world.audit
 from world.hygiene import importable, sources
 from world.files import printable, write_tree
 from dataclasses import replace
-from world.tools import said
 from world import suite as suites
 
 # The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to
 # the Python there.
-SUITE = (
-    Path(__file__)
-    .resolve()
-    .with_name("world")
-    .joinpath("suite_runner.py")
-    .read_text(encoding="utf-8")
-)
+SUITE = Path(__file__).with_name("suite_runner.py").read_text(encoding="utf-8")
 
 
 # What pytest itself imports. A repository that is one of these is hidden in its installed form, and
@@ -314,7 +306,7 @@ def import_outcomes(files, sandbox, names):
     paths = set(sources(files))
     roots = {package_root(path, paths)[0] or "." for path in paths}
     order = dict(modules=names, roots=sorted(roots))
-    program = (Path(__file__).parent / "world" / "import_check.py").read_text()
+    program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
     outcomes = {}
     for line in result.output.split("\n"):

@@ -66,7 +66,7 @@ NETWORK = (
 # namespace and serves one command at a time: it looks on, kills whatever is left, and tells how it
 # ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it
 # is this very interpreter, in the state in which it started.
-SERVER = (Path(__file__).with_name("sandbox_server.py")).read_text(encoding="utf-8")
+SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
 
 
 def bwrap():

@@ -2,7 +2,6 @@
 
 from world.task import ARGUMENTS
 from world.edits import ToolError
-from synth_tasks import arguments
 
 
 def call_tool(workspace, name, arguments):
