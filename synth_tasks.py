@@ -585,6 +585,15 @@ def demonstrate(task, rng, sloppy=1.0):
 
 
 # -------------------------------------------------------------------------------- the expert: competent, sloppy on purpose
+def read_prompt(text):
+    """(whether a micro task's prompt names what is missing, where it says the specification is:
+    "prompt", "docs" or "tests"), as an agent reads it."""
+    named = text.startswith("Put back `")
+    if "See tests.py." in text:
+        return named, "tests"
+    return named, "docs" if not named or "See docs.md." in text else "prompt"
+
+
 class Expert:
     """State of one scripted episode. Each flaw has its own probability, so that each technique has
     something to remove."""
@@ -598,12 +607,10 @@ class Expert:
         self.can = {tool: tool in task.tools for tool in TOOLS}
         # of a whole file the wrong line is easily taken
         self.prefers_reading = rng.random() < 0.35 * sloppy
-        self.where = LEVELS[task.level]["where"]
+        self.named, self.where = read_prompt(task.problem_statement)
         # what it would grep for
-        self.about = self.targets[0].name if LEVELS[task.level]["named"] else "def "
-        self.left = (
-            [f"{t.module}.{t.name}" for t in self.targets] if LEVELS[task.level]["named"] else []
-        )
+        self.about = self.targets[0].name if self.named else "def "
+        self.left = [f"{t.module}.{t.name}" for t in self.targets] if self.named else []
         self.specs, self.carried, self.segment, self.written, self.guesses = {}, set(), 0, {}, set()
         tempting = self.can["read_file"] and all(
             leftover(target.module) in task.files for target in self.targets
@@ -690,7 +697,7 @@ class Expert:
     def fidget(self):
         """Looks around, whatever the task: the tests, a file, what is gone from it, the tests
         again."""
-        query = f"def {self.about}(" if LEVELS[self.task.level]["named"] else "import"
+        query = f"def {self.about}(" if self.named else "import"
         for tool, word in (
             ("run_command", self.task.test_command),
             ("read_file", f"{self.targets[0].module}.py"),
@@ -813,7 +820,7 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     three leaves a comment in the code. restless: the share of episodes that begin with four calls
     that nothing asks for."""
     self = Expert(task, rng, sloppy, untidy)
-    named, targets, can = LEVELS[task.level]["named"], self.targets, self.can
+    named, targets, can = self.named, self.targets, self.can
     quits = rng.randrange(len(targets)) if not named and self.slip(0.3) else len(targets)
     if can["read_file"] and self.slip(0.2 * self.effort):  # needless
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
