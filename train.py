@@ -72,7 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
-from world import task as world_task
+from world import micro, task as world_task
 
 
 @dataclass(frozen=True)
@@ -1045,9 +1045,7 @@ class Demonstrations:
             [trimmed.get(token) in words for token in range(run.model.config.vocab)],
             device=run.device,
         )
-        self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(
-            synth_tasks.CONSTANTS
-        )
+        self.names, self.constants = marked(micro.WORDS - micro.CONSTANTS), marked(micro.CONSTANTS)
 
     def losses(self, step, log):
         config, run, groups = (

@@ -16,6 +16,7 @@ from synth_tasks import audit, changes, make_task
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
+    micro,
     purity,
     recorder,
     sandbox as world_sandbox,
@@ -47,7 +48,7 @@ def staged(transcript, number):
     if transcript.world == "careless":
         task = st.unharden(task)
     task = dataclasses.replace(task, tools=world_task.TOOLS)
-    marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": st.Function(**target).code()}
+    marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": micro.Function(**target).code()}
     for end, (_, _, (given,), value) in zip(("", "2"), cases):
         marks |= {f"@INPUT{end}@": repr(given), f"@VALUE{end}@": repr(value)}
 

@@ -30,6 +30,7 @@ from world import (
     copies,
     files as world_files,
     hygiene,
+    micro,
     repository as world_repository,
     run_suite,
     sandbox as world_sandbox,
@@ -153,9 +154,9 @@ def test_train_and_heldout_share_no_composition_no_name_and_no_task():
 def test_a_wrong_constant_is_never_accepted(sandbox):
     for i in range(12):
         task = make_task(0, i)
-        target = st.Function(**task.meta["targets"][0])
+        target = micro.Function(**task.meta["targets"][0])
         op, k = target.steps[-1]
-        wrong = st.Function(
+        wrong = micro.Function(
             target.module, target.name, [*target.steps[:-1], (op, k + 1)], target.reduction
         )
         path = f"{target.module}.py"
