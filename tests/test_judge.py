@@ -400,7 +400,7 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
     text = f"def test_a(self):\n    {body}\n"
     number = len(twins.list_changes(ast.parse(text).body[0], ["f", "g", "h", "warn"]))
     assert number
-    made, names = st.with_twins(
+    made, names = twins.with_twins(
         text,
         ["t.py::test_a"],
         random.Random(seed),
@@ -469,7 +469,7 @@ def test_a_change_is_never_made_in_what_the_feature_is_given():
 
 def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
     text = "def test_a():\n    assert f(1) == 3\n    assert f(2) == [4, 'a']\n    with pytest.raises(KeyError):\n        f(0)\n"
-    made, names = st.with_twins(
+    made, names = twins.with_twins(
         text, ["t.py::test_a"], random.Random(0), {"t.py::test_a": [0, 1, 2]}, ["f"]
     )
     wanted = {name.split("::")[1] for name in names["t.py::test_a"]}

@@ -28,6 +28,7 @@ from world import (
     source,
     task as world_task,
     tree,
+    twins,
     workspace as world_workspace,
 )
 
@@ -294,7 +295,7 @@ def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not
     assert st.find_test(text, "t.py::test_a").lineno == 9
     left = st.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
     assert "test_a" not in left and "test_b" in left
-    made, _ = st.with_twins(text, ["t.py::test_a"], random.Random(0))
+    made, _ = twins.with_twins(text, ["t.py::test_a"], random.Random(0))
     assert made.startswith("def test_a():\n    assert 1 == 2\n") and made.count("def test_a_") == 2
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
     assert st.find_test(twice, "t.py::TestX::test_a").lineno == 7

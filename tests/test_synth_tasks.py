@@ -36,6 +36,7 @@ from world import (
     sandbox as world_sandbox,
     task as world_task,
     tools,
+    twins,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -1488,7 +1489,7 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
 def test_a_result_that_equals_everything_or_everything_of_its_kind_passes_no_hidden_test(
     test, right
 ):
-    made, names = st.with_twins(
+    made, names = twins.with_twins(
         f"def test_a(self):\n    {test}\n", ["t.py::test_a"], random.Random(0)
     )
     new, twin = (name.split("::")[1] for name in names["t.py::test_a"])
@@ -1582,7 +1583,7 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
         == "class TestC:\n\tpass\n"
     )
     compile(
-        st.with_twins(files["test_p.py"], ["test_p.py::TestC::test_m"], random.Random(0))[0],
+        twins.with_twins(files["test_p.py"], ["test_p.py::TestC::test_m"], random.Random(0))[0],
         "test_p.py",
         "exec",
     )
