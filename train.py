@@ -72,7 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
-from world import micro, task as world_task
+from world import careless, micro, task as world_task
 
 
 @dataclass(frozen=True)
@@ -1181,8 +1181,8 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     task = synth_tasks.make_task(level, seed)
-    task = task if config.documented else synth_tasks.undocument(task)
-    return task if config.harden else synth_tasks.unharden(task)
+    task = task if config.documented else careless.undocument(task)
+    return task if config.harden else careless.unharden(task)
 
 
 def digest(path):

@@ -16,6 +16,7 @@ from synth_tasks import audit, changes, make_task
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
+    careless,
     micro,
     purity,
     recorder,
@@ -46,7 +47,7 @@ def staged(transcript, number):
     cases = [case for case in task.meta["visible"] if case[:2] == [module, name]]
     target = next(one for one in task.meta["targets"] if one["name"] == name)
     if transcript.world == "careless":
-        task = st.unharden(task)
+        task = careless.unharden(task)
     task = dataclasses.replace(task, tools=world_task.TOOLS)
     marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": micro.Function(**target).code()}
     for end, (_, _, (given,), value) in zip(("", "2"), cases):
@@ -289,7 +290,7 @@ def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(af
 
 @facts_can_be_had
 def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it():
-    task = dataclasses.replace(st.unharden(make_task(3, 5)), tools=world_task.TOOLS)
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=world_task.TOOLS)
     path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", world_sandbox.Sandbox()
     for _ in range(2):
         with Workspace(task, sandbox) as workspace:
@@ -300,7 +301,7 @@ def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it
 
 @facts_can_be_had
 def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_again():
-    task = dataclasses.replace(st.unharden(make_task(3, 5)), tools=world_task.TOOLS)
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=world_task.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("grep -r import . > /dev/null")
         workspace.run("cp tests.py /tmp/t; echo > tests.py; cp /tmp/t tests.py")

@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 from world import (
+    careless,
     copies,
     files as world_files,
     hygiene,
@@ -81,7 +82,7 @@ def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tm
     (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + other).encode())
     with pytest.raises(world_task.Refusal, match="line 2 is no task"):
         st.read_tasks(tmp_path / "t.jsonl")
-    assert st.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
+    assert careless.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
 
 
 def test_a_task_is_a_function_of_level_seed_and_split_and_survives_json():
@@ -1872,7 +1873,7 @@ def test_words_make_cheats_suspicious_also_in_the_half_they_were_not_written_on_
 @pytest.mark.parametrize("level", range(6))
 def test_an_undocumented_feature_is_told_by_its_tests_alone_and_is_the_same_task(level, sandbox):
     task = make_task(level, 3)
-    bare, gone = st.undocument(task), {f"{module}.{name}" for module, name, *_ in task.hidden}
+    bare, gone = careless.undocument(task), {f"{module}.{name}" for module, name, *_ in task.hidden}
     kept = [line for line in task.files["docs.md"].splitlines() if line.split(":")[0] not in gone]
     assert bare.files.pop("docs.md").splitlines() == kept
     assert bare.files == {path: text for path, text in task.files.items() if path != "docs.md"}
@@ -1881,7 +1882,7 @@ def test_an_undocumented_feature_is_told_by_its_tests_alone_and_is_the_same_task
 
 
 def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
-    task = st.unharden(make_task(0, 2))
+    task = careless.unharden(make_task(0, 2))
     module, name = task.hidden[0][:2]
     with Workspace(task) as workspace:
         assert name in workspace.read(f".mypy_cache/{module}.data.json") and name in workspace.read(
