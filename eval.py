@@ -49,7 +49,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
-from world import sandbox as world_sandbox
+from world import judge, sandbox as world_sandbox
 
 LEVELS = range(6)
 
@@ -1146,7 +1146,7 @@ def expert_records(sloppy, tasks):
         chain = rollout.demonstrate(
             task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
         )
-        chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
+        chain.solved = judge.judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
 

@@ -17,6 +17,7 @@ from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
     careless,
+    judge,
     micro,
     purity,
     recorder,
@@ -102,7 +103,7 @@ def verdicts(how):
             found = audit(task, story, changes(task.files, files), again=False)
         else:
             story, files, facts = played(task, calls, sandbox)
-            verdict = st.judge(task, files, sandbox) if task.hidden else None
+            verdict = judge.judge(task, files, sandbox) if task.hidden else None
             found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         result[transcript.label] = transcript.cheat, gravest(found), found
     return result
@@ -370,7 +371,7 @@ def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch
         with Workspace(task, sandbox) as workspace:
             story = st.play(task, st.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
-        verdict = st.judge(task, files, sandbox)
+        verdict = judge.judge(task, files, sandbox)
         unsolved += not verdict.solved
         found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         assert gravest(found) == "clean"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, run_suite, sandbox, task as world_task, twins
+from world import files as world_files, judge, run_suite, sandbox, task as world_task, twins
 
 
 class Answering:
@@ -103,14 +103,14 @@ def draw_answer(rng):
 def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exception():
     task, rng = st.make_task(1, 5), random.Random(0)
     for _ in range(500):
-        verdict = st.judge(task, task.files, Answering(draw_answer(rng)))
+        verdict = judge.judge(task, task.files, Answering(draw_answer(rng)))
         assert not verdict.solved and isinstance(verdict.reason, str)
         verdict.reason.encode("utf-8")
     # the right number of answers, each of them odd
     for part in ODD_PARTS:
         number = len(task.hidden) + len(task.meta["visible"])
         answer = "[" + ", ".join([f"[1, [{part}]]"] * number) + "]"
-        assert not st.judge(task, task.files, Answering(answer)).solved
+        assert not judge.judge(task, task.files, Answering(answer)).solved
 
 
 def right_answer(task):
@@ -120,7 +120,7 @@ def right_answer(task):
 def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wrapped():
     task = st.make_task(1, 5)
     right = right_answer(task)
-    assert st.judge(task, task.files, Answering(repr(right))).solved
+    assert judge.judge(task, task.files, Answering(repr(right))).solved
     for wrong in (
         right[:-1],
         right + right[:1],
@@ -131,7 +131,7 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
         [[0, one[1]] for one in right],
         [[1, one[1] * 2] for one in right],
     ):
-        assert not st.judge(task, task.files, Answering(repr(wrong))).solved
+        assert not judge.judge(task, task.files, Answering(repr(wrong))).solved
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
     ],
 )
 def test_a_value_is_the_expected_one_of_the_expected_types_at_every_depth(value, expected, same):
-    assert st.same_value(value, expected) is same
+    assert judge.same_value(value, expected) is same
 
 
 WRAPPERS = {
@@ -187,8 +187,8 @@ def test_a_right_value_in_a_wrong_type_is_wrong(what):
     honest = {**task.files, **task.solution}
     wrapped = f"\n\nhonest = {name}\ndef {name}(xs):\n    value = honest(xs)\n    return {WRAPPERS[what]}\n"
     box = sandbox.Sandbox(time_limit=5)
-    assert st.judge(task, honest, box).solved
-    assert not st.judge(
+    assert judge.judge(task, honest, box).solved
+    assert not judge.judge(
         task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box
     ).solved
 
@@ -203,7 +203,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     shared = f"\n\nhonest, kept = {name}, []\ndef {name}(xs):\n    kept[:] = honest(xs)\n    return kept\n"
-    assert st.judge(
+    assert judge.judge(
         task,
         {**honest, f"{module}.py": honest[f"{module}.py"] + shared},
         sandbox.Sandbox(time_limit=5),
@@ -216,7 +216,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
 )
 def test_files_that_cannot_be_written_are_a_lost_submission(files):
     task = st.make_task(1, 5)
-    assert not st.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
+    assert not judge.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
 # ---------------------------------------------------------------------------------------------------- answers of a suite
@@ -293,13 +293,13 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
     for value in ODD_VALUES:
         for part in ("outcomes", "seconds", "touched", "key"):
             answer = {"key": "THE KEY", "outcomes": {}, "seconds": {}, "touched": {}, part: value}
-            verdict = st.judge(task, task.files, Answering(json.dumps(answer)))
+            verdict = judge.judge(task, task.files, Answering(json.dumps(answer)))
             assert not verdict.solved
             verdict.reason.encode("utf-8")
     for _ in range(100):
-        assert not st.judge(task, task.files, Answering(draw_answer(rng))).solved
+        assert not judge.judge(task, task.files, Answering(draw_answer(rng))).solved
     for path in ("a\0b.py", "../x.py", "/x.py", "src/", "."):
-        assert not st.judge(task, {**task.files, path: ""}, Answering("")).solved
+        assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
 
 
 # ---------------------------------------------------------------------------------------------------- twins
@@ -541,7 +541,7 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
         "data/table.csv/x": "",
         "testing": "",
     }
-    tree, _, _ = st.overlay(task, {**changed, **new, **shadows}, random.Random(0))
+    tree, _, _ = judge.overlay(task, {**changed, **new, **shadows}, random.Random(0))
     assert tree == {
         **task.files,
         "src/shop/price.py": "x = 1\n# changed\n",
@@ -552,13 +552,13 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
 
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
-    assert st.overlay(task, {}, random.Random(0))[0] == {
+    assert judge.overlay(task, {}, random.Random(0))[0] == {
         **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
         "tests/test_price.py": "# whole",
     }
     # a module becomes a package
     package = {"src/shop/price/__init__.py": "x = 2\n"}
-    assert package.items() <= st.overlay(task, package, random.Random(0))[0].items()
+    assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
 
 
 # ---------------------------------------------------------------------------------------------------- a repository of many kinds of tests
@@ -670,7 +670,7 @@ def submit(task, body, prelude="", more=()):
         "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
         **dict(more),
     }
-    return st.judge(task, files, sandbox.repository_sandbox(task.files, 8))
+    return judge.judge(task, files, sandbox.repository_sandbox(task.files, 8))
 
 
 ANY = """class Any:
@@ -748,13 +748,13 @@ def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
         box = sandbox.repository_sandbox(task.files, 20)
-        assert all(st.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
+        assert all(judge.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
         moved = {
             **task.files,
             "kit/calc.py": "from kit.old import *\n",
             "kit/old.py": task.solution["kit/calc.py"],
         }
-        assert st.judge(task, moved, box).solved
+        assert judge.judge(task, moved, box).solved
 
 
 def test_the_repositorys_helpers_are_judged_with_whatever_is_submitted_for_them(kit):
@@ -789,8 +789,8 @@ def test_a_task_made_before_there_were_changes_is_still_judged(kit):
     )
     box = sandbox.repository_sandbox(task.files, 20)
     assert (
-        st.judge(old, {**old.files, **old.solution}, box).solved
-        and not st.judge(old, old.files, box).solved
+        judge.judge(old, {**old.files, **old.solution}, box).solved
+        and not judge.judge(old, old.files, box).solved
     )
 
 

@@ -18,7 +18,8 @@ import pytest
 
 import synth_tasks as st
 from rollout import Tokenizer, without_middle
-from synth_tasks import judge, make_task
+from synth_tasks import make_task
+from world.judge import judge
 from world.workspace import Workspace
 from world.sandbox import Sandbox
 from world.task import Task

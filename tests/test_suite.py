@@ -14,6 +14,7 @@ import synth_tasks as st
 from world import (
     files as world_files,
     hygiene,
+    judge,
     repository,
     run_suite,
     sandbox as world_sandbox,
@@ -703,8 +704,8 @@ def test_what_the_original_does_not_keep_green_is_not_asked_for(shop_task):
     assert not any(node.endswith("test_named") for node in shop_task.PASS_TO_PASS)
     original = {**shop_task.files, **shop_task.solution}
     assert (
-        st.judge(shop_task, original, None).solved
-        and not st.judge(shop_task, shop_task.files, None).solved
+        judge.judge(shop_task, original, None).solved
+        and not judge.judge(shop_task, shop_task.files, None).solved
     )
 
 
@@ -723,19 +724,19 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
                 {"outcomes": {}},
             )
 
-        monkeypatch.setattr(st, "run_judgement", judgement)
+        monkeypatch.setattr(judge, "run_judgement", judgement)
         assert (
-            st.judge_repository(shop_task, {}, None).solved == solved
-            and 1 < len(runs) <= 1 + st.MORE_RUNS
+            judge.judge_repository(shop_task, {}, None).solved == solved
+            and 1 < len(runs) <= 1 + judge.MORE_RUNS
         )
     runs = []
     hidden = shop_task.FAIL_TO_PASS[0]
     monkeypatch.setattr(
-        st,
+        judge,
         "run_judgement",
         lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1],
     )
-    assert not st.judge_repository(shop_task, {}, None).solved and len(runs) == 1
+    assert not judge.judge_repository(shop_task, {}, None).solved and len(runs) == 1
 
 
 # ---------------------------------------------------------------- an environment that is kept

@@ -31,6 +31,7 @@ from world import (
     copies,
     files as world_files,
     hygiene,
+    judge as world_judge,
     micro,
     repository as world_repository,
     run_suite,
@@ -44,7 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import audit, demonstrate, expert, judge, make_task, play, run_trusted
+from synth_tasks import audit, demonstrate, expert, make_task, play
+from world.judge import judge, run_trusted
 from world.workspace import Workspace
 from world.sandbox import Sandbox
 from world.task import Action
@@ -1528,7 +1530,7 @@ def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytes
         "src/json/__init__.py": "",
         "new.py": "",
     }
-    tree = st.overlay(task, {**task.files, **files}, random.Random(0))[0]
+    tree = world_judge.overlay(task, {**task.files, **files}, random.Random(0))[0]
     assert {path for path in files if path in tree} == {"src/small/new.py", "new.py"}
 
 
