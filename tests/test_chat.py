@@ -15,7 +15,8 @@ import feedback_distill
 import rollout
 from rollout import Limits, Tokenizer, agent, demonstrate, flatten, read_action, write_action
 from summarize import Compact
-from synth_tasks import Rehearsal, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
 from world.task import Task
 
 with pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,8 @@ from rollout import (
     write_action,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
 from world.judge import judge
 from world.careless import unharden
 from world.sandbox import Sandbox

@@ -29,6 +29,7 @@ import torch
 from world import (
     careless,
     copies,
+    expert as world_expert,
     files as world_files,
     hygiene,
     judge as world_judge,
@@ -45,7 +46,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
 from world.machine import Directory
 from world.recorder import Finding
-from synth_tasks import audit, demonstrate, expert, make_task, play
+from synth_tasks import audit, make_task
+from world.expert import demonstrate, expert, play
 from world.judge import judge, run_trusted
 from world.workspace import Workspace
 from world.sandbox import Sandbox
@@ -217,7 +219,9 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
     for i in range(60):
         task = make_task(i % 6, i)
         story = play(
-            task, expert(task, random.Random(i), sloppy=0, restless=0.5), st.Rehearsal(task)
+            task,
+            expert(task, random.Random(i), sloppy=0, restless=0.5),
+            world_expert.Rehearsal(task),
         )
         calls = [
             (call[0], output)
