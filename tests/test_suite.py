@@ -12,6 +12,7 @@ import pytest
 
 import synth_tasks as st
 from world import (
+    autoinstall,
     files as world_files,
     hygiene,
     judge,
@@ -395,7 +396,7 @@ def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
         and len(found.stable) == 2
         and "`python test.py` in Makefile" in "\n".join(said)
     )
-    assert st.propose(files)[0].command == "python -m pytest -q test.py"
+    assert autoinstall.propose(files)[0].command == "python -m pytest -q test.py"
 
 
 def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
@@ -759,7 +760,7 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
         site,
     )
     place = tmp_path / "kept"
-    st.keep_environment(tmp_path / ".venv", place, BASE)
+    autoinstall.keep_environment(tmp_path / ".venv", place, BASE)
     done = subprocess.run(
         [
             place / "bin" / "python",
@@ -773,9 +774,9 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
     left = {path.name for path in next(place.glob("lib/*/site-packages")).iterdir()}
     assert left == {"helper", "helper-1.dist-info", "single.py"}
     with pytest.raises(world_task.Refusal, match="is there already"):
-        st.refuse_place(str(place))
+        autoinstall.refuse_place(str(place))
     with pytest.raises(world_task.Refusal, match="cannot be written"):
-        st.refuse_place(str(tmp_path / "no" / "such"))
+        autoinstall.refuse_place(str(tmp_path / "no" / "such"))
 
 
 def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_path):
@@ -788,10 +789,10 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
     }
 
     def borrowing(files, tries):
-        return st.install(files, [("", "")] * 2 + tries)  # asks no index
+        return autoinstall.install(files, [("", "")] * 2 + tries)  # asks no index
 
     keep = tmp_path / "kept"
-    tries = st.autoinstall(
+    tries = autoinstall.autoinstall(
         write(files, tmp_path / "shop"), network=False, installer=borrowing, keep=str(keep)
     )
     assert "2 passed" in tries[-1][1]

@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 from world import (
+    autoinstall,
     careless,
     copies,
     expert as world_expert,
@@ -1950,13 +1951,13 @@ PACKAGE = {
 def borrowing(files, tries):
     """The ladder from its third rung on: nothing is asked of an index that a test cannot reach
     anyway."""
-    return st.install(files, [("", "")] * 2 + tries)
+    return autoinstall.install(files, [("", "")] * 2 + tries)
 
 
 def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_installed():
-    proposals, words = st.propose(
+    proposals, words = autoinstall.propose(
         {**PACKAGE, "src/little/more.py": "x = 1\n", "src/little/other.py": "x = 1\n"}
-    ), st.declared(PACKAGE)
+    ), autoinstall.declared(PACKAGE)
     assert (
         len({one.command for one in proposals}) == len(proposals) == 10
         and proposals[0].command == "python -m pytest -q"
@@ -1967,7 +1968,7 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
     # not sphinx, and not a stranger's `little` from the index
     assert words == ["--editable=.[test]", "pytest", "six>=1"]
     poetry = '[tool.poetry.group.test.dependencies]\npython = "^3.9"\nmock = "*"\n[dependency-groups]\ntests = ["attrs; python_version > \'3\'"]\n'
-    assert st.declared(
+    assert autoinstall.declared(
         {
             "pyproject.toml": poetry,
             "Makefile": "t:\n\tpip install -U tomli\n",
@@ -1986,7 +1987,7 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
 
 
 def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_else_when_it_ends_well():
-    suite, other = st.Proposal("pytest", r"\d+ passed", "pass"), st.Proposal(
+    suite, other = autoinstall.Proposal("pytest", r"\d+ passed", "pass"), autoinstall.Proposal(
         "python -c 'print(1)'", "1", "print 1"
     )
     assert not suite.failure(world_task.Result(1, "2 failed, 19 passed in 1s")) and suite.failure(
@@ -2005,7 +2006,7 @@ def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_el
 @caged
 def test_a_package_is_installed_into_a_bare_environment_and_runs_as_described(tmp_path):
     world_files.write_tree(PACKAGE, tmp_path)
-    tries = st.autoinstall(str(tmp_path), network=False, installer=borrowing)
+    tries = autoinstall.autoinstall(str(tmp_path), network=False, installer=borrowing)
     assert len(tries) == 1 and "--editable" in tries[0][0] and "passed" in tries[0][1]
     assert not list(tmp_path.rglob("*.egg-info")) and not (tmp_path / ".venv").exists()
 
@@ -2025,7 +2026,7 @@ def test_what_is_missing_is_mocked_and_a_repository_whose_tests_need_the_real_th
         tmp_path,
     )
     if works:
-        tries = st.autoinstall(str(tmp_path), network=False, installer=borrowing)
+        tries = autoinstall.autoinstall(str(tmp_path), network=False, installer=borrowing)
         assert (
             len(tries) == 2
             and "No module named 'absent_module'" in tries[0][1]
@@ -2036,7 +2037,7 @@ def test_what_is_missing_is_mocked_and_a_repository_whose_tests_need_the_real_th
             world_task.Refusal,
             match="discarded after 2 tries: `python -m pytest -q` should pass, but ended with code 1",
         ):
-            st.autoinstall(str(tmp_path), network=False, installer=borrowing, attempts=2)
+            autoinstall.autoinstall(str(tmp_path), network=False, installer=borrowing, attempts=2)
 
 
 @caged
