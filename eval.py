@@ -49,7 +49,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
-from world import judge, sandbox as world_sandbox
+from world import judge, sandbox as world_sandbox, task_file
 
 LEVELS = range(6)
 
@@ -1297,7 +1297,7 @@ def main(argv):
     policies = {}
     try:
         tasks = (
-            synth_tasks.read_tasks(args.tasks)
+            task_file.read_tasks(args.tasks)
             if args.tasks
             else held_out(args.number, range(args.levels), args.split)
         )

@@ -72,7 +72,7 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
-from world import careless, micro, task as world_task
+from world import careless, micro, task as world_task, task_file
 
 
 @dataclass(frozen=True)
@@ -1219,7 +1219,7 @@ class Reinforcement:
                 rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
             ),
         )
-        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = digest(config.tasks)
         random.Random(config.seed).shuffle(tasks)
@@ -2279,7 +2279,7 @@ def evaluate(config, given):
             ):
                 return run.say(done["table"])
     held_out = (
-        synth_tasks.read_tasks(config.tasks)
+        task_file.read_tasks(config.tasks)
         if config.tasks
         else eval.held_out(config.eval_tasks, range(config.eval_levels))
     )
@@ -2443,7 +2443,7 @@ def main(argv):
         stop(f"--resume: no checkpoint in {config.out} to go on from")
     # now, and not when the stages before rl are done
     try:
-        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
         if config.tasks and not tasks:
             stop(f"{config.tasks}: holds no tasks")
         for number, task in enumerate(tasks, 1):

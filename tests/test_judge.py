@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import files as world_files, judge, run_suite, sandbox, task as world_task, twins
+from world import (
+    files as world_files,
+    judge,
+    run_suite,
+    sandbox,
+    task as world_task,
+    task_file,
+    twins,
+)
 
 
 class Answering:
@@ -659,7 +667,7 @@ def kit(tmp_path_factory):
     tasks, _, _ = st.generate(
         str(root / "kit"), str(root / "tasks.jsonl"), n=6, level=1, time_limit=30
     )
-    return {task.meta["names"][0]: task for task in st.read_tasks(root / "tasks.jsonl")}
+    return {task.meta["names"][0]: task for task in task_file.read_tasks(root / "tasks.jsonl")}
 
 
 def submit(task, body, prelude="", more=()):

@@ -28,6 +28,7 @@ from world import (
     sandbox as world_sandbox,
     source,
     task as world_task,
+    task_file,
     tree,
     twins,
     workspace as world_workspace,
@@ -75,7 +76,7 @@ def tasks_of(root, tmp_path, n=2, level=1):
         _, reasons, _ = st.generate(str(root), str(out), n=n, level=level, jobs=2, time_limit=30)
     except world_task.Refusal as refusal:
         return [], str(refusal)
-    return st.read_tasks(out), reasons
+    return task_file.read_tasks(out), reasons
 
 
 def names_of(tasks):
@@ -616,7 +617,7 @@ def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
     )
     (tmp_path / "t.jsonl").write_text(json.dumps(line))
     with pytest.raises(world_task.Refusal, match="line 1 is no task"):
-        st.read_tasks(tmp_path / "t.jsonl")
+        task_file.read_tasks(tmp_path / "t.jsonl")
 
 
 def test_a_test_that_another_file_imports_and_runs_again_is_asked_for_where_it_is_written(tmp_path):

@@ -21,6 +21,7 @@ from world import (
     sandbox as world_sandbox,
     suite as suites,
     task as world_task,
+    task_file,
     workspace as world_workspace,
 )
 
@@ -680,7 +681,7 @@ def shop_task(tmp_path_factory):
     }
     out = root / "tasks.jsonl"
     st.generate(write(files, root / "shop"), str(out), n=2, level=1, jobs=2)
-    return next(task for task in st.read_tasks(out) if task.meta["names"] == ["gross"])
+    return next(task for task in task_file.read_tasks(out) if task.meta["names"] == ["gross"])
 
 
 def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(shop_task):

@@ -39,6 +39,7 @@ from world import (
     run_suite,
     sandbox as world_sandbox,
     task as world_task,
+    task_file,
     tools,
     twins,
 )
@@ -83,10 +84,12 @@ def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tm
         "\ufeff" + line + "\r\n" + other + "\r\n",
     ):
         (tmp_path / "t.jsonl").write_bytes(text.encode())
-        assert [found.files for found in st.read_tasks(tmp_path / "t.jsonl")] == [task.files] * 2
+        assert [found.files for found in task_file.read_tasks(tmp_path / "t.jsonl")] == [
+            task.files
+        ] * 2
     (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + other).encode())
     with pytest.raises(world_task.Refusal, match="line 2 is no task"):
-        st.read_tasks(tmp_path / "t.jsonl")
+        task_file.read_tasks(tmp_path / "t.jsonl")
     assert careless.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
 
 
@@ -1623,7 +1626,11 @@ def test_an_interrupted_run_leaves_the_tasks_verified_so_far(repository, tmp_pat
     while run.poll() is None and not (out.exists() and out.read_text().count("\n")):
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130 and b"verified so far" in run.stderr.read() and st.read_tasks(out)
+    assert (
+        run.wait(60) == 130
+        and b"verified so far" in run.stderr.read()
+        and task_file.read_tasks(out)
+    )
 
 
 def test_files_that_are_no_source_take_nothing_from_a_right_answer(generated):
@@ -1807,7 +1814,7 @@ def odd_task(**changes):
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, line):
     (tmp_path / "tasks").write_text(make_task(0, 1).to_json() + "\n" + line)
     with pytest.raises(world_task.Refusal, match="line 2 is no task"):
-        st.read_tasks(tmp_path / "tasks")
+        task_file.read_tasks(tmp_path / "tasks")
 
 
 @pytest.mark.parametrize("path", ["../escaped.txt", "/tmp/escaped.txt", "a/../../escaped.txt"])
@@ -2095,6 +2102,6 @@ def test_two_tasks_of_one_id_are_refused_by_their_lines(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(task.to_json() + "\n" for task in tasks))
     with pytest.raises(world_task.Refusal, match="line 3 has the id of line 1"):
-        st.read_tasks(path)
+        task_file.read_tasks(path)
     path.write_text("".join(task.to_json() + "\n" for task in tasks[:2]))
-    assert len(st.read_tasks(path)) == 2
+    assert len(task_file.read_tasks(path)) == 2
