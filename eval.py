@@ -49,7 +49,9 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from moe import Model, ModelConfig
-from world import judge, sandbox as world_sandbox, task_file
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task_file import read_tasks
 
 LEVELS = range(6)
 
@@ -268,9 +270,7 @@ def attempt(
         temperature=temperature,
         draft=config["draft"],
     )
-    groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, world_sandbox.Sandbox(), compact, numbers
-    )
+    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
     if lost:
@@ -348,7 +348,7 @@ def mismatch(model, tokenizer, config, tasks):
             draft=config["draft"],
         )
         groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, world_sandbox.Sandbox(), summarize.compact(config)
+            sampler, tasks, 1, 0, limits, Sandbox(), summarize.compact(config)
         )
         episodes = [
             e
@@ -1139,14 +1139,14 @@ def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = (
         rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        world_sandbox.Sandbox(),
+        Sandbox(),
         [],
     )
     for task in tasks:
         chain = rollout.demonstrate(
             task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
         )
-        chain.solved = judge.judge(task, chain.files, sandbox).solved
+        chain.solved = judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
 
@@ -1297,7 +1297,7 @@ def main(argv):
     policies = {}
     try:
         tasks = (
-            task_file.read_tasks(args.tasks)
+            read_tasks(args.tasks)
             if args.tasks
             else held_out(args.number, range(args.levels), args.split)
         )

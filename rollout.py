@@ -77,7 +77,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
-from synth_tasks import audit, changes, make_task
+from synth_tasks import make_task
+from world.audit import audit, changes
 from world.expert import Rehearsal, expert
 from world.judge import judge
 from world.tools import call_tool

@@ -72,7 +72,10 @@ from moe import (
     write_checkpoint,
 )
 from muon import Muon, check_parameters
-from world import careless, micro, task as world_task, task_file
+from world.careless import undocument, unharden
+from world.micro import CONSTANTS, WORDS
+from world.task import Refusal
+from world.task_file import read_tasks
 
 
 @dataclass(frozen=True)
@@ -1045,7 +1048,7 @@ class Demonstrations:
             [trimmed.get(token) in words for token in range(run.model.config.vocab)],
             device=run.device,
         )
-        self.names, self.constants = marked(micro.WORDS - micro.CONSTANTS), marked(micro.CONSTANTS)
+        self.names, self.constants = marked(WORDS - CONSTANTS), marked(CONSTANTS)
 
     def losses(self, step, log):
         config, run, groups = (
@@ -1181,8 +1184,8 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     task = synth_tasks.make_task(level, seed)
-    task = task if config.documented else careless.undocument(task)
-    return task if config.harden else careless.unharden(task)
+    task = task if config.documented else undocument(task)
+    return task if config.harden else unharden(task)
 
 
 def digest(path):
@@ -1219,7 +1222,7 @@ class Reinforcement:
                 rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
             ),
         )
-        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
+        tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = digest(config.tasks)
         random.Random(config.seed).shuffle(tasks)
@@ -2279,7 +2282,7 @@ def evaluate(config, given):
             ):
                 return run.say(done["table"])
     held_out = (
-        task_file.read_tasks(config.tasks)
+        read_tasks(config.tasks)
         if config.tasks
         else eval.held_out(config.eval_tasks, range(config.eval_levels))
     )
@@ -2443,7 +2446,7 @@ def main(argv):
         stop(f"--resume: no checkpoint in {config.out} to go on from")
     # now, and not when the stages before rl are done
     try:
-        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
+        tasks = read_tasks(config.tasks) if config.tasks else []
         if config.tasks and not tasks:
             stop(f"{config.tasks}: holds no tasks")
         for number, task in enumerate(tasks, 1):
@@ -2451,7 +2454,7 @@ def main(argv):
                 stop(
                     f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}"
                 )
-    except world_task.Refusal as refusal:
+    except Refusal as refusal:
         stop(refusal)
     check_positions(configs)
     check_outputs(config.out, stages)

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import synth_tasks as st
 import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
-from synth_tasks import audit, changes, make_task
+from synth_tasks import make_task
+from world.audit import audit, changes
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (

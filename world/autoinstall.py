@@ -1,8 +1,5 @@
 """autoinstall: HEAD TO BE WRITTEN"""
 
-from pathlib import Path
-from world.task import Refusal
-from world.sandbox import Sandbox, has_bwrap, hidden_place
 import ast
 import configparser
 import os
@@ -14,13 +11,17 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from world.hygiene import copy_repository, packages, sources
 from dataclasses import dataclass
-from world.machine import fresh_directory
-from world.copies import installed_copies
-from world.source import parsed
+from pathlib import Path
+
 from world import suite as suites
+from world.copies import installed_copies
 from world.files import write_tree
+from world.hygiene import copy_repository, packages, sources
+from world.machine import fresh_directory
+from world.sandbox import Sandbox, has_bwrap, hidden_place
+from world.source import parsed
+from world.task import Refusal
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """careless: HEAD TO BE WRITTEN"""
 
-from world.micro import Function
 import json
 import marshal
 import re
 from dataclasses import replace
+
+from world.micro import Function
 
 
 def leftover(module):

@@ -1,15 +1,16 @@
 """copies: HEAD TO BE WRITTEN"""
 
-from world.source import FUNCTIONS, code_lines, find_test, package_root
-from world.tree import Link
-from world.hygiene import PROTECTED, sources
-from pathlib import Path
 import functools
 import os
 import re
 import sys
 import zipfile
+from pathlib import Path
+
 from world import leftovers
+from world.hygiene import PROTECTED, sources
+from world.source import FUNCTIONS, code_lines, find_test, package_root
+from world.tree import Link
 
 
 def installed_copies(files):

@@ -1,14 +1,14 @@
 """expert: HEAD TO BE WRITTEN"""
 
-from world.task import Action, HINTED, SUMMARIZE, TOOLS
-from world.micro import Function, NOUNS, OPS, draw_function
-from world.edits import ToolError, edited
-from synth_tasks import arguments
-from world.tools import call_tool
-from world.careless import leftover
-from world.files import matches
 import re
+
+from world.careless import leftover
+from world.edits import ToolError, edited
+from world.files import matches
 from world.judge import run_trusted
+from world.micro import NOUNS, OPS, Function, draw_function
+from world.task import HINTED, SUMMARIZE, TOOLS, Action
+from world.tools import call_tool
 
 # tools an agent believes in and nobody offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")

@@ -1,10 +1,5 @@
 """files: HEAD TO BE WRITTEN"""
 
-from world.tree import FileText, Link, write_links
-from world.machine import MachineFailure, is_machine_failure
-from pathlib import Path
-from world.task import Refusal
-from world.edits import ToolError
 import contextlib
 import difflib
 import errno
@@ -13,6 +8,12 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
+
+from world.edits import ToolError
+from world.machine import MachineFailure, is_machine_failure
+from world.task import Refusal
+from world.tree import FileText, Link, write_links
 
 
 def walk(root):

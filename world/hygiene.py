@@ -1,12 +1,13 @@
 """hygiene: HEAD TO BE WRITTEN"""
 
-from world.tree import Link, has_own_mode, read_link, with_mode
-from pathlib import Path
-from world.task import Refusal
-from world.source import is_python, package_root
-from world import leftovers
 import os
 import re
+from pathlib import Path
+
+from world import leftovers
+from world.source import is_python, package_root
+from world.task import Refusal
+from world.tree import Link, has_own_mode, read_link, with_mode
 
 JUNK = re.compile(
     r"(^|/)(__pycache__"

@@ -1,24 +1,24 @@
 """judge: HEAD TO BE WRITTEN"""
 
-from world.source import BABBLE, syntax
-from world.purity import DRIVER
-from world.hygiene import JUNK, PROTECTED
-from world.machine import MachineFailure
-from pathlib import Path
-from world.task import Result, Verdict
-from world.run_suite import WORLDS, run_suite
 import ast
 import functools
 import os
 import random
 import sys
 import types
-import world.audit
+from pathlib import Path
+
+from world import suite as suites
+from world.files import printable
+from world.hygiene import JUNK, PROTECTED
+from world.machine import MachineFailure
+from world.purity import DRIVER
+from world.run_suite import WORLDS, run_suite
+from world.sandbox import sandbox_for
+from world.source import BABBLE, syntax
+from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
 from world.twins import lost_names, place_twins
-from world.files import printable
-from world.sandbox import sandbox_for
-from world import suite as suites
 
 
 @functools.lru_cache(4096)

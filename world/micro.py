@@ -1,7 +1,7 @@
 """micro: HEAD TO BE WRITTEN"""
 
-from dataclasses import dataclass
 import zlib
+from dataclasses import dataclass
 
 # name -> (kind, expression); constants are single digits. The docs say it in the code's own words:
 # a model this small learns to find and to copy long before it learns to translate.

@@ -1,11 +1,12 @@
 """purity: HEAD TO BE WRITTEN"""
 
-from world.source import BABBLE, syntax
-from pathlib import Path
 import ast
 import builtins
 import functools
 import re
+from pathlib import Path
+
+from world.source import BABBLE, syntax
 
 CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 

@@ -1,6 +1,16 @@
 """repository: HEAD TO BE WRITTEN"""
 
+import ast
+import importlib.util
+import re
+import sys
+import time
 from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from world import suite as suites
+from world.files import printable
 from world.hygiene import (
     JUNK,
     MOST_BYTES,
@@ -10,8 +20,6 @@ from world.hygiene import (
     packages,
     sources,
 )
-from pathlib import Path
-from world.task import Refusal
 from world.run_suite import (
     WORLDS,
     green_command,
@@ -20,16 +28,9 @@ from world.run_suite import (
     run_suite,
     whole_functions,
 )
-import ast
-import importlib.util
-import re
-import sys
-import time
-from dataclasses import dataclass, field, replace
-from world.source import find_definitions, first_line, is_text, package_root, parsed
 from world.sandbox import has_bwrap, hidden_place, repository_sandbox
-from world.files import printable
-from world import suite as suites
+from world.source import find_definitions, first_line, is_text, package_root, parsed
+from world.task import Refusal
 
 
 @dataclass

@@ -1,8 +1,5 @@
 """run_suite: HEAD TO BE WRITTEN"""
 
-from world.source import BABBLE, package_root
-from world.machine import MachineFailure, fresh_directory
-from pathlib import Path
 import contextlib
 import functools
 import importlib.util
@@ -10,10 +7,14 @@ import json
 import os
 import re
 import time
-from world.hygiene import importable, sources
-from world.files import printable, write_tree
 from dataclasses import replace
+from pathlib import Path
+
 from world import suite as suites
+from world.files import printable, write_tree
+from world.hygiene import importable, sources
+from world.machine import MachineFailure, fresh_directory
+from world.source import BABBLE, package_root
 
 # The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to
 # the Python there.

@@ -1,18 +1,5 @@
 """sandbox: HEAD TO BE WRITTEN"""
 
-from world.machine import (
-    EXHAUSTED,
-    MachineFailure,
-    as_machine_failure,
-    fresh_directory,
-    is_machine_failure,
-    resource,
-    room_left,
-    try_again,
-)
-from pathlib import Path
-from world.task import Result
-from world.files import census, give, tree_key, weight, write_tree
 import codecs
 import contextlib
 import functools
@@ -30,8 +17,22 @@ import threading
 import time
 import warnings
 import weakref
+from pathlib import Path
+
 from world.copies import installed_copies
+from world.files import census, give, tree_key, weight, write_tree
+from world.machine import (
+    EXHAUSTED,
+    MachineFailure,
+    as_machine_failure,
+    fresh_directory,
+    is_machine_failure,
+    resource,
+    room_left,
+    try_again,
+)
 from world.purity import is_function_of_files
+from world.task import Result
 
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 

@@ -1,8 +1,9 @@
 """task: HEAD TO BE WRITTEN"""
 
-from world.tree import as_stored
-from dataclasses import asdict, dataclass, field
 import json
+from dataclasses import asdict, dataclass, field
+
+from world.tree import as_stored
 
 ARGUMENTS = {
     "edit_file": ("path", "old", "new"),

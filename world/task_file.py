@@ -1,13 +1,14 @@
 """task_file: HEAD TO BE WRITTEN"""
 
-from pathlib import Path
-from world.task import Refusal, TOOLS, Task
-from dataclasses import asdict
-from world.source import find_test
 import json
 import os
+from dataclasses import asdict
+from pathlib import Path
+
 from world import suite as suites
 from world.files import unified
+from world.source import find_test
+from world.task import TOOLS, Refusal, Task
 
 
 def instance(task, original):

@@ -1,7 +1,7 @@
 """tools: HEAD TO BE WRITTEN"""
 
-from world.task import ARGUMENTS
 from world.edits import ToolError
+from world.task import ARGUMENTS
 
 
 def call_tool(workspace, name, arguments):

@@ -21,7 +21,6 @@ import builtins
 import copy
 import re
 from world.source import SourceText, encode_source, find_test, syntax
-from world import twins as changed_tests
 
 OPPOSITE = {
     ast.NotEq: ast.Eq,
@@ -503,16 +502,13 @@ def with_twins(text, groups, draw, sites=None, lost=()):
     # Nobody reads these bytes but Python, to which all line ends are one.
     lines = [line.rstrip("\r\n") for line in read.lines] + [""]
     odd = f"same_{draw.getrandbits(32):08x}"
-    modulus, rest, numbers = changed_tests.draw_numbers(draw)
+    modulus, rest, numbers = draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
         start, old = read.line_number(read.span(node)[0]) - 1, node.name
         chosen = (sites or {}).get(group)
         if chosen:
-            made = [
-                changed_tests.changed_copy(node, odd, numbers, site, lost)
-                for site in [None, *chosen]
-            ]
+            made = [changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
         else:
             made = [copy.deepcopy(node) for _ in range(2)]
             one, two = draw.sample(range(10, 100), 2)
@@ -530,7 +526,7 @@ def with_twins(text, groups, draw, sites=None, lost=()):
         names[group] = [group.removesuffix(old) + copied.name for copied in made]
         draw.shuffle(copies)
         lines[start : node.end_lineno] = [line for copied in copies for line in copied]
-    helper = changed_tests.ODD.format(odd=odd, modulus=modulus, rest=rest)
+    helper = ODD.format(odd=odd, modulus=modulus, rest=rest)
     text = "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper
     return encode_source(text, read.encoding, "backslashreplace"), names
 

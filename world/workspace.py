@@ -1,16 +1,17 @@
 """workspace: HEAD TO BE WRITTEN"""
 
-from world.machine import MachineFailure, as_machine_failure, fresh_directory
-from pathlib import Path
-from world.recorder import Recorder
-from world.edits import ToolError, edited, without_middle
 import contextlib
 import os
 import stat
-from world.purity import is_function_of_files
-from world.hygiene import is_protected
-from world.files import matches, read_regular, readable, tree_key, walk, write_regular, write_tree
 from dataclasses import replace
+from pathlib import Path
+
+from world.edits import ToolError, edited, without_middle
+from world.files import matches, read_regular, readable, tree_key, walk, write_regular, write_tree
+from world.hygiene import is_protected
+from world.machine import MachineFailure, as_machine_failure, fresh_directory
+from world.purity import is_function_of_files
+from world.recorder import Recorder
 from world.sandbox import sandbox_for
 from world.source import syntax
 
