@@ -9,11 +9,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import synth_tasks as st
 import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import make_task
 from world.audit import audit, changes
+from world.edits import edited
+from world.source import syntax
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
@@ -72,7 +73,7 @@ def told(task, calls):
     for tool, arguments in calls:
         story.append((Action("", [(tool, arguments)]), [""]))
         if tool == "edit_file":
-            files[arguments[0]] = st.edited(files.get(arguments[0]), *arguments)
+            files[arguments[0]] = edited(files.get(arguments[0]), *arguments)
     return story, files
 
 
@@ -288,7 +289,7 @@ TESTS = (
     ],
 )
 def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(after, less):
-    assert recorder.weakened(TESTS, after, "tests.py", st.syntax) == less
+    assert recorder.weakened(TESTS, after, "tests.py", syntax) == less
 
 
 @facts_can_be_had

@@ -19,14 +19,13 @@ import pytest
 import synth_tasks as st
 from rollout import Tokenizer, without_middle
 from synth_tasks import make_task
+from world import files as world_files, machine, purity, sandbox as world_sandbox, workspace as world_workspace
+from world.edits import Shown, ToolError, edited, without_middle as text_without_middle
 from world.judge import judge
-from world.workspace import Workspace
+from world.machine import MachineFailure
 from world.sandbox import Sandbox
 from world.task import Task
-from world import files as world_files, machine, purity, sandbox as world_sandbox
-from world.edits import Shown, ToolError, edited
-from world.edits import without_middle as text_without_middle
-from world.machine import MachineFailure
+from world.workspace import Workspace
 
 ROOT = Path(st.__file__).parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -110,7 +109,10 @@ sys.platform = "darwin"
 ON_A_MAC = """
 import random, tempfile
 import hsdp, muon, rollout, synth_tasks, train
-from synth_tasks import Sandbox, Workspace, judge, make_task
+from synth_tasks import make_task
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.workspace import Workspace
 task, sandbox = make_task(1, 5), Sandbox()
 with Workspace(task, sandbox) as workspace:
     first = workspace.run("python tests.py").output
@@ -408,7 +410,8 @@ def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved
 ):
     task, sandbox = make_task(1, 5), Sandbox()
     with monkeypatch.context() as patch:
-        patch.setattr(world_files, "write_tree", no_room)
+        for module in (world_sandbox, world_workspace):
+            patch.setattr(module, "write_tree", no_room)
         with pytest.raises(MachineFailure, match="No space left"):
             judge(task, solved_files(task), sandbox)
         with pytest.raises(MachineFailure, match="No space left"):
@@ -428,7 +431,7 @@ def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, m
             ("walk", lambda: workspace.search("x")),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(st, name, fails)
+                patch.setattr(world_workspace, name, fails)
                 with pytest.raises(MachineFailure):
                     tool()
         with monkeypatch.context() as patch:

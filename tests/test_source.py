@@ -294,13 +294,13 @@ def test_a_statement_beside_its_docstring_is_no_candidate_for_a_stub_that_keeps_
 
 def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not_come_to_life():
     text = "def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    assert 1\n\n\ndef test_a():\n    assert 3 == 3\n"
-    assert st.find_test(text, "t.py::test_a").lineno == 9
+    assert source.find_test(text, "t.py::test_a").lineno == 9
     left = st.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
     assert "test_a" not in left and "test_b" in left
     made, _ = twins.with_twins(text, ["t.py::test_a"], random.Random(0))
     assert made.startswith("def test_a():\n    assert 1 == 2\n") and made.count("def test_a_") == 2
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
-    assert st.find_test(twice, "t.py::TestX::test_a").lineno == 7
+    assert source.find_test(twice, "t.py::TestX::test_a").lineno == 7
     assert st.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
         "    def test_a(self):\n        assert 1\n", "    pass\n"
     )
@@ -315,7 +315,7 @@ def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not
     ],
 )
 def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
-    assert st.find_test(text, "t.py::test_a") is None
+    assert source.find_test(text, "t.py::test_a") is None
 
 
 # ------------------------------------------------------------ names in imports and in __all__

@@ -45,8 +45,11 @@ from world import (
     task_file,
     tools,
     twins,
+    workspace as world_workspace,
 )
-from world.machine import Directory
+from world.edits import ToolError
+from world.machine import Directory, fresh_directory
+from world.source import find_test, syntax
 from world.recorder import Finding
 from synth_tasks import make_task
 from world.audit import audit, changes
@@ -203,7 +206,7 @@ def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
             again, files = demonstrate(task, random.Random(i))
             assert story == again and files == workspace.files()
     broken = {**task.files, f"{task.hidden[0][0]}.py": "def f(:\n"}
-    with st.fresh_directory() as root:
+    with fresh_directory() as root:
         world_files.write_tree(broken, root)
         assert sandbox.run("python tests.py", root).output == run_trusted(broken).output
         assert "SyntaxError" in run_trusted(broken).output
@@ -290,7 +293,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
 
     def other():
         while go.wait() and not stop:
-            go.clear(), st.syntax("[1]"), done.set()
+            go.clear(), syntax("[1]"), done.set()
 
     def collecting(phase, info):
         if phase == "start" and threading.get_ident() == here:
@@ -301,7 +304,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
     thread.start(), gc.callbacks.append(collecting), gc.set_threshold(1)
     try:
         for _ in range(10):
-            assert ast.literal_eval(st.syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
+            assert ast.literal_eval(syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
                 [0, "ValueError"],
                 [1, [-2, 3]],
             ]
@@ -413,7 +416,7 @@ def workspace(tmp_path):
 )
 def test_no_path_leads_out_of_the_workspace(workspace, path):
     for tool in (lambda: workspace.read(path), lambda: workspace.edit(path, "", "x")):
-        with pytest.raises(st.ToolError):
+        with pytest.raises(ToolError):
             tool()
 
 
@@ -424,9 +427,9 @@ def test_links_pipes_and_folders_are_refused(workspace, tmp_path):
     os.mkfifo(workspace.root / "pipe")
     (workspace.root / "dir").mkdir()
     for path in ("file", "folder/secret", "loop", "pipe", "dir"):
-        with pytest.raises(st.ToolError):
+        with pytest.raises(ToolError):
             workspace.read(path)
-        with pytest.raises(st.ToolError):
+        with pytest.raises(ToolError):
             workspace.edit(path, "", "x")
     assert (tmp_path / "secret").read_text() == "hunter2" and "hunter2" not in workspace.search(
         "hunter"
@@ -438,7 +441,7 @@ def test_odd_texts_and_names_survive(workspace):
     for text in ("naïve ☃ \u202e\r\n", "\x00\x01", "\ud800", "'; rm -rf / #", "$(touch x)"):
         try:
             workspace.edit("odd.txt", "", text)
-        except st.ToolError:
+        except ToolError:
             continue
     workspace.sandbox.run(
         "python -c \"import os; open(b'\\xff\\xfe', 'w').write('x'); open(b'new\\nline', 'w')\"",
@@ -452,7 +455,7 @@ def test_edit_wants_exactly_one_place(workspace):
     workspace.edit("a.txt", "", "one two two")
     workspace.edit("a.txt", "one", "1")
     for old in ("two", "three"):
-        with pytest.raises(st.ToolError):
+        with pytest.raises(ToolError):
             workspace.edit("a.txt", old, "x")
     assert workspace.read("a.txt") == "1 two two"
 
@@ -802,7 +805,7 @@ def test_a_file_of_the_tasks_own_is_whole_however_large_and_an_agents_is_refused
         assert workspace.files()["data.json"] == task.files["data.json"] + "\ny"
         with open(workspace.root / "huge", "wb") as file:
             file.truncate(1 << 34)
-        with pytest.raises(st.ToolError, match="too large"):
+        with pytest.raises(ToolError, match="too large"):
             workspace.edit("huge", "", "y")
         assert "huge" not in workspace.files()
 
@@ -847,8 +850,8 @@ def test_half_an_order_ends_its_server_and_the_next_one_gets_another(tmp_path):
 
 def test_a_process_with_many_open_files_can_run_commands(tmp_path):
     script = (
-        "import os, resource, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (2000,) * 2)\nimport synth_tasks\n"
-        "held = [os.open(os.devnull, 0) for _ in range(1100)]\nprint(synth_tasks.Sandbox().run('cat', sys.argv[1], 'heard').output)"
+        "import os, resource, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (2000,) * 2)\nimport world.sandbox\n"
+        "held = [os.open(os.devnull, 0) for _ in range(1100)]\nprint(world.sandbox.Sandbox().run('cat', sys.argv[1], 'heard').output)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path],
@@ -863,9 +866,10 @@ DEEP = "import os\nfor i in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\n
 
 
 def test_folders_in_folders_without_end_are_judged_and_go(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        st, "fresh_directory", lambda: Directory(dir=tmp_path, ignore_cleanup_errors=True)
-    )
+    for module in (world_sandbox, world_workspace):
+        monkeypatch.setattr(
+            module, "fresh_directory", lambda: Directory(dir=tmp_path, ignore_cleanup_errors=True)
+        )
     task = make_task(0, 1)
     right = {**task.files, **task.solution}
     assert judge(
@@ -929,7 +933,7 @@ def test_only_root_of_a_container_may_lack_the_right_to_give_files_away(map, tmp
     def powerless(*_):
         raise PermissionError(1, "no right")
 
-    monkeypatch.setattr(world_files, "give", powerless)
+    monkeypatch.setattr(world_sandbox, "give", powerless)
     monkeypatch.setattr(
         Path,
         "read_text",
@@ -1363,7 +1367,7 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
     for task in generated[0]:
         assert not any(hygiene.JUNK.search(path) for path in task.files)
         for group in task.meta["hidden_groups"]:
-            assert st.find_test(task.files[group.split("::")[0]], group) is None
+            assert find_test(task.files[group.split("::")[0]], group) is None
         if task.meta["kind"] == "gone":
             lost = "\n".join(
                 line
@@ -1657,7 +1661,7 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
     files = {"pytest/__init__.py": "", "tests/test_x.py": ""}
     assert str(place) in copies.installed_copies(files)
     sandbox = world_sandbox.repository_sandbox(files, 10)
-    with st.fresh_directory() as root:
+    with fresh_directory() as root:
         out = sandbox.run(f"ls {place}", root)
     assert out.output == "" and os.listdir(place)
 
@@ -1688,7 +1692,7 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
             for one in sorted(place.iterdir())
             if one.is_dir() and not one.is_symlink() and any(one.iterdir())
         ][:1]:
-            with st.fresh_directory() as root:
+            with fresh_directory() as root:
                 assert (
                     Sandbox(hide=(f"{place}/{inner}",)).run(f"ls {alias}/{inner}", root).output
                     == ""
@@ -1702,7 +1706,7 @@ def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_p
     world_files.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
     closed.chmod(0o700)
     monkeypatch.setattr(sys, "prefix", str(closed))
-    with st.fresh_directory() as root:
+    with fresh_directory() as root:
         assert world_sandbox.Sandbox().run(f"python {closed}/bin/tool.py", root).output == "ran\n"
 
 

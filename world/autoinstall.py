@@ -1,4 +1,15 @@
-"""autoinstall: HEAD TO BE WRITTEN"""
+"""autoinstall.py: finds an environment in which a repository's tests run.
+
+After Cursor's post of 6 May 2026: one agent proposes ten commands and says what they should print,
+a second one gets a bare environment and three of them, and has to make them run as described within
+five tries, mocks allowed, or else the repository is discarded.
+
+Ours: both agents are scripts (arguments of `autoinstall`; a policy can take their place). Only the
+install command has a network, and it asks only for what the repository declares. A package name
+guessed from an import is a stranger's code.
+
+    python synth_tasks.py --autoinstall --repo=PATH [--keep=DIR]
+"""
 
 import ast
 import configparser

@@ -1,4 +1,18 @@
-"""copies: HEAD TO BE WRITTEN"""
+"""copies.py: where else the code of a deleted feature stands.
+
+A feature is deleted from its own file, but a repository and a machine hold more. Three kinds of
+copies would hand an agent the answer:
+
+    in the tree, by name      an index of definitions, an archive of sources (`telltales`)
+    in the tree, by content   a backup, a notebook, a page of docs (`without_copies`)
+    on the machine            the same package installed for some Python (`installed_copies`):
+                              the sandbox hides these places
+
+A module that needs the very same code for a purpose of its own has to stay. Then the feature makes
+no task, since its code is still there to be copied.
+
+How a text is searched for code, whatever its form, is world/leftovers.py.
+"""
 
 import functools
 import os

@@ -1,3 +1,12 @@
+"""Runs inside the sandbox: calls the functions of a submission and answers with their values.
+
+Nobody imports this file; the judge gives its text to a Python there. Standard input is a list of
+[module, function, arguments]; standard output is one list, [1, [value]] for each call or [0, why].
+It does without json, which takes as long to import as Python takes to start. What it evaluates is
+ours, read before any of the submission's code runs; what it answers may be anybody's, so the judge
+compares and this program knows nothing of what is expected.
+"""
+
 import os, sys
 
 mouth = os.dup(1)

@@ -1,4 +1,14 @@
-"""expert: HEAD TO BE WRITTEN"""
+"""expert.py: a scripted agent that solves generated tasks competently but sloppily.
+
+Its episodes are the demonstrations of supervised fine-tuning. Each flaw is planted on purpose and
+has a probability of its own, so that each technique has something to remove: a call to a tool that
+is not there, a needless look around, a guessed specification, a wrong constant, a thought left in
+the code, a summary that forgets the specification, a final message that rambles.
+
+An agent is a generator: it yields an Action and is sent the outputs of its calls. `play` drives any
+agent in any workspace; `Rehearsal` is a workspace in a dictionary, for agents written here, in
+which a turn takes about a millisecond.
+"""
 
 import re
 

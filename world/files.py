@@ -1,4 +1,18 @@
-"""files: HEAD TO BE WRITTEN"""
+"""files.py: trees of files on a disk that an agent may have filled with anything.
+
+A tree in memory is a dictionary path -> text (world/tree.py). Here it is written to a folder, read
+back, measured and handed to another user. The folder may hold what ordinary helpers stumble over:
+two thousand folders in one another, named pipes, links to /etc, files that are all holes, a name
+that is no UTF-8. Nothing here follows a link, waits for a pipe, or reads more than it was told to.
+
+A failure of the machine (no room, no file number) is raised as MachineFailure: it must not look
+like something the agent did.
+
+The second half shows texts: `matches` is the search tool, `readable` shows bytes that are no text,
+`printable` makes any text fit for a log, `unified` is a diff of two trees.
+
+Left out: reading a repository as its owner wrote it, which is world/hygiene.py.
+"""
 
 import contextlib
 import difflib

@@ -1,4 +1,15 @@
-"""hygiene: HEAD TO BE WRITTEN"""
+"""hygiene.py: which files of a real repository an agent may see, and which it may not change.
+
+`copy_repository` reads a folder into a tree (path -> text). What could give a deleted feature away
+by its name alone stays behind: caches, bytecode, version control, virtual environments, builds
+(JUNK). What decides the verdict is PROTECTED: tests, their configuration, and files that run before
+a program starts. A submission may not change it.
+
+    sources    Python that a feature can be deleted from: no test, no configuration, no docs
+    packages   the names under which the sources are imported
+
+What gives a feature away by its content is world/copies.py.
+"""
 
 import os
 import re

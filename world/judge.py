@@ -1,4 +1,20 @@
-"""judge: HEAD TO BE WRITTEN"""
+"""judge.py: does a submission solve its task?
+
+The judge never believes a process in which the agent's code has run.
+
+Generated tasks: the child (world/driver.py) is given calls and returns values, and the parent
+compares them, types included, with what it alone knows. Printing, exiting early, or rewriting tests
+can only lose.
+
+pytest suites have to compare inside. They start from the repository's own files with the feature's
+files and new ones of the submission (`overlay`). The parent renames each broken test at random and
+puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that
+makes all tests pass, replaces what compares, or returns values that equal everything gives itself
+away. Not covered: code that reads the bytecode of the test that calls it, to tell the two apart.
+
+`run_trusted` says in this process what the sandbox would say, 20 times faster. It is for code that
+was written here and for nothing else.
+"""
 
 import ast
 import functools

@@ -1,4 +1,16 @@
-"""micro: HEAD TO BE WRITTEN"""
+"""micro.py: the functions of which generated codebases consist.
+
+A function takes a list, sends it through one or two steps (`x + 3`, keep `x > 4`) and reduces the
+result (sum, count, largest). The same object knows its code, its value for an input, and the phrase
+that the docs use, so a codebase, its tests and its docs agree by construction.
+
+The words are few and the constants are single digits: a model this small learns to find and to copy
+long before it learns to translate. One composition in five, and one pair of words in five, is held
+out for evaluation.
+
+The expert needs the same functions to write them and to get them wrong (world/expert.py); whole
+codebases are put together in synth_tasks.py.
+"""
 
 import zlib
 from dataclasses import dataclass

@@ -1,4 +1,16 @@
-"""purity: HEAD TO BE WRITTEN"""
+"""purity.py: may the outcome of a command be remembered?
+
+A group of rollouts often writes the same file and runs the same tests. A command's outcome is
+remembered by (files, command) where it can depend on nothing else: no clock, no chance, no address,
+no order of hashes, no other file. Generated codebases are small enough to decide that by reading
+their syntax trees. Everything that is not on a list of harmless names makes the command run again.
+
+Only two kinds of commands are looked at: `python NAME.py` for a script of the codebase, and the
+driver by which the judge calls functions (world/driver.py).
+
+check.py is the file that a generated codebase's tests use to count what passes. Agents see it, so
+its text is part of every generated task.
+"""
 
 import ast
 import builtins

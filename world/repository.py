@@ -1,4 +1,17 @@
-"""repository: HEAD TO BE WRITTEN"""
+"""repository.py: a real Python repository, studied before tasks are made of it.
+
+`study` copies it, finds out how its suite is run, runs the suite several times in both directions
+under several seeds of hashes and time zones, and traces which test runs which definition. What it
+returns is a Repository: the files, the stable tests, and each definition with the tests that run
+it. A test that fails, is slow, or passes only now and then is no reason for a verdict and is left
+out.
+
+Where a repository cannot be used, a Refusal says why in one line: its suite does not pass, cannot
+be collected, is too slow, or there is none.
+
+Left out: languages other than Python, building what is not Python, hidden tests that a subclass
+inherits, repositories of more than 5,000 files.
+"""
 
 import ast
 import importlib.util

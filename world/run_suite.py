@@ -1,4 +1,17 @@
-"""run_suite: HEAD TO BE WRITTEN"""
+"""run_suite.py: runs a repository's pytest suite in the sandbox and reads what comes back.
+
+The program inside is world/suite_runner.py. It writes the outcome of each test as one line of JSON,
+which must carry a key that is drawn here and that the child reads before any code of the repository
+is imported. Code of the repository has run in that process all the same, so each part of the answer
+is checked before it is used.
+
+A suite is run by a Plan (world/suite.py): where it starts, what is collected, which options hold.
+One run has one seed of Python's hashes and one time zone (WORLDS).
+
+    run_suite         -> outcomes, seconds and touched code by node id
+    green_command     -> a command line for the agent that is green with the original in place
+    import_outcomes   -> which modules can be imported
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,24 @@
-"""sandbox: HEAD TO BE WRITTEN"""
+"""sandbox.py: runs a command that nobody trusts, in a folder, under limits.
+
+The sandbox is bubblewrap: no network, a read-only system, a private /tmp, own processes, and limits
+on CPU, wall time, memory, processes, file size, disk and output. Files of this machine that would
+give an answer away are hidden.
+
+One cage stands for all commands, and each command is a fork in it behind walls of its own, which
+takes two thirds of the time of a new cage and a new Python. The program in the cage is
+world/sandbox_server.py; `Sandbox` orders a command from it, collects what it prints, and ends what
+is left of it.
+
+Without bubblewrap there is one warning, and what resource limits cannot stop stays open: reading
+your files, writing where you may write, the network, signals to your processes, a fork bomb,
+daemons, filling the disk. Neither disk nor memory counts what a command holds in files that have no
+name (deleted while open, memfd).
+
+An outcome that can depend on the files alone is remembered (world/purity.py).
+
+    Sandbox().run("python tests.py", folder)         -> Result
+    Sandbox().run_files(files, "python tests.py")    -> Result, in a fresh copy of a tree
+"""
 
 import codecs
 import contextlib

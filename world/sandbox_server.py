@@ -1,3 +1,26 @@
+"""Runs inside the cage as its first process: forks once for each command that world/sandbox.py
+orders.
+
+Nobody imports this file. Its text is given to a Python in the cage, with three arguments: the
+number of the socket to the sandbox, "1" if there is a cage, "1" if there is a network. No command
+waits until a cage stands and Python has started: cages stand ready, and the server in each forks
+(Cursor's environments fork snapshots of memory). It is the first of its process namespace and
+serves one command at a time: it looks on, kills whatever is left, and tells how it ended. Its fork
+has mounts and all else of its own; where the command is a plain Python script, the fork is this
+very interpreter, in the state in which it started.
+
+An order is the length of a text (4 bytes) with the command's input and output as file descriptors,
+then the text, a marshalled dictionary:
+
+    words, environment         the command
+    root, uid, names           the folder it runs in, the user it runs as
+    limits, disk               resource limits; bytes of its own /tmp
+
+The answer is its exit code in one line. One byte from the sandbox asks for the end before.
+
+`fresh` has to be the first thing here: a script must find no more modules than a new Python has.
+"""
+
 import sys
 
 fresh = set(sys.modules)

@@ -1,4 +1,20 @@
-"""task: HEAD TO BE WRITTEN"""
+"""task.py: what a task is, what an agent does in it, and how both are told to the rest.
+
+Every part of the project speaks of these few things: the generator and the repository make a Task,
+the agent answers with Actions, the sandbox with a Result, the judge with a Verdict. They stand on
+the lowest floor, so that the world needs nothing from above it.
+
+    Task      the files an agent sees, its prompt, and, apart from them, what solves it
+    Action    one turn of an agent: a thought and its tool calls
+    Result    what one command printed, and how it ended
+    Verdict   whether a submission solves its task, and why not
+    Refusal   an input that cannot be used, in one line for the user
+
+A Task is written as one line of JSON (`to_json`), with the field names of SWE-bench where they mean
+the same. `solution` and `hidden` never enter a sandbox.
+
+Standard library only.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,4 +1,9 @@
-"""task_file: HEAD TO BE WRITTEN"""
+"""task_file.py: a file of tasks, one line of JSON each.
+
+`instance` writes a line with SWE-bench's fields beside our own. `read_tasks` reads a file that may
+come from a stranger: every path stays inside its tree, every test that is named can be found, and
+no id comes twice. What does not hold is refused with the number of its line.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""tools: HEAD TO BE WRITTEN"""
+"""tools.py: the tools, as the agent calls them.
+
+HEAD
+"""
 
 from world.edits import ToolError
 from world.task import ARGUMENTS

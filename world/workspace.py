@@ -1,4 +1,16 @@
-"""workspace: HEAD TO BE WRITTEN"""
+"""workspace.py: the folder that an agent works in.
+
+A task's files are written to a private folder of the real disk. The four methods `read`, `edit`,
+`search` and `run` are what the agent's tools do there (world/tools.py); they raise ToolError with a
+text for the agent. `files()` is what the agent hands in.
+
+A path is refused if it could lead out of the folder, also by a link that a command has made. A file
+is never waited for and never read beyond a size, since a command may have put a pipe or a file of
+holes in its place. What commands open and change is recorded for the audit (world/recorder.py).
+
+MachineFailure, where the machine has no room or process left, is no answer to the agent: the
+rollout is tried again.
+"""
 
 import contextlib
 import os
