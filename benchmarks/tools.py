@@ -20,7 +20,11 @@ import tempfile
 from functools import partial
 
 from benchmarks.harness import least_seconds, make_parser, print_table
-from synth_tasks import Rehearsal, Sandbox, Workspace, expert, make_task, play, write_tree
+from synth_tasks import make_task
+from world.expert import Rehearsal, expert, play
+from world.files import write_tree
+from world.sandbox import Sandbox
+from world.workspace import Workspace
 
 COMMAND = "python tests.py"
 
