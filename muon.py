@@ -53,6 +53,25 @@ CACHE_BYTES = {torch.bfloat16: 3 << 20}
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 
+def newton_schulz(X, table, out):
+    """out <- p_k(...p_1(X)) for X (N, R, C) of norm 1 at most, p_i(X) = (a I + b A + c A^2) X with
+    A = X X^T (N, m, m), on the small side: the transpose of a tall X is multiplied. table: the (a,
+    b, c) of each step."""
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    for a, b, c in table:
+        A = X @ X.mT
+        B = b * A + c * A @ A
+        X = a * X + B @ X
+    return out.copy_(X.mT if tall else X)
+
+
+def step_scale(rows, columns):
+    """Length of one update: its entries get an RMS of about 0.2, as AdamW's have (Moonlight), so
+    that both share a learning rate and a weight decay."""
+    return 0.2 * max(rows, columns) ** 0.5
+
+
 def orthogonalize(G, steps=5, dtype=None, out=None, iterate=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
@@ -140,24 +159,6 @@ def power_of_two_below(X):
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
     whole, mask = EXPONENT_BITS[X.dtype]
     return (largest.view(whole) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
-
-
-def newton_schulz(X, table, out):
-    """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m,
-    m), on the small side: the transpose of a tall X is multiplied."""
-    tall = X.shape[1] > X.shape[2]
-    X = X.mT if tall else X
-    for a, b, c in table:
-        A = X @ X.mT
-        B = b * A + c * A @ A
-        X = a * X + B @ X
-    return out.copy_(X.mT if tall else X)
-
-
-def step_scale(rows, columns):
-    """Length of one update: its entries get an RMS of about 0.2, as AdamW's have (Moonlight), so
-    that both share a learning rate and a weight decay."""
-    return 0.2 * max(rows, columns) ** 0.5
 
 
 # ---------------------------------------------------------------------------------- who holds what, who computes what
@@ -983,23 +984,6 @@ def check_parameters(optimizer, named_parameters):
 # ------------------------------------------------------------------------------------------------------ demo
 
 
-def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
-    """The matrices of a small MoE decoder, heads and experts stacked."""
-    one = {
-        "wq": (heads, dim // heads, dim),
-        "wk": (heads, dim // heads, dim),
-        "wv": (heads, dim // heads, dim),
-        "wo": (dim, dim),
-        "gate": (experts, hidden, dim),
-        "up": (experts, hidden, dim),
-        "down": (experts, dim, hidden),
-        "shared.gate": (hidden, dim),
-        "shared.up": (hidden, dim),
-        "shared.down": (dim, hidden),
-    }
-    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
-
-
 def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float32, device="cpu"):
     """Random parameters with random gradients, the same for every world size."""
     generator, params = torch.Generator().manual_seed(0), {}
@@ -1128,40 +1112,46 @@ def draw_timeline(events, path):
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def demo():
-    torch.set_num_threads(1)
-    G = (
-        torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-        / torch.arange(1, 65)[:, None]
-    )
+def show_singular_values():
+    """How five steps bring the singular values of one matrix to about 1"""
+    generator = torch.Generator().manual_seed(0)
+    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]
+    U, _, V = torch.linalg.svd(G, full_matrices=False)
     print(
         "singular values of a 64 x 256 matrix, rows falling off as 1/k\n"
         "                 largest   median  smallest   cosine to U V^T"
     )
-    U, S, V = torch.linalg.svd(G, full_matrices=False)
     for steps in range(6):
         X = orthogonalize(G, steps) if steps else G
-        name = f"after {steps} steps" if steps else "before"
         S = torch.linalg.svdvals(X)
-        print(
-            f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {(X * (U @ V)).sum() / X.norm() / 8:.4f}"
-        )
+        cosine = (X * (U @ V)).sum() / X.norm() / 8
+        name = f"after {steps} step{'s' * (steps > 1)}" if steps else "before"
+        print(f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {cosine:.4f}")
+
+
+def demo():
+    torch.set_num_threads(1)
+    show_singular_values()
+
+    # The same three steps in one process and on four ranks.
     single = make_parameters(DEMO)
     optimizer = Muon([dict(params=list(single.items()))], ns_dtype=torch.float32, lr=0.02)
     for _ in range(3):
         optimizer.step()
     ranks = fork_ranks(4, demo_rank)
-    error = max(
-        (whole[name] - p).abs().max().item() for whole, _, _ in ranks for name, p in single.items()
-    )
-    events, traffic = ranks[0][1:]
+    error = 0.0
+    for whole, _, _ in ranks:
+        for name, p in single.items():
+            error = max(error, (whole[name] - p).abs().max().item())
+
+    _, events, traffic = ranks[0]
     draw_timeline(events, Path("out/muon.png"))
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
-        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB received per step) end three "
-        f"steps with weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before task 1 "
-        f"multiplied (out/muon.png)."
+        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB "
+        f"received per step) end three\nsteps with weights that differ from one process by {error}; "
+        f"task 2 was on the wire {lead:.1f} ms before\ntask 1 multiplied (out/muon.png)."
     )
 
 

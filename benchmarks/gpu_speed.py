@@ -26,6 +26,7 @@ from fast import accelerate, low_precision
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast import workers
 from published.export import write_checkpoint
+from benchmarks import muon as benchmarks_muon
 
 
 def build_scale_model(bench, **changes):
@@ -83,7 +84,7 @@ def measure_model_step(bench):
 def measure_muon(bench, layers, dim, heads, experts, hidden):
     """One step of Muon on the matrices of a decoder; torch.optim.Muon gets every head and expert
     as a matrix of its own"""
-    shapes = muon.layer_shapes(layers, dim, heads, experts, hidden)
+    shapes = benchmarks_muon.layer_shapes(layers, dim, heads, experts, hidden)
     params = muon.make_parameters(shapes, device=bench.device)
     ours = muon.Muon(
         [dict(params=list(params.items()))],
