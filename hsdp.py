@@ -247,20 +247,21 @@ def dispatch(x, counts, run, group):
     """MoE.dispatch: x (M, D) sorted by global expert, counts (E,) -> each row through its expert,
     back in the same order. Rank r owns experts r*E/ep to (r+1)*E/ep, so rows sorted by expert are
     sorted by rank. A rank may get no row at all."""
-    # (ep, E/ep) rows I send
-    counts = counts.view(group.size(), -1)
-    # (ep, E/ep) rows each rank sends me
-    incoming = torch.empty_like(counts)
+    # First the counts: how many rows each rank will send to each of my experts.
+    counts = counts.view(group.size(), -1)  # (ep, E/ep) rows that I send
+    incoming = torch.empty_like(counts)  # (ep, E/ep) rows that each rank sends me
     dist.all_to_all_single(incoming, counts, group=group)
-    # the one wait for the device
+    # The one wait for the device: the splits are needed on the host.
     send, receive = torch.stack((counts.sum(1), incoming.sum(1))).tolist()
-    # by rank, then by expert
+
+    # The rows arrive by rank, then by expert. The experts want them by expert, then by rank.
     rows = Exchange.apply(x, send, receive, group)
     expert = torch.arange(counts.numel(), device=x.device) % counts.shape[1]
-    # by expert, then by rank
     order = expert.repeat_interleave(incoming.flatten()).argsort(stable=True)
-    y = run(rows[order], incoming.sum(0))
-    return Exchange.apply(y[order.argsort()], receive, send, group)
+    outputs = run(rows[order], incoming.sum(0))
+
+    # Back into the order of arrival, and back to where they came from.
+    return Exchange.apply(outputs[order.argsort()], receive, send, group)
 
 
 # ---------------------------------------------------------------- the model on the meshes
@@ -272,7 +273,7 @@ def parallelize(model, meshes, wire=None):
 
     The caller's part: gradients are SUMMED over ranks, never averaged, so the loss of a rank is its
     share of the global mean:
-        loss = nll_of_my_tokens.sum() / total(number_of_my_tokens);  loss.backward();  shown = total(loss.detach())
+        loss = nll_of_my_tokens.sum() / all_reduce_sum(number_of_my_tokens);  loss.backward();  shown = all_reduce_sum(loss.detach())
     That is one process's loss and gradient even when ranks hold different numbers of tokens
     (masks!), which an average of averages is not, and experts need no factor of their own. All
     ranks run equally many forwards and backwards per step: a rank with nothing to learn multiplies
@@ -328,14 +329,17 @@ def own_parts(model):
     rank holds: what it has to read of a published checkpoint. The two cuts of an expert stack lie
     in different dimensions."""
     parts = {}
-    for name, p in ((name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)):
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            continue
         part = [slice(0, n) for n in p.shape]
-        for size, i, placement in zip(
-            p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements
-        ):
+        mesh = p.device_mesh
+        for ranks, i, placement in zip(mesh.shape, mesh.get_coordinate(), p.placements):
             if placement.is_shard():
+                # Dealt as torch.chunk deals: equal pieces, the last ones smaller or empty.
                 n = p.shape[placement.dim]
-                part[placement.dim] = slice(*(min(n, j * -(-n // size)) for j in (i, i + 1)))
+                size = -(-n // ranks)
+                part[placement.dim] = slice(min(n, i * size), min(n, (i + 1) * size))
         parts[name] = tuple(part)
     return parts
 
@@ -394,7 +398,7 @@ def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):
 
 
 @contextmanager
-def one_fate():
+def report_rank_failure():
     """When a rank dies, the collectives of the others fail with a line about sockets. This says
     what happened instead."""
     try:
@@ -410,9 +414,9 @@ def one_fate():
         ) from error
 
 
-def total(t):
+def all_reduce_sum(t):
     """Sum of a tensor or number over all ranks: token counts, losses, the router's counts
-    (balance(model, reduce=total)). CP ranks hold different tokens, so they count like any data
+    (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any data
     rank."""
     t = torch.as_tensor(t).clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -467,14 +471,19 @@ def clip_grad_norm(model, max_norm=math.inf):
     if not grads:
         return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
     # All gradients at once: a few kernels instead of several for each of them.
     norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
+    # A shard that k ranks hold is counted k times in the sum over all ranks.
     copies = torch.tensor([float(_copies(g)) for g in grads]).to(norms, non_blocking=True)
     square = (norms**2 / copies).sum()
-    norm = (total(square) if any(isinstance(g, DTensor) for g in grads) else square).sqrt()
+    if any(isinstance(g, DTensor) for g in grads):
+        square = all_reduce_sum(square)
+    norm = square.sqrt()
+
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    for dtype in {l.dtype for l in local}:
-        torch._foreach_mul_([l for l in local if l.dtype == dtype], scale.to(dtype))
+    for dtype in {g.dtype for g in local}:
+        torch._foreach_mul_([g for g in local if g.dtype == dtype], scale.to(dtype))
     return norm.float()
 
 
@@ -514,21 +523,21 @@ def save(directory, model, optimizer=None, extra=None, more=None):
     are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    with _one_fate_of_a_save(directory, part):
+    with _step_of_a_save(directory, part):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-    with _one_fate_of_a_save(directory, part):
+    with _step_of_a_save(directory, part):
         # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors
         # are on the CPU.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
         _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
-    with _one_fate_of_a_save(directory, part):
+    with _step_of_a_save(directory, part):
         # Every rank reads again what it has written itself, so that the checksums take no longer
         # with more ranks.
         mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
     manifest = {name: entry for entries in _from_all_ranks(mine) for name, entry in entries.items()}
-    with _one_fate_of_a_save(directory, part):
+    with _step_of_a_save(directory, part):
         if rank == 0:
             # To memory first: torch's own writer says nothing of a full disk that a reader would
             # understand.
@@ -548,7 +557,7 @@ def save(directory, model, optimizer=None, extra=None, more=None):
 
 
 @contextmanager
-def _one_fate_of_a_save(directory, part):
+def _step_of_a_save(directory, part):
     """One step of a save: it ends on every rank alike, with nothing or with SaveFailed, and then
     the space is given back."""
     problem = ""
@@ -572,19 +581,20 @@ def load(directory, model, optimizer=None, more=None):
     folder, manifest = validated_folder(directory)
     _check_sums(directory, folder, manifest)
     reader = CheckpointReader(folder, manifest)
-    stored, tensors = reader.read_metadata().state_dict_metadata, _contents(model, optimizer) | (
-        more or {}
-    )
-    for name in sorted(
-        {n for n in stored if optimizer is not None or n.startswith("model.")} | tensors.keys()
-    ):
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = _contents(model, optimizer) | (more or {})
+
+    # Every tensor of the folder has its place here, and the other way round. Without an optimizer
+    # only the model's are asked for.
+    asked = {name for name in stored if optimizer is not None or name.startswith("model.")}
+    for name in sorted(asked | tensors.keys()):
         there = tuple(stored[name].size) if name in stored else "missing"
         here = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != here:
             raise ValueError(
                 f"{directory}: {name} is {there} there and {here} here: not one of this model and optimizer"
             )
-    extra = peek(directory)
+    extra = load_extra(directory)
     try:
         _dcp(dcp.load, tensors, storage_reader=reader)
     # of an older version, without checksums
@@ -603,7 +613,7 @@ def exists(directory):
     return Path(directory).exists() or Path(f"{directory}.old").exists()
 
 
-def peek(directory):
+def load_extra(directory):
     """The `extra` of a checkpoint: the configuration is in it, so that the model can be built
     before it is loaded."""
     folder, manifest = validated_folder(directory)
@@ -665,9 +675,9 @@ def _from_all_ranks(item):
 # ---------------------------------------------------------------- demo
 
 
-class Wire(TorchDispatchMode):
-    """`with Wire() as wire`: wire.bytes are the bytes this rank receives, by collective, whoever
-    calls it."""
+class CommCounter(TorchDispatchMode):
+    """`with CommCounter() as counter`: counter.bytes are the bytes that this rank receives, by
+    collective, whoever calls it."""
 
     KINDS = {
         "_allgather_base_": "all-gather",
@@ -732,9 +742,9 @@ def forward_backward(model, meshes, seed=1):
     nll = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum"
     )
-    loss = nll / total(targets.numel())
+    loss = nll / all_reduce_sum(targets.numel())
     loss.backward()
-    return float(total(loss.detach()))
+    return float(all_reduce_sum(loss.detach()))
 
 
 def difference(model, grads):
@@ -754,10 +764,13 @@ def _demo_rank(rank, folder, layouts):
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
         model = parallelize(small_model(), meshes)
-        with Wire() as wire:
+        with CommCounter() as counter:
             loss = forward_backward(model, meshes)
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        counted = {kind: float(total(float(wire.bytes[kind]))) / 8 for kind in Wire.KINDS.values()}
+        counted = {
+            kind: float(all_reduce_sum(float(counter.bytes[kind]))) / 8
+            for kind in CommCounter.KINDS.values()
+        }
         found.append((loss, grads, counted))
     if rank == 0:
         torch.save(found, f"{folder}/found")

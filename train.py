@@ -1213,7 +1213,7 @@ class Run:
         return rows[self.meshes.data_rank :: self.data]
 
     def sum(self, number):
-        return float(hsdp.total(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
+        return float(hsdp.all_reduce_sum(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
 
     def gather(self, items):
         """The items of all data ranks, on every rank."""
@@ -1447,7 +1447,7 @@ def train(config, interrupted, sources=None):
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
-    with hsdp.one_fate():
+    with hsdp.report_rank_failure():
         return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
 
 
@@ -1590,7 +1590,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            worst = balance(run.model, bias_rate(run), hsdp.total)
+            worst = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 

@@ -80,16 +80,16 @@ def forward_backward(model, meshes, step, length=32):
         F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         * counted.flatten()
     )
-    loss = nll.sum() / hsdp.total(counted.sum())
+    loss = nll.sum() / hsdp.all_reduce_sum(counted.sum())
     loss.backward()
-    return float(hsdp.total(loss.detach()))
+    return float(hsdp.all_reduce_sum(loss.detach()))
 
 
 def update(model, optimizer):
     norm = hsdp.clip_grad_norm(model, 0.3)
     optimizer.step()
     optimizer.zero_grad()
-    balance(model, reduce=hsdp.total)
+    balance(model, reduce=hsdp.all_reduce_sum)
     return float(norm)
 
 
@@ -173,7 +173,7 @@ def refusals(world):
         with pytest.raises(ValueError) as refusal:
             attempt()
         messages.append(str(refusal.value))
-    assert float(hsdp.total(1.0)) == world
+    assert float(hsdp.all_reduce_sum(1.0)) == world
     return messages
 
 
@@ -200,7 +200,7 @@ def bf16_wire(world):
         for p in model.parameters():
             p.data = p.data.to(kept)
         model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
-        with hsdp.Wire() as counter:
+        with hsdp.CommCounter() as counter:
             out.append(
                 (
                     forward_backward(model, meshes, 0),
@@ -246,17 +246,17 @@ def counted_bytes(world):
         meshes = make_meshes(**vars(layout))
         model = parallelize(build(), meshes)
         optimizer = make_optimizer(model)
-        with hsdp.Wire() as wire:
+        with hsdp.CommCounter() as wire:
             forward_backward(model, meshes, 0, length)
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        planned = dict.fromkeys(hsdp.Wire.KINDS.values(), 0)
+        planned = dict.fromkeys(hsdp.CommCounter.KINDS.values(), 0)
         for kind, _, size, _ in plan.traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
         found[layout] = {
-            k: (float(hsdp.total(float(wire.bytes[k]))) / world, planned[k]) for k in planned
+            k: (float(hsdp.all_reduce_sum(float(wire.bytes[k]))) / world, planned[k]) for k in planned
         }
     return found
 
@@ -363,7 +363,7 @@ def test_one_process_is_left_alone_and_needs_no_group():
     assert parallelize(model, meshes) is model and [id(p) for p in model.parameters()] == before
     tokens = torch.arange(10)[None]
     assert hsdp.shard_sequence(tokens, meshes) is tokens and hsdp.positions(10, meshes) is None
-    assert float(hsdp.total(3)) == 3 and not dist.is_initialized()
+    assert float(hsdp.all_reduce_sum(3)) == 3 and not dist.is_initialized()
 
 
 def test_the_gradient_norm_is_torchs_on_one_process():
@@ -412,7 +412,7 @@ def dies(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.one_fate():
+        with hsdp.report_rank_failure():
             for step in range(1000):
                 if rank == 2 and step == 1:
                     os._exit(9)
@@ -437,7 +437,7 @@ def hangs(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.one_fate():
+        with hsdp.report_rank_failure():
             if rank == 2:
                 time.sleep(6)
             forward_backward(model, meshes, 0)
@@ -466,7 +466,7 @@ def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
         for name, t in found["saved"][2].items():  # one step later
             if ".load" not in name:
                 torch.testing.assert_close(other[2][name], t, rtol=0, atol=2e-6)
-    assert hsdp.peek(folder)["config"] == vars(CONFIG)
+    assert hsdp.load_extra(folder)["config"] == vars(CONFIG)
 
 
 @pytest.fixture
@@ -516,7 +516,7 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
             )
             with pytest.raises(KeyboardInterrupt):
                 hsdp.save(folder, model, optimizer, {"step": 2})
-        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.peek(folder) == {
+        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.load_extra(folder) == {
             "step": 1
         }
     hsdp.save(folder, model, optimizer, {"step": 3})
@@ -761,7 +761,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     raw = json.loads((folder / "manifest.json").read_text())
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
     (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
-    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.peek(folder)):
+    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.load_extra(folder)):
         with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
             way()
 

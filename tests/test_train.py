@@ -585,7 +585,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
-    assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+    assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -913,7 +913,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
+    assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
@@ -991,7 +991,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
     # where it began is not forgotten
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
-    assert hsdp.peek(out / "rl")["config"]["init_from"] == str(folder)
+    assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
     train.main([*common, *rl])
     capsys.readouterr()
@@ -1105,7 +1105,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
     )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
-    config = hsdp.peek(out / "rl")["config"]
+    config = hsdp.load_extra(out / "rl")["config"]
     assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
         str(published),
         1e-6,
@@ -1160,7 +1160,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         ]
     )
     assert {
-        hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+        hsdp.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
     } == {str(published)}
 
 
@@ -1370,7 +1370,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
 def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
     run,
 ):
-    tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     found = {}
     for short in (0, 1):
         config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8, short=short)
@@ -1845,7 +1845,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
     monkeypatch.setattr(train, "balance", note)
     train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
     log = json.loads((tmp_path / "rl.jsonl").read_text())
-    config = hsdp.peek(tmp_path / "rl")["config"]
+    config = hsdp.load_extra(tmp_path / "rl")["config"]
     assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
     assert all(
