@@ -56,7 +56,7 @@ def test_attention_in_blocks_is_the_plain_attention(length, masked):
         y = function(q, k, v, mask, 0.3)
         results.append([y, *torch.autograd.grad((y * upstream).sum(), (q, k, v))])
     for expected, found in zip(*results):
-        assert relative_difference(found, expected) <= 1e-5
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])

@@ -52,4 +52,4 @@ def draw_tokens(rows, length):
 
 
 def relative_difference(found, expected):
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).detach().norm() / expected.detach().norm())
