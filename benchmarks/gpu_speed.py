@@ -16,17 +16,16 @@ import torch.nn.functional as F
 
 import hsdp
 import moe
-import muon
 import rollout
 import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
-from fast import accelerate, low_precision
+from benchmarks.muon import layer_shapes, split_matrices
+from fast import accelerate, low_precision, workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from fast import workers
+from muon import Muon, make_parameters
 from published.export import write_checkpoint
-from benchmarks import muon as benchmarks_muon
 
 
 def build_scale_model(bench, **changes):
@@ -84,23 +83,16 @@ def measure_model_step(bench):
 def measure_muon(bench, layers, dim, heads, experts, hidden):
     """One step of Muon on the matrices of a decoder; torch.optim.Muon gets every head and expert
     as a matrix of its own"""
-    shapes = benchmarks_muon.layer_shapes(layers, dim, heads, experts, hidden)
-    params = muon.make_parameters(shapes, device=bench.device)
-    ours = muon.Muon(
+    shapes = layer_shapes(layers, dim, heads, experts, hidden)
+    params = make_parameters(shapes, device=bench.device)
+    ours = Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
         newton_schulz=gram_newton_schulz,
         lr=1e-3,
         weight_decay=0.1,
     )
-    matrices = []
-    for p in params.values():
-        for matrix, gradient in zip(
-            p.detach().reshape(-1, *p.shape[-2:]), p.grad.reshape(-1, *p.shape[-2:])
-        ):
-            matrices.append(torch.nn.Parameter(matrix.clone()))
-            matrices[-1].grad = gradient.clone()
-    theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
+    theirs = torch.optim.Muon(split_matrices(params), lr=1e-3, weight_decay=0.1)
     seconds, other = bench.time(ours.step, 5), bench.time(theirs.step, 3, 1)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     floor = optimizer_floor(bench, shapes.values(), numbers)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from conftest import run_ranks
 from torch.distributed.tensor import DTensor
 
+import fast
 import hsdp
 from benchmarks import plan
 from command import checkpoint_files, gpu_memory
@@ -45,7 +46,7 @@ CONFIG = ModelConfig(
 
 def build(config=CONFIG, seed=0):
     torch.manual_seed(seed)
-    model = Model(config)
+    model = fast.accelerate(Model(config))
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.05)
