@@ -11,14 +11,14 @@ Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.244
 with an all-reduce across them, dense weights in narrow groups, experts on a wider mesh; CP=2 with
 EP=8 on 8 GPUs instead of 16; CP folded into the FSDP dimension, all-gather of the latents, zig-zag
 chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never averaged;
-checkpoints that appear by rename. Engine: PyTorch's DeviceMesh,
-fully_shard, DTensor and DCP.
+checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DTensor and DCP.
 
     dense mesh     (replicate, shard)    W = replicate * shard, a shard being data x cp ranks
     expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
 
-Left out: overlap of the latents' gather with the query projection and of the token exchange with
+Left out: copies of the experts (benchmarks/plan.py says what the wide mesh saves beside them),
+overlap of the latents' gather with the query projection and of the token exchange with
 the shared expert (their time is on the clock), random weights drawn in pieces (every rank draws the
 model once; a published one is read in pieces).
 

@@ -332,6 +332,25 @@ def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
     assert all(torch.equal(straight[n], second[n]) for n in straight)
 
 
+def test_a_state_dict_of_an_earlier_version_loads_unless_it_made_a_choice_that_is_gone():
+    p = torch.nn.Parameter(torch.zeros(4, 6))
+    p.grad = torch.ones(4, 6)
+    optimizer = Muon([dict(params=[("w", p)])])
+    optimizer.step()
+    momentum = optimizer.state[p]["momentum"].clone()
+    earlier = copy.deepcopy(optimizer.state_dict())
+    earlier["param_groups"][0] |= {"scale": "rms", "coefficients": "quintic"}
+
+    optimizer.state[p]["momentum"].zero_()
+    optimizer.load_state_dict(earlier)
+    assert torch.equal(optimizer.state[p]["momentum"], momentum)
+    optimizer.step()
+
+    earlier["param_groups"][0]["scale"] = "spectral"
+    with pytest.raises(ValueError, match="scale=spectral"):
+        optimizer.load_state_dict(earlier)
+
+
 def test_rounding_by_chance_picks_one_of_the_two_neighbours_and_is_right_in_the_mean():
     exact = torch.cat(
         (
