@@ -17,10 +17,9 @@ checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DT
     expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
 
-Left out: copies of the experts (benchmarks/plan.py says what the wide mesh saves beside them),
-overlap of the latents' gather with the query projection and of the token exchange with
-the shared expert (their time is on the clock), random weights drawn in pieces (every rank draws the
-model once; a published one is read in pieces).
+Left out: copies of the experts; overlap of the latents' gather with the query projection and of
+the token exchange with the shared expert (their time is on the clock); random weights drawn in
+pieces (every rank draws the model once; a published one is read in pieces).
 
 Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D
 model width, E experts, R rows.
