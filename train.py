@@ -17,7 +17,7 @@ learning. All sizes, rates and step counts here are ours.
     python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
     torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2     many GPUs, the same script (cp: not in rl)
 
-Left out: data mixing, deduplication, multi-token prediction, and every private number.
+Left out: data mixing, deduplication, and every private number.
 """
 
 import contextlib
@@ -54,8 +54,10 @@ from moe import (
     Model,
     ModelConfig,
     balance,
+    count_draft_hits,
     filled,
     load_model,
+    mtp_loss,
     parse_json,
     read_config,
     write_checkpoint,
@@ -87,7 +89,9 @@ class Config:
     tasks: str = ""
     seed: int = 1337
     device: str = "auto"  # cpu, cuda or auto
-    dtype: str = "auto"  # of matrix products: float32, bfloat16 or auto
+    # of matrix products: float32, bfloat16 (bf16) or auto; the experts' may be narrower, see
+    # precision
+    dtype: str = "auto"
     # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
     weights: str = "float32"
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
@@ -113,6 +117,13 @@ class Config:
     # short windows want fast rotations: with 10000, copying names is learned 100 steps later
     rope_theta: float = 1000.0
     balance_rate: float = 2e-3  # of the routers' biases per step
+    # of the experts' products: dtype (as all others), mxfp8 or nvfp4; emulated where the hardware
+    # has none (a GPU before the B200, a CPU): then slower, the same numbers
+    precision: str = "dtype"
+    # 1: one more block drafts the token after the next. It learns in pretrain, long and sft what
+    # the model would say there, and moves no other weight; moe.speculate decodes with it (the
+    # rollouts' sampler takes its drafts from the text)
+    mtp: bool = False
 
     # ---- optimizer
     optimizer: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
@@ -397,9 +408,10 @@ def model_config(config, vocab):
     """The model of a run from noise. With one expert per token a gate over the sum of the gates
     would always be 1, and the loss would teach the router nothing: then the gate is the router's
     score itself."""
-    return ModelConfig(
-        vocab=vocab, norm_gates=config.active > 1, **{name: getattr(config, name) for name in SIZES}
-    )
+    sizes = {name: getattr(config, name) for name in SIZES}
+    sizes["precision"] = "" if config.precision == "dtype" else config.precision
+    sizes["mtp"] = int(config.mtp)
+    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **sizes)
 
 
 # ---------------------------------------------------------------- data
@@ -503,7 +515,7 @@ class Text:
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
         config, fold = self.run.config, 2 * self.run.config.cp
-        window = self.window // shortened(step, config) // fold * fold or self.window
+        window = self.window // seq_len_divisor(step, config) // fold * fold or self.window
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
         starts = rng.integers(
             0, len(self.train) - window - 1, self.rows(config.batch_tokens // window)
@@ -516,30 +528,39 @@ class Text:
         return max(1, -(-n // self.run.data)) * self.run.data
 
     def cross_entropy(self, stream, starts, window, log):
+        """Yields the losses of the windows of `stream` that begin at `starts`, a micro-batch at a
+        time."""
         run, total = self.run, len(starts) * window
+        # Each rank takes its share of the windows; ranks of --cp its part of each window.
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
-            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]]).to(
-                run.device, non_blocking=True
-            )
+            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]])
+            rows = rows.to(run.device, non_blocking=True)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-            loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
+            hidden = run.hidden(batch)
+            loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            if run.config.mtp:
+                loss = loss + run.draft_loss(batch, hidden, len(starts) * (window - 1), log)
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         self.run.model.eval()  # the routers count no load
+        last, number = len(self.held) - self.window - 2, max(8, 32768 // self.window)
+        starts = np.linspace(0, last, self.rows(number)).astype(int)
         log = {}
-        starts = np.linspace(
-            0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))
-        ).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
-        return {"held_out_loss": self.run.sum(log["loss"])}
+        found = {"held_out_loss": self.run.sum(log["loss"])}
+        if self.run.config.mtp:
+            places = len(starts) * (self.window - 1)
+            found["held_out_draft_kl"] = self.run.sum(log["draft_kl"])
+            found["draft_accepted"] = self.run.sum(log["draft_hits"]) / places
+        return found
 
     after_step = lambda self: None
     tensors = lambda self: {}
@@ -570,7 +591,7 @@ class Demonstrations:
                 f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit and are left out"
             )
         lengths, self.batches = np.array([len(e) for e in self.episodes]), []
-        parts = [shortened(step, config) for step in range(config.steps)]
+        parts = [seq_len_divisor(step, config) for step in range(config.steps)]
         for part in sorted(set(parts), reverse=True):
             fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
             groups = length_groups(
@@ -590,30 +611,38 @@ class Demonstrations:
         )
 
     def losses(self, step, log):
-        config, run, groups = (
-            self.run.config,
-            self.run,
-            [[self.episodes[i] for i in group] for group in self.batches[step]],
-        )
-        total = sum(int(rollout.flatten(e)[1].sum()) for group in groups for e in group)
-        mine = [
-            (e, 1.0)
-            for g, group in enumerate(groups)
-            for j, e in enumerate(group)
-            if (2 * j + g) % run.data == run.meshes.data_rank
-        ]
+        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
+        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
+        config, run = self.run.config, self.run
+        groups = [[self.episodes[i] for i in group] for group in self.batches[step]]
+        episodes = [episode for group in groups for episode in group]
+        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
+
+        # The ranks take turns in a group, so that each has short and long episodes; in the second
+        # group the next rank begins.
+        mine = []
+        for g, group in enumerate(groups):
+            for j, episode in enumerate(group):
+                if (2 * j + g) % run.data == run.meshes.data_rank:
+                    mine.append((episode, 1.0))
+
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
-            logp = run.model.logprobs(
-                run.hidden(batch), batch["targets"], where=batch["inside"] > 0
-            )
-            copied = (self.names | self.constants)[batch["targets"]] & (shortened(step, config) > 1)
-            weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
-            weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
+            hidden, targets = run.hidden(batch), batch["targets"]
+            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)
+
+            # What the expert wrote weighs 1, names and constants more while the window is short;
+            # what it read weighs context_loss.
+            mask = batch["mask"]
+            copied = (self.names | self.constants)[targets] & (seq_len_divisor(step, config) > 1)
+            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = weight + config.context_loss * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
-            log["loss"] = (
-                log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            )
+            reported = (logp.detach() * mask).sum() * batch["real"] / total
+            log["loss"] = log.get("loss", 0) - reported
             log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
+            if config.mtp:
+                places = sum(len(episode) - 1 for episode in episodes)
+                loss = loss + run.draft_loss(batch, hidden, places, log)
             yield loss
 
     @torch.no_grad()
@@ -651,7 +680,7 @@ class Demonstrations:
     tensors = lambda self: {}
 
 
-def shortened(step, config):
+def seq_len_divisor(step, config):
     """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
     heads that look back and copy form several times sooner where there is less to look at; without
     it they came late in some runs and in one not at all."""
@@ -1260,6 +1289,26 @@ class Run:
         replay = batch.get("experts") if self.config.replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
+    def draft_loss(self, batch, hidden, places, log):
+        """What the head that drafts learns from a micro-batch: the divergence from the model's own
+        choice, over the `places` of the whole batch. Its gradient stays in the head."""
+        loss = mtp_loss(self.model, batch["tokens"], hidden, places)
+        log["draft_kl"] = log.get("draft_kl", 0) + loss.detach()
+        if not self.model.training:
+            hits = count_draft_hits(self.model, batch["tokens"], hidden)
+            log["draft_hits"] = log.get("draft_hits", 0) + hits
+        return loss
+
+    def clip_gradients(self):
+        """Cuts the gradient at --clip -> its norm before. The head that drafts has another loss,
+        and is cut by itself: together, its gradient would shorten the model's."""
+        if not self.config.mtp:
+            return hsdp.clip_grad_norm(self.model, self.config.clip)
+        head = list(self.model.mtp.parameters())
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
+        hsdp.clip_grad_norm(self.model, self.config.clip, head)
+        return hsdp.clip_grad_norm(self.model, self.config.clip, rest)
+
     def full_state(self):
         return hsdp.full_state(self.model)
 
@@ -1540,6 +1589,8 @@ def tokenizer_code(folder):
 
 # more than there are signals on all ranks together
 LOG_FAILED = 10**9
+# of the log: each rank adds its part
+SUMMED = {"loss", "tokens", "draft_kl"}
 # whose peak is a group's rate, by its algorithm
 RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
 
@@ -1575,7 +1626,7 @@ def loop(run, source, optimizer, step, interrupted, out):
 
             # 3) The update. A gradient of zero has nothing to teach: AdamW's and Muon's memories
             #    would move on.
-            norm = hsdp.clip_grad_norm(run.model, config.clip)
+            norm = run.clip_gradients()
             if norm != 0:
                 optimizer.step()
             optimizer.zero_grad()
@@ -1586,7 +1637,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             step += 1
 
             # 5) The log. Loss and tokens are summed over the ranks; at the end held-out data, too.
-            summed = {k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}
+            summed = {k: run.sum(v) if k in SUMMED else v for k, v in log.items()}
             log = {"step": step, **summed, "norm": float(norm), "load": worst}
             for group in optimizer.param_groups:
                 log[RATE_FLAGS[group["algorithm"]]] = group["lr"]
@@ -1665,6 +1716,8 @@ COLUMNS = {
     "turns": "{:5.2f}",
     "feedback_kl": "{:7.4f}",
     "held_out_loss": "{:7.4f}",
+    "draft_kl": "{:7.4f}",
+    "draft_accepted": "{:5.3f}",
     "names": "{:5.3f}",
     "constants": "{:5.3f}",
     "norm": "{:7.3f}",
@@ -1715,7 +1768,7 @@ def evaluate(config, given, sources):
     """The stage eval: see eval.py."""
     run = Run(config)
     try:
-        config, paths, published = eval.find_policies(
+        config, paths, made, published = eval.find_policies(
             config, given, SIZES, lambda: load_published(config, run.device)
         )
     except ValueError as error:
@@ -1727,7 +1780,7 @@ def evaluate(config, given, sources):
         processes = f"{run.world} process" + "es" * (run.world > 1)
         return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
 
-    eval.evaluate(run, config, paths, published, make_task, describe_cost)
+    eval.evaluate(run, config, paths, made, published, make_task, describe_cost)
 
 
 def main(argv):

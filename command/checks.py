@@ -35,6 +35,7 @@ def check_values(config):
         dtype=("auto", "float32", "bfloat16"),
         weights=("float32", "bfloat16"),
         placebo=("none", "empty", "wrong"),
+        precision=("dtype", "mxfp8", "nvfp4"),
     ).items():
         if getattr(config, name) not in allowed:
             usage_error(
@@ -81,6 +82,12 @@ def check_values(config):
         if getattr(config, name) % 8 and not config.init_from:
             usage_error(
                 f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes"
+            )
+    for name in ("dim", "expert_ffn"):
+        if config.precision != "dtype" and getattr(config, name) % 32:
+            usage_error(
+                f"--{name}={getattr(config, name)}: a multiple of 32 with --precision="
+                f"{config.precision}, which scales numbers in blocks of so many"
             )
     # an update is divided by it
     if config.temperature < 1e-3:
@@ -187,6 +194,8 @@ def check_together(config, given, stage, sizes, window):
         usage_error(
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)"
         )
+    if config.mtp and config.cp > 1 and stage != "eval":
+        usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")
     if config.compile and dtype_of(config) == torch.float32:
         usage_error(
             "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped products in no other dtype"

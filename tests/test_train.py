@@ -1409,8 +1409,8 @@ def test_held_out_files_are_not_trained_on():
 
 def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
-    assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+    assert [train.seq_len_divisor(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
