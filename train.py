@@ -438,32 +438,29 @@ def python_sources(folder):
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         usage_error(f"--data={folder}: no such folder")
-    # a link may lead nowhere
-    own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])
-    paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
-    texts = {
-        p.relative_to(root).as_posix(): p.read_text(encoding="utf-8", errors="ignore")
-        for p in paths
-    }
-    texts = {name: text for name, text in texts.items() if text.strip()}
+    texts = {}
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        # a link may lead nowhere
+        if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            texts[inside.as_posix()] = text
     if len(texts) < 2:
         usage_error(f"--data={folder}: fewer than two Python files there")
 
     # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no
     # other: one of each is needed.
-    place = {
-        name: int.from_bytes(
-            hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:7], "big"
-        )
-        / 2**56
-        for name in texts
-    }
+    place = {}
+    for name in texts:
+        found = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        place[name] = int.from_bytes(found[:7], "big") / 2**56
     held = {name for name in texts if place[name] < HELD_OUT}
     if not 0 < len(held) < len(texts):
         held = {min(texts, key=place.get)}
-    return [text for name, text in texts.items() if name not in held], [
-        text for name, text in texts.items() if name in held
-    ]
+    train = [text for name, text in texts.items() if name not in held]
+    return train, [text for name, text in texts.items() if name in held]
 
 
 def digest_texts(train, held):
@@ -499,27 +496,32 @@ class Text:
     def __init__(self, run):
         self.run, config = run, run.config
         self.window = text_window(config)
-        tokenizer = run.tokenizer
-        stream = lambda texts: torch.cat(
-            [torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts]
-        )
         train, held = python_sources(config.data)
         self.data = digest_texts(train, held)
-        self.train, self.held = stream(train), stream(held)
+        self.train, self.held = self.make_stream(train), self.make_stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
-                f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}"
+                f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
+                f"{self.window}"
             )
+
+    def make_stream(self, texts):
+        """All texts as one row of tokens, each with the token <|text|> at its end"""
+        tokenizer = self.run.tokenizer
+        end = tokenizer.id["<|text|>"]
+        return torch.cat([torch.tensor([*tokenizer.encode(text), end]) for text in texts])
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
-        config, fold = self.run.config, 2 * self.run.config.cp
-        window = self.window // seq_len_divisor(step, config) // fold * fold or self.window
+        config = self.run.config
+        # At first a quarter of the window, then half; the ranks of --cp share it in 2 * cp parts.
+        parts = 2 * config.cp
+        window = self.window // seq_len_divisor(step, config) // parts * parts or self.window
+        # The windows begin anywhere in the stream.
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
-        starts = rng.integers(
-            0, len(self.train) - window - 1, self.rows(config.batch_tokens // window)
-        )
+        number = self.rows(config.batch_tokens // window)
+        starts = rng.integers(0, len(self.train) - window - 1, number)
         yield from self.cross_entropy(self.train, starts, window, log)
 
     def rows(self, n):
@@ -578,37 +580,45 @@ class Demonstrations:
 
     def __init__(self, run):
         self.run, config = run, run.config
-        mine = make_demonstrations(
-            config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar
-        )
+        # Every rank writes its share of the demonstrations, and gets those of all.
+        numbers = run.share(range(config.demos))
+        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
-        self.episodes = [e for _, episodes in made for e in episodes]
+        self.episodes = [episode for _, episodes in made for episode in episodes]
         if not self.episodes:
             usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
         left_out = sum(not episodes for _, episodes in made)
         if left_out:
             run.say(
-                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit and are left out"
+                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
+                "and are left out"
             )
-        lengths, self.batches = np.array([len(e) for e in self.episodes]), []
-        parts = [seq_len_divisor(step, config) for step in range(config.steps)]
-        for part in sorted(set(parts), reverse=True):
-            fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
-            groups = length_groups(
-                lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part)
-            )
-            self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
-        trimmed = {
-            token: word.decode(errors="ignore").strip(" ._`")
-            for word, token in run.tokenizer.ranks.items()
-        }
-        marked = lambda words: torch.tensor(
-            [trimmed.get(token) in words for token in range(run.model.config.vocab)],
-            device=run.device,
-        )
-        self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(
-            synth_tasks.CONSTANTS
-        )
+        self.batches = self.plan_batches()
+        self.names = self.mark_tokens(synth_tasks.WORDS - synth_tasks.CONSTANTS)
+        self.constants = self.mark_tokens(synth_tasks.CONSTANTS)
+
+    def plan_batches(self):
+        """For each step two groups of indices of episodes, of half of the batch's tokens each.
+        While the window is short, episodes that fit it."""
+        config, batches = self.run.config, []
+        lengths = np.array([len(episode) for episode in self.episodes])
+        divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
+        for divisor in sorted(set(divisors), reverse=True):
+            fits = np.flatnonzero(lengths <= max(lengths.max() // divisor, lengths.min()))
+            number, seed = 2 * divisors.count(divisor), (config.seed, divisor)
+            groups = length_groups(lengths[fits], config.batch_tokens // 2, number, seed)
+            for first, second in zip(groups[::2], groups[1::2]):
+                batches.append([fits[first], fits[second]])
+        return batches
+
+    def mark_tokens(self, words):
+        """(vocab,) True for each token that is one of these words, whatever stands around it"""
+        marked = torch.zeros(self.run.model.config.vocab, dtype=torch.bool)
+        for text, token in self.run.tokenizer.ranks.items():
+            # a published tokenizer may know more tokens than its model
+            if token < len(marked):
+                marked[token] = text.decode(errors="ignore").strip(" ._`") in words
+        return marked.to(self.run.device)
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
@@ -649,28 +659,23 @@ class Demonstrations:
     def validate(self):
         """Are names and constants copied? Their mean probabilities where a careful expert writes
         them, in held-out tasks."""
-        config, run = self.run.config, self.run
+        config, run, limits = self.run.config, self.run, agent_limits(self.run.config)
         run.model.eval()  # the routers count no load
-        chains = [
-            rollout.demonstrate(
-                task,
-                run.tokenizer,
-                random.Random(task.instance_id),
-                agent_limits(config),
-                0.0,
-                run.compact,
-            )
-            for task in run.share(eval.held_out(12, range(config.levels)))
-        ]
-        total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
-        episodes = [(e, 1.0) for chain in chains for e in chain.episodes if len(e) <= config.window]
+        episodes = []
+        for task in run.share(eval.held_out(12, range(config.levels))):
+            rng, careful = random.Random(task.instance_id), 0.0
+            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
+            episodes += [(e, 1.0) for e in chain.episodes if len(e) <= config.window]
+
+        # The sum of the probabilities and the number of the places, of each kind.
+        kinds = {"names": self.names, "constants": self.constants}
+        total = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
         for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
             p = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()
-            for name, those in (("names", self.names), ("constants", self.constants)):
-                where = those[batch["targets"]] & (batch["mask"] > 0)
-                total[name] = (
-                    total[name] + torch.stack([p[where].sum(), where.sum()]).cpu() * batch["real"]
-                )
+            for name, marked in kinds.items():
+                where = marked[batch["targets"]] & (batch["mask"] > 0)
+                counted = torch.stack([p[where].sum(), where.sum()]).cpu()
+                total[name] = total[name] + counted * batch["real"]
         sums = {name: [run.sum(x) for x in pair] for name, pair in total.items()}
         return {name: p / count for name, (p, count) in sums.items() if count}
 
@@ -691,12 +696,14 @@ def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
     rng, groups = np.random.default_rng(seed), []
+    # One round holds every index once; as many rounds as are needed.
     while len(groups) < number:
-        pools = np.array_split(
-            rng.permutation(len(lengths)), max(1, lengths.sum() // (32 * tokens))
-        )
-        for pool in pools:
-            pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
+        # Shuffled into pools of about 32 groups, so that no two rounds are alike ...
+        n_pools = max(1, lengths.sum() // (32 * tokens))
+        for pool in np.array_split(rng.permutation(len(lengths)), n_pools):
+            # ... and within a pool the longest ones together, then the next ones.
+            pool = list(pool[np.argsort(lengths[pool], kind="stable")])
+            cut = []
             while pool:
                 n = max(1, tokens // filled(lengths[pool[-1]]))
                 cut.append(pool[-n:])
@@ -712,12 +719,11 @@ def agent_limits(config):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a
     summarised chain gives several training sequences."""
+    # Two sets of limits: the whole window, and a quarter of it for a share of the demonstrations.
     quarter = replace(config, window=config.window // 4)
-    whole, short = (agent_limits(config), compact), (
-        agent_limits(quarter),
-        summarize.compact(asdict(quarter)),
-    )
-    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    whole = agent_limits(config), compact
+    short = agent_limits(quarter), summarize.compact(asdict(quarter))
+    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -731,21 +737,18 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
             limits,
             config.sloppy,
             fold,
-            remind,
+            reminders,
             config.hints,
             config.neutral_hints,
             config.restless,
         )
-        pairs.append(
-            (
-                i,
-                [
-                    e
-                    for e in chain.episodes
-                    if len(e) <= limits.window and any(turn.role == "assistant" for turn in e.turns)
-                ],
-            )
-        )
+        # Only what fits the window, and has a turn to learn from.
+        episodes = []
+        for episode in chain.episodes:
+            roles = {turn.role for turn in episode.turns}
+            if len(episode) <= limits.window and "assistant" in roles:
+                episodes.append(episode)
+        pairs.append((i, episodes))
     return pairs
 
 
@@ -1248,41 +1251,42 @@ class Run:
 
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
-        T = batch["tokens"].shape[1]
-        to_device = lambda t: t.to(self.device, non_blocking=True)  # see moe.to_device
-        part = {
-            k: hsdp.shard_sequence(to_device(v), self.meshes) if torch.is_tensor(v) else v
-            for k, v in batch.items()
-        }
-        return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
+        part = dict(batch)
+        for name, value in batch.items():
+            if torch.is_tensor(value):
+                value = value.to(self.device, non_blocking=True)  # see moe.to_device
+                part[name] = hsdp.shard_sequence(value, self.meshes)
+        length = batch["tokens"].shape[1]
+        part["positions"] = hsdp.positions(length, self.meshes, self.device)
+        return part
 
     def micro_batches(self, items, spare):
         """(episode, number) pairs of this rank -> packed batches of about micro_tokens tokens,
         short episodes together. Every rank makes as many: one that has fewer goes on with `spare`
         at weight zero."""
+        # The longest ones first, as many as fit when padded to the longest.
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
             n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
+
         most = max(self.gather([len(batches)]))
         for i in range(most):
-            part = batches[i] if i < len(batches) else [spare]
-            batch = rollout.pack(
-                [e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp
-            )
+            real = i < len(batches)
+            part = batches[i] if real else [spare]
+            episodes = [episode for episode, _ in part]
+            numbers = [number * real for _, number in part]
+            batch = rollout.pack(episodes, numbers, 64 * self.config.cp)
             # a spare: its tokens are computed and count nowhere
-            if i >= len(batches):
+            if not real:
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
             # The ranks of a sequence count an equal share of it each, so that the sum over all
             # ranks is right.
-            real_tokens = sum(len(e) for e, _ in part) / self.config.cp if i < len(batches) else 0
-            yield {
-                **self.shard(batch),
-                "episodes": [e for e, _ in part],
-                "real": i < len(batches),
-                "real_tokens": real_tokens,
-            }
+            real_tokens = sum(map(len, episodes)) / self.config.cp if real else 0
+            batch = self.shard(batch)
+            batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
+            yield batch
 
     # model
     def hidden(self, batch):
@@ -1369,22 +1373,15 @@ class Run:
         and the routers."""
         config, matrices, rest = self.config, [], []
         for name, p in self.model.named_parameters():
-            plain = (
-                p.ndim < 2
-                or any(word in name for word in ("embed", "head", "router"))
-                or config.optimizer == "adamw"
-            )
-            (rest if plain else matrices).append((name, p))
+            plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
+            if plain or config.optimizer == "adamw":
+                rest.append((name, p))
+            else:
+                matrices.append((name, p))
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
         if matrices:
-            groups.append(
-                dict(
-                    params=matrices,
-                    algorithm="muon",
-                    lr=config.lr,
-                    weight_decay=config.weight_decay,
-                )
-            )
+            group = dict(lr=config.lr, weight_decay=config.weight_decay)
+            groups.append(dict(params=matrices, algorithm="muon", **group))
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
