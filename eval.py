@@ -815,7 +815,8 @@ def evaluate(run, config, paths, made, published, make_task, describe_cost):
 
 
 def find_kept_table(config, made_from):
-    """The table in summary.json, if the same evaluation of the same checkpoints is there, else "" """
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
+    empty text"""
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature", "distinct", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]

@@ -1,21 +1,31 @@
 """train.py: the whole recipe. One loop; a stage only says where the batch and the loss come from.
 
-    pretrain   next-token prediction on real Python (the standard library of this machine, or --data=DIR), short window
+    pretrain   next-token prediction on real Python (the standard library of this machine, or
+               --data=DIR), short window
     long       the same with the window stretched by YaRN
     sft        transcripts of a competent but sloppy expert in generated codebases
-    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as reward, textual feedback
-               distilled into the flagged turn, a nonlinear price on effort, self-summaries, a
-               curriculum
+    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as
+               reward, textual feedback distilled into the flagged turn, a nonlinear price on
+               effort, self-summaries, a curriculum
     eval       held-out tasks before and after RL: table, summary.json, figures
 
 Composer 2.5's order of things (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477):
 continued pretraining at a short window, a long-context extension, a short SFT, reinforcement
 learning. All sizes, rates and step counts here are ours.
 
-    python train.py                                          everything, at the scale this machine carries
-    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run     one stage, one technique off
-    python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
-    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2     many GPUs, the same script (cp: not in rl)
+    python train.py                      everything, at the scale this machine carries
+    python train.py --resume             go on after Ctrl-C, SIGTERM or kill -9
+    python train.py --help --stage=rl    every flag, with its value in that stage
+
+    one stage, one technique off:
+    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run
+
+    many GPUs, the same script (--cp: not in rl):
+    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2
+
+In this file: the configuration, where each stage's batches and losses come from, what the stages
+share (Run), the one loop, its log. What surrounds a run (flags, checks, launch, lock, signals,
+messages) stands in command/, the stage eval in eval.py.
 
 Left out: data mixing, deduplication, and every private number.
 """
