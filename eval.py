@@ -51,7 +51,10 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import Model, ModelConfig
+from published.grouped_query import config_of
+import fast
+from fast.sampler import Sampler as FastSampler
+from fast.workers import generation_model
 
 LEVELS = range(6)
 
@@ -227,17 +230,30 @@ def unfinished(folder):
     )
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
-    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+def load(folder, device="cpu", plain=False):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.peek(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), config_of(extra["model"]).build_model()
     hsdp.load(path, model)
+    if not plain:
+        fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
+
+
+def make_sampler(model, tokenizer, config, temperature):
+    """A sampler of this policy: the plain one if the run is plain, else its fast twin, which takes
+    a copy of the weights rounded to the dtype of the products"""
+    options = dict(window=config["window"], temperature=temperature)
+    if config.get("plain"):
+        return rollout.Sampler(model, tokenizer, **options)
+    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
+    copy.load_state_dict(model.state_dict())
+    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
 
 
 def attempt(
@@ -259,17 +275,8 @@ def attempt(
     compact, limits = summarize.compact(config), rollout.Limits(
         config["window"], config["turns"], commands=config["commands"]
     )
-    lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
-    lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(
-        lean,
-        tokenizer,
-        rows=96,
-        window=config["window"],
-        temperature=temperature,
-        draft=config["draft"],
-    )
+    sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(
         sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
     )
@@ -340,15 +347,7 @@ def mismatch(model, tokenizer, config, tasks):
         config["window"], config["turns"], commands=config["commands"]
     )
     for dtype in (torch.bfloat16, torch.float32):
-        lean = rollout.generation_model(model.config, dtype)
-        lean.load_state_dict(model.state_dict())
-        sampler = rollout.Sampler(
-            lean,
-            tokenizer,
-            window=config["window"],
-            temperature=config["temperature"],
-            draft=config["draft"],
-        )
+        sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
             sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
         )
@@ -792,16 +791,16 @@ def evaluate(run, config, paths, made, published, make_task, describe_cost):
 
     policies = {}
     for name, path, tasks, passes in run.bar(jobs, "evaluation"):
-        model, tokenizer, saved = published or load(path, run.device)
+        model, tokenizer, saved = published or load(path, run.device, config.plain)
         # How far RL has moved the policy from where it began. (Of a published model, one more may
         # not fit.)
         began, origin = None, Path(saved["start_from"] or saved["out"], "sft")
         if saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]:
-            began = load(origin, run.device)[0].compute(run.dtype)
+            began = load(origin, run.device, config.plain)[0].compute(run.dtype)
         mine = attempt(
             model.compute(run.dtype),
             tokenizer,
-            made,
+            {**made, "plain": config.plain},
             run.share(tasks),
             passes,
             temperature=config.temperature,

@@ -54,27 +54,24 @@ from tqdm import tqdm
 # first: it says in one line what Windows lacks
 from world.machine import owned_directory
 import eval
+import fast
 import feedback_distill
 import hsdp
 import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import (
-    Model,
-    ModelConfig,
-    balance,
-    count_draft_hits,
-    filled,
-    load_model,
-    mtp_loss,
-    parse_json,
-    read_config,
-    write_checkpoint,
-)
-from muon import Muon, check_parameters
+from moe import ModelConfig, balance, count_draft_hits, mtp_loss
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.families import read_config
+from published.grouped_query import config_of
+from published.safetensors import parse_json
+from muon import Muon, check_parameters, newton_schulz
 from command import checkpoints, checks, failures, flags, hardware, idle_flags, launch
 from command.flags import usage_error
+from fast import workers as fast_workers
+from fast.gram_newton_schulz import gram_newton_schulz
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,8 @@ class Config:
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
     # compiling 80 s
     compile: bool = False
+    # 1: every part in its plain form, none of fast/: to the same curves, slower
+    plain: bool = False
     # on CPU: started by itself, each with its share of cores and batch; at most one per core
     processes: int = 2
     save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
@@ -702,6 +701,11 @@ def seq_len_divisor(step, config):
     return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
 
 
+def padded_length(length):
+    """Rows are padded to a multiple of 64, see rollout.pack."""
+    return -(-length // 64) * 64
+
+
 def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
@@ -715,7 +719,7 @@ def length_groups(lengths, tokens, number, seed):
             pool = list(pool[np.argsort(lengths[pool], kind="stable")])
             cut = []
             while pool:
-                n = max(1, tokens // filled(lengths[pool[-1]]))
+                n = max(1, tokens // padded_length(lengths[pool[-1]]))
                 cut.append(pool[-n:])
                 del pool[-n:]
             groups += [cut[i] for i in rng.permutation(len(cut))]
@@ -779,25 +783,31 @@ class Reinforcement:
         self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
             config.staleness if config.workers else 0
         )
-        self.publisher = rollout.Publisher(
-            self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+        settings = dict(
+            tokenizer=run.tokenizer,
+            group=config.group,
+            limits=agent_limits(config),
+            compact=run.compact,
+            temperature=config.temperature,
         )
-        self.workers = rollout.Workers(
-            config.workers,
-            dict(
+        device = str(next(run.model.parameters()).device)
+        if config.plain:
+            # Another model samples, since the policy's own may be cut over ranks.
+            policy = run.model.config.build_model().to(device).compute(run.dtype)
+            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+        else:
+            settings |= dict(
                 folder=self.folder.name,
                 config=run.model.config,
                 dtype=run.dtype,
-                device=str(next(run.model.parameters()).device),
-                tokenizer=run.tokenizer,
-                group=config.group,
-                limits=agent_limits(config),
-                compact=run.compact,
-                temperature=config.temperature,
+                device=device,
                 draft=config.draft,
                 rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
-            ),
-        )
+            )
+            self.publisher = fast_workers.Publisher(
+                self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+            )
+            self.workers = fast_workers.Workers(config.workers, settings)
         tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = eval.digest_file(config.tasks)
@@ -908,7 +918,7 @@ class Reinforcement:
             self.workers.collect(asked)
             run.gather([])  # for the slowest rank, as before
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
-        lag = rollout.staleness([] if config.imitate else groups, step)
+        lag = fast_workers.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),
@@ -1277,7 +1287,7 @@ class Run:
         # The longest ones first, as many as fit when padded to the longest.
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
-            n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
+            n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
 
@@ -1333,7 +1343,7 @@ class Run:
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = Model(shape or model_config(self.config, tokenizer.vocab))
+            model = (shape or model_config(self.config, tokenizer.vocab)).build_model()
         if not shape and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         if not next(model.parameters()).is_meta:
@@ -1344,8 +1354,10 @@ class Run:
             self.model.extend(shape.yarn_factor)
 
     def lay_out(self, model):
-        """The dtype of its products and of its weights, its compiled blocks, its cut over the
-        ranks."""
+        """Its fast twins, the dtype of its products and of its weights, its compiled blocks, its cut
+        over the ranks."""
+        if not self.config.plain:
+            fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
         for p in model.parameters() if self.config.weights == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
@@ -1396,6 +1408,7 @@ class Run:
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
+            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
         check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
@@ -1415,7 +1428,7 @@ def published_shape(config, given=None):
     """The sizes of the published model, which has positions for windows up to its own. given: a
     checkpoint of a run from it"""
     shape = (
-        ModelConfig(**given["model"])
+        config_of(given["model"])
         if given
         else read_config(Path(config.init_from, "config.json"))[0]
     )
@@ -1428,7 +1441,7 @@ def published_shape(config, given=None):
             f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many"
         )
     # of fine-tuning it is 0: someone has asked for it
-    if config.balance_rate and shape.scoring != "sigmoid":
+    if config.balance_rate and not shape.balances:
         raise ValueError(
             f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away"
         )
@@ -1694,7 +1707,7 @@ def bias_rate(run):
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.replay and not config.imitate
-    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
+    return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
 def keep_lines(path, step):
@@ -1760,13 +1773,9 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
-        return (
-            load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(
-                False
-            ),
-            tokenizer,
-            asdict(config),
-        )
+        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = model if config.plain else fast.accelerate(model)
+        return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
         usage_error(str(error))
 

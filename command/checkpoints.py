@@ -28,6 +28,7 @@ NOT_COMPARED = {
     "resume",
     "device",
     "compile",
+    "plain",
     "save_every",
     "cp",
     "ep",

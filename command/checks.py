@@ -177,6 +177,10 @@ def check_together(config, given, stage, sizes, window):
             "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once "
             "before any comes again"
         )
+    if config.plain and config.workers:
+        usage_error(
+            f"--plain=1 samples in the training process: without --workers={config.workers}"
+        )
     if "staleness" in given and not config.workers:
         usage_error(
             "--staleness goes with --workers: without them the policy that samples is the one that "
@@ -208,6 +212,10 @@ def check_together(config, given, stage, sizes, window):
         usage_error(
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
             "one by one with --stage)"
+        )
+    if config.precision != "dtype" and config.plain:
+        usage_error(
+            f"--precision={config.precision} goes with --plain=0: rounding to few bits is in fast/"
         )
     if config.mtp and config.cp > 1 and stage != "eval":
         usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")

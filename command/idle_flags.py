@@ -62,6 +62,7 @@ def idle_flags(config, given):
             else ""
         ),
         "draft workers replay": "--imitate=1" if rl and config.imitate else "",
+        "draft": "--plain=1 samples one token at a time" if config.plain else "",
         "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
         "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
