@@ -714,7 +714,7 @@ def write_json(policies, path, extra=None):
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    published model as `load` gives it or None).
+    configuration that the last one was made with, the published model as `load` gives it or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -763,14 +763,14 @@ def find_policies(config, given, sizes, load_published):
     # These may be asked for otherwise.
     for name in ("temperature", "distinct"):
         as_made[name] = given.get(name, made.get(name, getattr(config, name)))
-    return replace(config, **as_made), labelled, published
+    return replace(config, **as_made), labelled, made, published
 
 
-def evaluate(run, config, paths, published, make_task, describe_cost):
+def evaluate(run, config, paths, made, published, make_task, describe_cost):
     """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
-    share of the tasks. paths, published, config: see find_policies; run: train.py's; make_task:
-    (configuration, level, number) -> a task that RL has seen; describe_cost: called on every rank
-    at the end, gives a line on what the command took."""
+    share of the tasks. config, paths, made, published: see find_policies; run: train.py's;
+    make_task: (configuration, level, number) -> a task that RL has seen; describe_cost: called on
+    every rank at the end, gives a line on what the command took."""
     out = Path(config.out)
     trained = hsdp.exists(out / "rl")
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
@@ -787,7 +787,6 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
     if config.tasks:
         held = task_file.read_tasks(config.tasks)
     jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
-    made = published[2] if published else load(list(paths.values())[-1])[2]
     if config.distinct and not config.tasks and trained:
         number = min(config.distinct, config.eval_tasks)
         own = replace(config, **{name: made[name] for name in ("seed", "harden", "documented")})
@@ -823,7 +822,8 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
 
 
 def find_kept_table(config, made_from):
-    """The table in summary.json, if the same evaluation of the same checkpoints is there, else "" """
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
+    empty text"""
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature", "distinct", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]
