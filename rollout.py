@@ -1290,24 +1290,15 @@ def leave_out_unread(chain, limits):
 # ---------------------------------------------------------------- sampling
 
 
-def choose(logits, uniform, temperature=1.0, top_p=1.0):
+def choose(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
-    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite; top_p from 0 (the
-    likeliest token alone) to 1: else a ValueError."""
-    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1"
-        )
+    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
+    ValueError."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     p = divide_by_temperature(logits.float(), temperature).softmax(-1)
-    if top_p < 1:
-        ordered, where = p.sort(-1, descending=True)
-        # keep the token that crosses the line
-        cut = ordered.cumsum(-1) - ordered >= top_p
-        cut[:, 0] = False  # and the first one always
-        p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
-        p = p / p.sum(-1, keepdim=True)
     mass = p.cumsum(-1)
     # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
@@ -1340,12 +1331,11 @@ class Sampler:
     numbers of its own, one per token. What the plain form costs is time. A step that decodes one
     token reads all weights of the model, and would read them once for 64 agents too."""
 
-    def __init__(self, model, tokenizer, window=512, temperature=1.0, top_p=1.0):
+    def __init__(self, model, tokenizer, window=512, temperature=1.0):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.window = window
         self.temperature = temperature
-        self.top_p = top_p
         self.device = model.embed.weight.device
         self.version = 0  # of the weights: how many updates they have seen
 
@@ -1389,7 +1379,7 @@ class Sampler:
         while len(body) < room:
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
-            token, logprob = choose(logits, uniform, self.temperature, self.top_p)
+            token, logprob = choose(logits, uniform, self.temperature)
             body.append(int(token))
             logprobs.append(float(logprob))
             context.tokens.append(body[-1])
