@@ -40,8 +40,8 @@ import torch
 from fast.model import accelerate
 from fast.sampler import Sampler
 from rollout import rollouts
-from synth_tasks import Sandbox
 from world.machine import owned_directory
+from world.sandbox import Sandbox
 
 # ---------------------------------------------------------------- weights on their way
 
