@@ -1135,8 +1135,8 @@ class Request:
 
 @dataclass
 class Work:
-    """Tools to run outside the model; slow ones (a process is started) run in a thread while other
-    rows decode."""
+    """Tools to run outside the model. slow: a process is started, so that others may be sampled
+    meanwhile."""
 
     calls: list
     run: callable
@@ -1300,16 +1300,20 @@ def choose(logits, uniform, temperature=1.0, top_p=1.0):
         )
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)  # (B, V)
+
+    # The nucleus: the likeliest tokens whose mass reaches top_p, the one that crosses the line
+    # included, and the first one always.
     if top_p < 1:
         ordered, where = p.sort(-1, descending=True)
-        # keep the token that crosses the line
         cut = ordered.cumsum(-1) - ordered >= top_p
-        cut[:, 0] = False  # and the first one always
+        cut[:, 0] = False
         p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
         p = p / p.sum(-1, keepdim=True)
+
+    # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
+    # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
-    # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
     tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
@@ -1336,9 +1340,9 @@ class Context:
 class Sampler:
     """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    fast/sampler.py batches the agents, and yields the same tokens: each agent draws with random
-    numbers of its own, one per token. What the plain form costs is time. A step that decodes one
-    token reads all weights of the model, and would read them once for 64 agents too."""
+    Each agent draws with random numbers of its own, one per token: what it samples does not depend
+    on who else is sampled. What the plain form costs is time. A step that decodes one token reads
+    all weights of the model, and would read them once for a batch of 64 agents too."""
 
     def __init__(self, model, tokenizer, window=512, temperature=1.0, top_p=1.0):
         self.model = model.eval()
@@ -1351,8 +1355,9 @@ class Sampler:
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called as each chain ends (to judge it).
-        patient means nothing here: every agent waits for its tools."""
+        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+        every agent waits for its tools."""
         chains = []
         for agent, seed in zip(agents, seeds):
             chains.append(self.play(agent, np.random.default_rng(seed)))
@@ -1364,20 +1369,24 @@ class Sampler:
         contexts = []  # one per episode
         answer, steps = None, 0
         while True:
+            # The agent goes on until it asks for something, or ends.
             try:
                 request = agent.send(answer)
             except StopIteration as end:
                 chain = end.value
                 break
+            # Tools need no model.
             if isinstance(request, Work):
                 request.run()
                 answer = None
                 continue
+            # A turn is sampled behind what the model has read, or in a new context.
             if request.restart:
                 contexts.append(Context(self.model, self.window))
             contexts[-1].tokens += request.tokens
             answer = self.sample_turn(contexts[-1], request.room, rng)
             steps += len(answer[0])
+        # The experts that each token took are part of the record: training replays them.
         chain.steps = steps
         for episode, context in zip(chain.episodes, contexts):
             episode.experts = context.experts_of(len(episode))
@@ -1412,14 +1421,16 @@ class Sampler:
 
 class InTurn:
     """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights, submits tasks and collects groups of chains. fast/workers.py
-    does that in other processes, beside the updates."""
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
 
     restarts = 0  # of processes that died
 
     def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
         self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group, self.limits, self.compact = group, limits, compact
+        self.group = group
+        self.limits = limits
+        self.compact = compact
         self.sandbox = Sandbox()
 
     def publish(self, version, weights):
@@ -1435,14 +1446,7 @@ class InTurn:
         """-> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
-            self.sampler,
-            tasks,
-            self.group,
-            seed,
-            self.limits,
-            self.sandbox,
-            self.compact,
-            numbers,
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 
     def close(self):
