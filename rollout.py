@@ -1660,15 +1660,19 @@ def suspicious(chain):
 def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
+    if not chain.finished or "run_command" not in chain.task.tools:
+        return False
     green = False
-    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
-        if call.name == "edit_file":
-            green = False
-        elif call.name == "run_command" and call.args == [chain.task.test_command]:
-            green = "passed" in call.output and not re.search(
-                r"[1-9]\d* (failed|error)", call.output
-            )
-    return chain.finished and "run_command" in chain.task.tools and not green
+    for turn in chain.turns:
+        for call in turn.calls:
+            if call.error:
+                continue
+            if call.name == "edit_file":
+                green = False
+            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                green = "passed" in call.output and not red
+    return not green
 
 
 def hint_turn(tokenizer, text, turn):
@@ -1681,16 +1685,15 @@ def hint_turn(tokenizer, text, turn):
 
 def insert_hints(tokenizer, chain, hints):
     """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = -1
+    number = 0
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
-            number += turn.role == "assistant"
-            turns += (
-                [hint_turn(tokenizer, hints[number], turn), turn]
-                if turn.role == "assistant" and number in hints
-                else [turn]
-            )
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
         episode.turns = turns
 
 
@@ -2002,10 +2005,12 @@ def show(line):
 
 
 def small_model(tokenizer, **sizes):
+    """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+        if p.ndim > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -2029,17 +2034,17 @@ def draw_estimates(path, n=200_000):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
-    figure, kl, x = (
-        Figure(figsize=(6, 4), layout="constrained"),
-        np.linspace(0.02, 2, 25),
-        torch.randn(n, dtype=torch.float64),
-    )
-    found = [
-        [float(k.var()) for k in kl_estimates(-(x**2) / 2, -((x - (2 * one) ** 0.5) ** 2) / 2)]
-        for one in kl
-    ]
+    kl = np.linspace(0.02, 2, 25)
+    x = torch.randn(n, dtype=torch.float64)  # samples of pi
+    variances = []
+    for nats in kl:
+        distance = (2 * nats) ** 0.5
+        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
+        variances.append([float(estimate.var()) for estimate in estimates])
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
         ax.plot(kl, variance, label=name)
     ax.set(
         yscale="log",
@@ -2055,23 +2060,28 @@ def draw_estimates(path, n=200_000):
 def demo():
     from synth_tasks import example_texts
 
+    # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in transcript(chain, tokenizer):
         show(line)
+
+    # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = max(
-        float(rescore(model, e).abs().max())
-        for c in group
-        for e in c.episodes
-        if any(t.role == "assistant" for t in e.turns)
-    )
-    flat = flatten(group[0].episodes[0])
+    worst = 0.0
+    for chain in group:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                worst = max(worst, float(rescore(model, episode).abs().max()))
+    rewards = [chain.reward for chain in group]
+    tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
-        f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
-        f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
+        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
+        f"from the cache equal the trainer's to {worst:.0e}."
     )
     draw_estimates(Path("out/rollout.png"))
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
