@@ -1802,66 +1802,65 @@ def message(turn, tokenizer, flags, ids):
     (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
     calls that wait for their outputs."""
     sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
     words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
     entry = {
         "role": role,
         "content": words,
         "tokens": len(turn.tokens),
-        "sampled": sampled * (len(turn.tokens) - turn.head),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
     }
     if role != turn.role:
-        # query, summary, recent or hint: the harness speaks as the user
         entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [
-            {
-                "id": i,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(
-                        named(call.name, call.args) if call.given is None else call.given
-                    ),
-                },
-            }
-            for i, call in zip(ids, turn.calls)
-        ]
+        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
+
     if sampled:
-        entry["versions"] = (
-            sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
-        )
-        flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
-    return {**entry, "flags": flags} if flags else entry
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def tool_call(call, call_id):
+    """A call in the chat form"""
+    arguments = named(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def transcript(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
         ids = []
-        messages = [
-            message(turn, tokenizer, (flags or {}).get((e, i), []), ids)
-            for i, turn in enumerate(episode.turns)
-        ]
-        lines.append(
-            {
-                **about,
-                "task": chain.task.instance_id,
-                "level": chain.task.level,
-                "episode": e + 1,
-                "episodes": len(chain.episodes),
-                "reward": chain.reward,
-                "solved": bool(chain.solved),
-                "finished": chain.finished,
-                "messages": messages,
-            }
-        )
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
     return lines
 
 
@@ -1890,22 +1889,17 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or
     later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
     so that none is ever torn."""
+    kept = []
     try:
-        kept = (
-            [line for line in read_transcripts(path) if line["step"] < step]
-            if path.exists()
-            else []
-        )
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
     # something else lay there: no reason for a run to end, nor for its loss
     except (ValueError, KeyError, TypeError):
         path.replace(path.with_suffix(".old"))
-        kept = []
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
-    part.write_text(
-        "".join(
-            json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]
-        )
-    )
+    part.write_text("".join(row + "\n" for row in rows))
     part.replace(path)
 
 
@@ -1945,26 +1939,21 @@ def spoken(line):
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            words.append(
-                f"> {call['function']['name']} "
-                + " ".join(f"{name}={value}" for name, value in arguments.items())
-            )
-        versions = m.get("versions", [])
-        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
-        notes += (
-            ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[: len(versions)])]
-            if versions
-            else []
-        )
-        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
-        said.append(
-            (
-                f"{m.get('name', m['role']):>9}",
-                text,
-                m.get("sampled", 0),
-                notes + list(m.get("flags", [])),
-            )
-        )
+            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+            words.append(f"> {call['function']['name']} {pairs}")
+        text = "\n".join(word for word in words if word)
+
+        notes, versions = [], m.get("versions", [])
+        if m.get("sampled"):
+            notes.append(f"{m['sampled']} sampled")
+        if len(versions) == 1:
+            notes.append(f"policy {versions[0]}")
+        elif versions:
+            notes.append(f"policy {versions[0]}-{versions[-1]}")
+        notes += m.get("flags", [])
+        who = f"{m.get('name', m['role']):>9}"
+        # what is no letter alone, half of a pair, cannot be printed
+        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
     return said
 
 
@@ -1979,21 +1968,15 @@ def printed(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
-    said = [
-        escape_control_chars(
-            "  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")
-        )
-    ]
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    said = [escape_control_chars("  ".join(about))]
     for who, text, sampled, notes in spoken(line):
-        who, text, notes = (
-            escape_control_chars(who),
-            escape_control_chars(text).replace("\n", "\n" + " " * 11),
-            escape_control_chars(", ".join(notes)),
-        )
-        said.append(
-            f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"
-            + (f"  \033[33m[{notes}]\033[0m" if notes else "")
-        )
+        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
+        brightness = 1 if sampled else 2
+        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        said.append(row)
     return "\n".join(said)
 
 
