@@ -55,6 +55,10 @@ from published.grouped_query import config_of
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task_file import read_tasks
+from world import sandbox as world_sandbox, task as world_task, task_file
 
 LEVELS = range(6)
 
@@ -232,13 +236,17 @@ def unfinished(folder):
 
 def load(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
-    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
+    """
     path = last_stage(folder)
     extra = hsdp.peek(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), config_of(extra["model"]).build_model()
+    tokenizer, model = (
+        rollout.Tokenizer(**extra["tokenizer"]),
+        config_of(extra["model"]).build_model(),
+    )
     hsdp.load(path, model)
     if not plain:
         fast.accelerate(model)
@@ -278,7 +286,7 @@ def attempt(
     temperature = config["temperature"] if temperature is None else temperature
     sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
+        sampler, tasks, passes, seed, limits, world_sandbox.Sandbox(), compact, numbers
     )
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
@@ -349,7 +357,7 @@ def mismatch(model, tokenizer, config, tasks):
     for dtype in (torch.bfloat16, torch.float32):
         sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
+            sampler, tasks, 1, 0, limits, Sandbox(), summarize.compact(config)
         )
         episodes = [
             e
@@ -726,7 +734,7 @@ def find_policies(config, given, sizes, load_published):
         published = load_published()
         paths = {"published": Path(config.init_from)}
     if not paths:
-        raise synth_tasks.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+        raise world_task.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
 
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
@@ -738,7 +746,7 @@ def find_policies(config, given, sizes, load_published):
     last = list(labelled.values())[-1]
     made = published[2] if published else load(last)[2]
     if config.init_from not in ("", made["init_from"]):
-        raise synth_tasks.Refusal(
+        raise world_task.Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
@@ -748,7 +756,7 @@ def find_policies(config, given, sizes, load_published):
         # A run older than a flag was made with its default.
         before = made.get(name, getattr(type(config), name))
         if given.get(name, before) != before:
-            raise synth_tasks.Refusal(
+            raise world_task.Refusal(
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
     as_made = {name: made[name] for name in rules}
@@ -777,7 +785,7 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
     # Tasks that no policy has seen, and, where RL had a fixed number of tasks, those as well.
     held = held_out(config.eval_tasks, range(config.eval_levels))
     if config.tasks:
-        held = synth_tasks.read_tasks(config.tasks)
+        held = task_file.read_tasks(config.tasks)
     jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
     made = published[2] if published else load(list(paths.values())[-1])[2]
     if config.distinct and not config.tasks and trained:
@@ -1308,14 +1316,14 @@ def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = (
         rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        synth_tasks.Sandbox(),
+        Sandbox(),
         [],
     )
     for task in tasks:
         chain = rollout.demonstrate(
             task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
         )
-        chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
+        chain.solved = judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
 
@@ -1466,7 +1474,7 @@ def main(argv):
     policies = {}
     try:
         tasks = (
-            synth_tasks.read_tasks(args.tasks)
+            read_tasks(args.tasks)
             if args.tasks
             else held_out(args.number, range(args.levels), args.split)
         )

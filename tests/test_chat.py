@@ -15,7 +15,9 @@ import feedback_distill
 import rollout
 from rollout import Limits, Tokenizer, agent, demonstrate, flatten, read_action, write_action
 from summarize import Compact
-from synth_tasks import Rehearsal, Task, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
+from world.task import Task
 from fast import sampler as fast_sampler
 
 with pytest.MonkeyPatch.context() as patch:

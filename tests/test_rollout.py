@@ -42,7 +42,12 @@ from rollout import (
     write_action,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, Task, judge, make_task, unharden
+from synth_tasks import make_task
+from world.sandbox import Sandbox
+from world.judge import judge
+from world.expert import Rehearsal
+from world.task import Task
+from world.careless import unharden
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 
 # ---------------------------------------------------------------- tokenizer
@@ -717,7 +722,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
-    from synth_tasks import Workspace
+    from world.workspace import Workspace
 
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()
@@ -773,11 +778,11 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
     }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
     chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
-    assert rollout.blind(chain) == expected
+    assert rollout.submitted_untested(chain) == expected
     chain.finished = False
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
     chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
 
 
 # ---------------------------------------------------------------- objective

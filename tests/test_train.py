@@ -254,6 +254,7 @@ def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
         (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
         (["--distinct=2", "--tasks=T"], "go with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
+        (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
         (["--kl=1", "--length_norm=1"], "go with --kl=0"),
         (["--imitate=1", "--std_norm=1"], "for rollouts"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
@@ -1492,7 +1493,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
                     else one.tokenizer.decode([token]).strip(" ._`")
                 )
                 expected -= float(logp[place, token]) * (
-                    (copied if word in train.synth_tasks.WORDS else 1) if own else 0.2
+                    (copied if word in train.WORDS else 1) if own else 0.2
                 )
                 written += own
     assert abs(got - expected / written) < 1e-4
@@ -1528,7 +1529,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
                         if token in one.tokenizer.name
                         else one.tokenizer.decode([token]).strip(" ._`")
                     )
-                    if word in train.synth_tasks.WORDS:
+                    if word in train.WORDS:
                         found["constants" if word.isdigit() else "names"].append(
                             float(logits[place].softmax(-1)[token].detach())
                         )
