@@ -1270,7 +1270,7 @@ class Run:
         part = dict(batch)
         for name, value in batch.items():
             if torch.is_tensor(value):
-                value = value.to(self.device, non_blocking=True)  # see moe.to_device
+                value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
                 part[name] = hsdp.shard_sequence(value, self.meshes)
         length = batch["tokens"].shape[1]
         part["positions"] = hsdp.positions(length, self.meshes, self.device)
