@@ -22,6 +22,8 @@ import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
+from fast import workers
+from published.export import write_checkpoint
 
 
 def build_scale_model(bench, **changes):
@@ -182,7 +184,7 @@ def load_with_transformers(bench, model):
     import transformers
 
     folder = bench.scratch / "published"
-    moe.write_checkpoint(folder, model, torch.bfloat16)
+    write_checkpoint(folder, model, torch.bfloat16)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, local_files_only=True
     )
@@ -230,7 +232,7 @@ def measure_speed(bench):
 
     table = f"decoding one token at position {POSITION[bench.device]}"
     shape, model, _ = build_scale_model(bench)
-    lean = rollout.generation_model(shape, torch.bfloat16, bench.device)
+    lean = workers.generation_model(shape, torch.bfloat16, bench.device)
     lean.load_state_dict(model.state_dict())
     for rows in DECODING_ROWS:
         bench.attempt(table, "ours", lambda: measure_decoding(bench, rows, lean))

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp import Layout, parallelize
-from moe import Model, ModelConfig, balance, mtp_loss, write_checkpoint
+from moe import Model, ModelConfig, balance, mtp_loss
+from published.export import write_checkpoint
 from muon import Muon, check_parameters
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
