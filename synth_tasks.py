@@ -89,8 +89,9 @@ from world.source import (
     replace_bodies,
     syntax,
 )
-from world.task import TOOLS, Action, Refusal, Task
+from world.task import Action, Refusal, Task
 from world.task_file import instance, read_tasks
+from world.tools import TOOLS
 from world.tree import keep_modes, tree_meta
 from world.twins import list_changes, lost_names, place_twins
 from world.workspace import Workspace
