@@ -65,10 +65,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         write_safetensors(
             folder / file,
             {name: entry[:2] for name, entry in shard.items()},
-            (
-                to_theirs(variant, ours, state, shape, e)
-                for _, shape, ours, e in shard.values()
-            ),
+            (to_theirs(variant, ours, state, shape, e) for _, shape, ours, e in shard.values()),
         )
         home |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -26,7 +26,6 @@ from world import (
     recorder,
     sandbox as world_sandbox,
     submission,
-    task as world_task,
     tools,
     watcher,
 )

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import autoinstall, files as world_files, hygiene, judge, repository, run_suite, sandbox as world_sandbox, suite as suites, task as world_task, task_file, workspace as world_workspace
+from world import (
+    autoinstall,
+    files as world_files,
+    hygiene,
+    judge,
+    repository,
+    run_suite,
+    sandbox as world_sandbox,
+    suite as suites,
+    task as world_task,
+    task_file,
+    workspace as world_workspace,
+)
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
