@@ -87,7 +87,6 @@ from world.source import (
     remove_statements,
     remove_tests,
     replace_bodies,
-    syntax,
 )
 from world.task import Action, Refusal, Task
 from world.task_file import instance, read_tasks
@@ -95,6 +94,90 @@ from world.tools import TOOLS
 from world.tree import keep_modes, tree_meta
 from world.twins import list_changes, lost_names, place_twins
 from world.workspace import Workspace
+
+# ---------------------------------------------------------------- deletion, of any codebase
+# a feature that goes as a whole, signature and all; the other kinds leave a stub
+GONE = dict(kind="gone", docstring=False)
+
+
+def by_path(chosen):
+    """path -> the nodes of these definitions in that file."""
+    found = {}
+    for one in chosen:
+        found.setdefault(one.path, []).extend(one.nodes)
+    return found
+
+
+def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
+    """The files with these bodies replaced; every other byte stays."""
+    out = dict(files)
+    for path, nodes in by_path(functions_of(chosen)).items():
+        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
+    return out
+
+
+def functions_of(chosen):
+    return [one for one in chosen if one.kind != "class"]
+
+
+def removed(files, chosen):
+    """The files without these definitions, and without their names in imports and __all__ of other
+    sources."""
+    out = dict(files)
+    for path, nodes in by_path(chosen).items():
+        out[path] = remove_statements(files[path], nodes)
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost) if lost else out
+
+
+def dead_helpers(files, base, chosen, found):
+    """Top-level functions that only the deleted code used: they would give the answer away."""
+    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
+    words = set(re.findall(r"\w+", lost))
+    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
+    paths = {one.path for one in chosen}
+    count = lambda name, text: len(re.findall(rf"\b{name}\b", text))
+    return [
+        one
+        for one in found
+        if one.kind == "function"
+        and one not in chosen
+        and one.path in paths
+        and one.name in words
+        and count(one.name, left) == count(one.name, base[one.path]) == 1
+    ]
+
+
+def moved(files, chosen):
+    """The same definitions at their lines in the changed files."""
+    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
+    return [now[one.path, one.name] for one in chosen]
+
+
+def delete_feature(files, chosen, dials, found):
+    """(files without the feature, the dead helpers that went with it)."""
+    if dials["kind"] != "gone":
+        helpers = dead_helpers(files, stubbed(files, chosen, dials["docstring"]), chosen, found)
+        left = removed(files, helpers)
+        return stubbed(left, moved(left, chosen), dials["docstring"]), helpers
+    base = removed(files, chosen)
+    helpers = dead_helpers(files, base, chosen, found)
+    base = removed(files, chosen + helpers) if helpers else base
+    for path in telltales(base, {one.name for one in chosen + helpers}):
+        del base[path]
+    return base, helpers
+
+
+def tests_lost(stable, outcomes, own):
+    """The tests of a green suite that fail without a feature, or the reason why it makes no task:
+    some test has to fail, and each that fails has to be one of the feature's `own`."""
+    broken = {test for test in stable if outcomes.get(test) != "passed"}
+    if not broken:
+        return "no test fails"
+    if broken - own:
+        return "other tests fail"
+    return broken
+
 
 # -------------------------------------------------------------------------------- micro-codebases
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests");
@@ -167,18 +250,6 @@ def trivial(function, inputs):
     )
 
 
-def delete(text, names):
-    """The source without these top-level definitions; every other byte stays."""
-    lines = text.split("\n")
-    for node in reversed(syntax(text).body):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
-            end = node.end_lineno
-            while end < len(lines) - 1 and not lines[end].strip():
-                end += 1
-            del lines[node.lineno - 1 : end]
-    return "\n".join(lines).rstrip("\n") + "\n" if "\n".join(lines).strip() else ""
-
-
 def make_task(level, seed, split="train"):
     """The micro task of this level, seed and split: the same three always give the same task."""
     assert split in ("train", "heldout"), f"split is train or heldout, not {split}"
@@ -237,21 +308,19 @@ def assemble(rng, level, functions, cases, chosen):
     )
     original["check.py"] = CHECK
     gone = [functions[i] for i in order if i in chosen]
-    files = {
-        path: (
-            delete(text, {f.name for f in gone if path == f"{f.module}.py"})
-            if path[:-3] in modules
-            else text
-        )
-        for path, text in original.items()
-    }
-    missing = "".join(f"{f.module}.{f.name}: missing\n" for f in gone)
-    # the gates: the suite is green, and loses exactly the feature's tests
-    left = len(functions) - len(gone)
-    if (
-        run_trusted(original).exit_code
-        or run_trusted(files).output != f"{missing}{left} passed, {len(gone)} failed\n"
-    ):
+
+    # Delete the feature as from any repository.
+    found = definitions(original, [f"{module}.py" for module in modules])
+    names = {(f"{f.module}.py", f.name) for f in gone}
+    feature = [one for one in found if (one.path, one.name) in names]
+    files, _ = delete_feature(original, feature, GONE, found)
+    files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
+
+    # The gates: the suite is green, and it loses exactly the feature's tests.
+    stable, own = [f"test_{f.name}" for f in functions], {f"test_{f.name}" for f in gone}
+    if set(micro_outcomes(original, stable).values()) != {"passed"}:
+        return None
+    if tests_lost(stable, micro_outcomes(files, stable), own) != own:
         return None
     tools = draw_tools(rng, dials)
     case = lambda i, xs: [functions[i].module, functions[i].name, [xs], functions[i].value(xs)]
@@ -271,6 +340,16 @@ def assemble(rng, level, functions, cases, chosen):
             "targets": [asdict(f) for f in gone],
         },
     )
+
+
+def micro_outcomes(files, tests):
+    """{test: "passed" or "failed"} of a generated codebase, by what its own suite prints."""
+    result = run_trusted(files)
+    # check.py names each function that a test misses or finds wrong; a suite that breaks counts none
+    if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
+        return dict.fromkeys(tests, "failed")
+    red = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
+    return {test: "failed" if test in red else "passed" for test in tests}
 
 
 def draw_tools(rng, dials):
@@ -419,59 +498,11 @@ class Curriculum:
 REPO_LEVELS = [
     dict(kind="function", docstring=True),
     dict(kind="function", docstring=False),
-    dict(kind="gone", docstring=False),
+    GONE,
     dict(kind="class", docstring=False),
     dict(kind="multi-file", docstring=False),
     dict(kind="module", docstring=False),
 ]
-
-
-def by_path(chosen):
-    """path -> the nodes of these definitions in that file."""
-    found = {}
-    for one in chosen:
-        found.setdefault(one.path, []).extend(one.nodes)
-    return found
-
-
-def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
-    """The files with these bodies replaced; every other byte stays."""
-    out = dict(files)
-    for path, nodes in by_path(functions_of(chosen)).items():
-        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
-    return out
-
-
-def functions_of(chosen):
-    return [one for one in chosen if one.kind != "class"]
-
-
-def removed(files, chosen):
-    """The files without these definitions, and without their names in imports and __all__ of other
-    sources."""
-    out = dict(files)
-    for path, nodes in by_path(chosen).items():
-        out[path] = remove_statements(files[path], nodes)
-    lost = {(one.path, one.name) for one in chosen}
-    return remove_names(out, sources(out), lost) if lost else out
-
-
-def dead_helpers(files, base, chosen, found):
-    """Top-level functions that only the deleted code used: they would give the answer away."""
-    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
-    words = set(re.findall(r"\w+", lost))
-    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
-    paths = {one.path for one in chosen}
-    count = lambda name, text: len(re.findall(rf"\b{name}\b", text))
-    return [
-        one
-        for one in found
-        if one.kind == "function"
-        and one not in chosen
-        and one.path in paths
-        and one.name in words
-        and count(one.name, left) == count(one.name, base[one.path]) == 1
-    ]
 
 
 def draw_feature(repository, level, rng, taken):
@@ -550,11 +581,9 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
         "::" not in where for where in answer.get("errors", {}) if where not in repository.ignored
     ):
         return "a test file cannot be collected without it"
-    broken = {node for node in stable if outcomes.get(node) != "passed"}
-    if not broken:
-        return "no test fails"
-    if broken - touching:
-        return "other tests fail"
+    broken = tests_lost(stable, outcomes, touching)
+    if isinstance(broken, str):
+        return broken
     # The tests may not import every module; what could be imported before can be imported now.
     dropped = [path for path in files.keys() - base.keys() if path.endswith(".py")]
     left_out = {package_root(path, set(files))[1] for path in dropped}
@@ -666,25 +695,6 @@ def verified(task, repository, sandbox):
     if not command or set(left_out) & set(task.FAIL_TO_PASS):
         return "its test command is not green with the original in place"
     return replace(task, test_command=command)
-
-
-def delete_feature(files, chosen, dials, found):
-    """(files without the feature, the dead helpers that went with it)."""
-    if dials["kind"] != "gone":
-        helpers = dead_helpers(files, stubbed(files, chosen, dials["docstring"]), chosen, found)
-        left = removed(files, helpers)
-        return stubbed(left, moved(left, chosen), dials["docstring"]), helpers
-    helpers = dead_helpers(files, removed(files, chosen), chosen, found)
-    base = removed(files, chosen + helpers)
-    for path in telltales(base, {one.name for one in chosen + helpers}):
-        del base[path]
-    return base, helpers
-
-
-def moved(files, chosen):
-    """The same definitions at their lines in the changed files."""
-    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
-    return [now[one.path, one.name] for one in chosen]
 
 
 # An exception of every kind that tests ask for.
