@@ -2,46 +2,28 @@
 the reward.
 
 Anything that has tests becomes a task whose solution is known to exist: remove code so that the
-rest still works while the tests of one feature fail. Small generated codebases are the gym of the
-laptop-sized model (make_task), any Python repository with a pytest suite gives the real thing
-(--repo). Around it: the sandbox, the tools, the judge, an expert that plays the generated tasks
-competently but sloppily, the curriculum, and an audit that notices cheating.
-
-What Cursor says (https://cursor.com/blog/composer-2-5): features were deleted from codebases with
-many tests so that they stay functional while specific testable features vanish; 25 times more
-synthetic tasks than for Composer 2, harder ones both selected and created during the run; and the
-model found ways around: a leftover type-checking cache gave away a deleted signature, compiled
-bytecode was decompiled. Derived: a task is valid if
+rest still works while the tests of one feature fail. What Cursor says
+(https://cursor.com/blog/composer-2-5): features were deleted from codebases with many tests so that
+they stay functional while specific testable features vanish; 25 times more synthetic tasks than for
+Composer 2, harder ones both selected and created during the run; and the model found ways around: a
+leftover type-checking cache gave away a deleted signature, compiled bytecode was decompiled.
+Derived: a task is valid if
 
     tests(original) all pass,   tests(original - feature) fail in the feature's own tests and in no other.
 
+Two kinds of codebases go through the same deletion (`delete_feature`) and the same gate
+(`tests_lost`): small generated ones, the gym of the laptop-sized model (`make_task`), and any
+Python repository with a pytest suite (`make_repository_task`, --repo). `Curriculum` selects levels
+that are neither always won nor never, and opens harder ones.
+
+What surrounds a task is in world/, each part in a file of its own: the sandbox, the workspace and
+its tools, the judge, an expert that plays generated tasks competently but sloppily, the study of a
+repository, the installation, and an audit that notices cheating.
+
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for
-repositories, every audit rule.
-
-The judge never believes a process in which the agent's code has run. Generated tasks: the child is
-given calls and returns values, and the parent compares them with what it alone knows, types
-included. pytest suites have to compare inside. They start from the repository's own files with the
-feature's files and new ones of the submission; the parent renames each broken test at random and
-puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that
-makes all tests pass, replaces what compares, or returns values that equal everything gives itself
-away. Not covered: code that reads the bytecode of the test that calls it, to tell the two apart.
-
-The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU,
-wall time, memory, processes, file size, disk, output. One cage stands for all commands, and each is
-a fork in it behind walls of its own, which takes two thirds of the time of a new cage and a new
-Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
-reading your files, writing where you may write, the network, signals to your processes, a fork
-bomb, daemons, filling the disk. Neither disk nor memory counts what a command holds in files that
-have no name (deleted while open, memfd).
-
-Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should
-print, a second one gets a bare environment and three of them, and has to make them run as described
-within five tries, mocks allowed, or else the repository is discarded. Ours: both agents are scripts
-(arguments of autoinstall); only the install command has a network, and it asks only for what the
-repository declares. A package name guessed from an import is a stranger's code.
-
-Left out: agents that delete features (the deletion is by ast), other languages, building what is
-not Python, tests that a subclass inherits as hidden tests, repositories over 5,000 files.
+repositories, every audit rule. Left out: agents that delete features (the deletion is by ast),
+other languages, building what is not Python, tests that a subclass inherits as hidden tests,
+repositories over 5,000 files.
 
 `python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's episode, and
 a cheat that wins nothing; `python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks,
@@ -179,7 +161,7 @@ def tests_lost(stable, outcomes, own):
     return broken
 
 
-# -------------------------------------------------------------------------------- micro-codebases
+# ---------------------------------------------------------------- generated codebases
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests");
 # named: prompt names the target
 LEVELS = [
@@ -376,7 +358,6 @@ def micro_prompt(dials, gone, tools, modules):
     return f"{ask}\nTools: {' '.join(tools)}\nFiles: {' '.join(f'{m}.py' for m in modules)} docs.md tests.py"
 
 
-# -------------------------------------------------------------------------------- the expert: competent, sloppy on purpose
 def example_texts(number, seed):
     """What is said in demonstrations, as plain texts (a tokenizer is trained on them)."""
     texts = []
@@ -393,7 +374,7 @@ def example_texts(number, seed):
     return texts
 
 
-# -------------------------------------------------------------------------------- the curriculum
+# ---------------------------------------------------------------- the curriculum
 class Curriculum:
     """Selects levels that are neither always won nor never, and opens a harder one when the hardest
     is won.
@@ -494,7 +475,7 @@ class Curriculum:
         self.taken = {int(level): taken for level, taken in state["taken"].items()}
 
 
-# -------------------------------------------------------------------------------- real repositories: deletion
+# ---------------------------------------------------------------- tasks from real repositories
 REPO_LEVELS = [
     dict(kind="function", docstring=True),
     dict(kind="function", docstring=False),
@@ -849,7 +830,7 @@ def repository_prompt(chosen, style, some_visible):
     return text
 
 
-# -------------------------------------------------------------------------------- real repositories: the commands
+# ---------------------------------------------------------------- real repositories: the commands
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks,
     reasons for the discarded)."""
@@ -954,7 +935,7 @@ def check(path, jobs=2, time_limit=60.0):
     return sum(good), len(tasks)
 
 
-# -------------------------------------------------------------------------------- demo
+# ---------------------------------------------------------------- demo
 def demo():
     task, sandbox = make_task(3, 6), Sandbox()
     whole = {**task.files, **task.solution}
@@ -994,7 +975,7 @@ def demo():
     )
 
 
-# -------------------------------------------------------------------------------- command line
+# ---------------------------------------------------------------- command line
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         names = [name for action in self._actions for name in action.option_strings]
