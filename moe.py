@@ -175,8 +175,9 @@ def rope_cos_sin(angles):
 def apply_rotary_emb(x, cos, sin):
     """RoPE on the last dimension, halves as pairs: x (B, T, H, R), cos and sin (B or 1, T, 1, R) of
     rope_cos_sin"""
-    first, second = x.float().chunk(2, -1)
-    turned = x.float() * cos + torch.cat((second, first), -1) * sin
+    exact = x.float()
+    first, second = exact.chunk(2, -1)
+    turned = exact * cos + torch.cat((second, first), -1) * sin
     return turned.to(x.dtype)
 
 
