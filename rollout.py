@@ -60,12 +60,12 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.tools import call_tool
-from world.workspace import Workspace
-from world.sandbox import Sandbox
-from world.judge import judge
 from world.expert import Rehearsal, expert
-from world.task import ARGUMENTS, HINTED, SUMMARIZE, Action, Task
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import HINTED, SUMMARIZE, Action, Task
+from world.tools import ARGUMENTS, call_tool, tool_schema
+from world.workspace import Workspace
 from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
@@ -124,12 +124,6 @@ def train_bpe(texts, vocab):
     return ranks
 
 
-PURPOSE = {
-    "read_file": "Shows a file.",
-    "run_command": "Runs a command in the repository and shows what it prints.",
-    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
-    "search_codebase": "Shows the lines that hold the query.",
-}
 CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
 
 
@@ -773,17 +767,8 @@ def opening(tokenizer, task):
     its own way, too."""
     turn = make_turn(tokenizer, "user", task.problem_statement)
     if tokenizer.chat:
-        kind = lambda names: {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in names},
-            "required": [*names],
-        }
-        tools = [
-            {"name": tool, "description": PURPOSE[tool], "parameters": kind(ARGUMENTS[tool])}
-            for tool in task.tools
-        ]
         lines, form = [
-            json.dumps({"type": "function", "function": tool}) for tool in tools
+            json.dumps({"type": "function", "function": tool_schema(tool)}) for tool in task.tools
         ], tokenizer.chat.opening
         turn.tokens[:0] = tokenizer.spell(
             form, tools=("," if "[{tools}]" in form else "\n").join(lines)

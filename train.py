@@ -72,9 +72,9 @@ from command import checkpoint_files, checkpoints, checks, failures, flags, hard
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from world import task_file
 from world.careless import undocument, unharden
 from world.micro import CONSTANTS, WORDS
+from world.task_file import read_tasks
 
 
 @dataclass(frozen=True)
@@ -808,7 +808,7 @@ class Reinforcement:
                 self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
             )
             self.workers = fast_workers.Workers(config.workers, settings)
-        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
+        tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = eval.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)

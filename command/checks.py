@@ -23,7 +23,8 @@ import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
 from moe import fast_dtype
-from world import task as world_task, task_file
+from world.task import Refusal
+from world.task_file import read_tasks
 
 
 def check_values(config):
@@ -267,8 +268,8 @@ def check_tasks(config):
     if not config.tasks:
         return
     try:
-        tasks = task_file.read_tasks(config.tasks)
-    except world_task.Refusal as refusal:
+        tasks = read_tasks(config.tasks)
+    except Refusal as refusal:
         usage_error(refusal)
     if not tasks:
         usage_error(f"{config.tasks}: holds no tasks")
