@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout import find_calls, hint_turn, read_json_object, spoken_text
-from world.task import ARGUMENTS
+from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
 KNOBS = "placebo", "divergence", "teacher", "teacher_rate"

@@ -461,12 +461,13 @@ def sum_gradients(model):
             g.copy_(part.view_as(g))
 
 
-def clip_grad_norm(model, max_norm=math.inf):
+def clip_grad_norm(model, max_norm=math.inf, parameters=None):
     """Scale the gradient to at most max_norm; returns its norm before that, a 0-d tensor equal on
-    all ranks. Both meshes in one all-reduce of one number: every shard adds its squares divided by
+    all ranks. parameters: only of these (default: all of the model's). Both meshes in one all-reduce of one number: every shard adds its squares divided by
     its number of copies."""
     _release(model)
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    parameters = model.parameters() if parameters is None else parameters
+    grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]

@@ -67,10 +67,6 @@ class ModelConfig:
     expert_ffn: int = 128
     route_scale: float = 1.0  # (Kimi K2: 2.827)
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
-    # experts stand in groups and a token chooses among its best ones (DeepSeek-V3: 8 groups, best
-    # 4; Kimi K2: one group)
-    n_group: int = 1
-    topk_group: int = 1
     # a replayed expert must score this much of the router's own K-th best, or is replaced
     plausible: float = 0.0
     # of the expert products: "mxfp8", "nvfp4", or "" = that of compute()
@@ -90,14 +86,6 @@ class ModelConfig:
             self.active <= self.experts
         ), f"active={self.active} experts of experts={self.experts}"
         assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
-        size, rest = divmod(self.experts, self.n_group)
-        assert self.n_group == 1 or (
-            rest == 0 and size > 1
-        ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
-        assert self.active <= size * self.topk_group <= self.experts, (
-            f"topk_group={self.topk_group} of n_group={self.n_group} groups "
-            f"of {size} experts must hold active={self.active}"
-        )
         assert (
             self.precision in PRECISIONS
         ), f"precision must be one of {list(PRECISIONS)}, not {self.precision!r}"
@@ -129,13 +117,6 @@ PRECISIONS = ("", "mxfp8", "nvfp4")
 
 
 # ---------------------------------------------------------------- mathematics
-
-
-def to_device(numbers, device):
-    """A list of numbers -> a tensor there. Not torch.tensor(numbers, device=...): that waits until
-    the GPU has done all it was asked before. From ordinary memory a copy that does not wait is
-    safe, since CUDA takes the numbers before it returns."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def linear(x, weight):
@@ -273,7 +254,6 @@ class Router(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.k, self.scale, self.norm_gates = config.active, config.route_scale, config.norm_gates
-        self.n_group, self.topk_group = config.n_group, config.topk_group
         self.weight = weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
         # tokens per expert since the last balance()
@@ -283,6 +263,10 @@ class Router(nn.Module):
         """x (M, D) -> each expert's score (M, E), between 0 and 1"""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
+    def limit(self, biased):
+        """biased (M, E) -> by what experts are chosen: a subclass may rule some out"""
+        return biased
+
     def forward(self, x, replay=None, plausible=0.0):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
         >= 0; scores stay live. A replayed expert that scores below plausible * (the router's own
@@ -291,7 +275,7 @@ class Router(nn.Module):
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
         biased = score.detach() + self.bias
-        preference = self.keep_best_groups(biased) if self.n_group > 1 else biased
+        preference = self.limit(biased)
         if replay is not None:
             replayed = self.find_replayed(replay, score.detach(), plausible)
             preference = torch.where(replayed, biased + 1e3, preference)
@@ -301,15 +285,6 @@ class Router(nn.Module):
         if self.norm_gates:
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
         return choice, gates if self.scale == 1 else gates * self.scale
-
-    def keep_best_groups(self, biased):
-        """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
-        A group is worth its two best experts."""
-        groups = biased.unflatten(1, (self.n_group, -1))
-        group_scores = groups.topk(2)[0].sum(-1)  # (M, groups)
-        kept = group_scores.topk(self.topk_group)[1]
-        out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
-        return biased.masked_fill(out.repeat_interleave(groups.shape[2], 1), -torch.inf)
 
     def find_replayed(self, replay, score, plausible):
         """replay (M, K), -1 = none -> (M, E): True where an expert was recorded and is plausible"""
@@ -614,18 +589,6 @@ class Model(nn.Module):
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x
 
-    def prefill(self, chunks, cache, rows, start, record=None):
-        """Feed chunks (lists of tokens, of any lengths), each to the cached sequence rows[i] from
-        start[i] on; hidden states are not wanted. record: as in decode, the tokens of all chunks,
-        (1, N, K)."""
-        choices = []
-        for chunk, row, first in zip(chunks, rows, start):
-            chosen = []
-            self.decode(to_device([chunk], cache.data.device), cache, [row], [first], chosen)
-            choices.append(chosen)
-        if record is not None:
-            record += [torch.cat(layer, 1) for layer in zip(*choices)]
-
     def draft(self, hidden, following, cache=None, rows=None, start=None):
         """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab)
         for the token after that. Embedding and output head are the model's, but this gradient does
@@ -682,14 +645,27 @@ def balance(model, rate=1e-3, reduce=lambda counts: counts):
     return max(1.0, float(torch.stack(ratios).max())) if ratios else 1.0
 
 
-def mtp_loss(model, tokens, hidden):
-    """Self-distillation, as Composer's: tokens (B, T), hidden (B, T, D) = model(tokens) of whole
-    sequences -> KL from the main head's distribution at t + 1 to the draft's at t, the mean over B
-    * (T - 1) places. A sampled token would teach less."""
+def mtp_loss(model, tokens, hidden, places=None):
+    """Self-distillation, as Composer's: tokens (B, T), -1 = padding, hidden (B, T, D) =
+    model(tokens) of whole sequences -> KL from the main head's distribution at t + 1 to the
+    draft's at t, the sum over all places that have a token behind them, divided by `places` (default:
+    their number, so the mean). A sampled token would teach less."""
+    following = tokens[:, 1:]
+    real = following >= 0
     with torch.no_grad():
         target = model.logits(hidden[:, 1:]).log_softmax(-1)
-    draft = model.draft(hidden[:, :-1], tokens[:, 1:]).log_softmax(-1)
-    return F.kl_div(draft, target, reduction="sum", log_target=True) / draft[..., 0].numel()
+    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
+    divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
+    return (divergence * real).sum() / (real.sum().clamp(min=1) if places is None else places)
+
+
+@torch.no_grad()
+def count_draft_hits(model, tokens, hidden):
+    """As mtp_loss -> how many places have a draft that is the main head's own first choice. Over
+    the number of places: the share that speculative decoding accepts."""
+    following = tokens[:, 1:]
+    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
+    return ((draft == model.logits(hidden[:, 1:]).argmax(-1)) & (following >= 0)).sum()
 
 
 @torch.inference_mode()

@@ -60,12 +60,12 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.tools import call_tool
-from world.workspace import Workspace
-from world.sandbox import Sandbox
-from world.judge import judge
 from world.expert import Rehearsal, expert
-from world.task import ARGUMENTS, HINTED, SUMMARIZE, Action, Task
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import HINTED, SUMMARIZE, Action, Task
+from world.tools import ARGUMENTS, call_tool, tool_schema
+from world.workspace import Workspace
 from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
@@ -124,12 +124,6 @@ def train_bpe(texts, vocab):
     return ranks
 
 
-PURPOSE = {
-    "read_file": "Shows a file.",
-    "run_command": "Runs a command in the repository and shows what it prints.",
-    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
-    "search_codebase": "Shows the lines that hold the query.",
-}
 CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
 
 
@@ -773,17 +767,8 @@ def opening(tokenizer, task):
     its own way, too."""
     turn = make_turn(tokenizer, "user", task.problem_statement)
     if tokenizer.chat:
-        kind = lambda names: {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in names},
-            "required": [*names],
-        }
-        tools = [
-            {"name": tool, "description": PURPOSE[tool], "parameters": kind(ARGUMENTS[tool])}
-            for tool in task.tools
-        ]
         lines, form = [
-            json.dumps({"type": "function", "function": tool}) for tool in tools
+            json.dumps({"type": "function", "function": tool_schema(tool)}) for tool in task.tools
         ], tokenizer.chat.opening
         turn.tokens[:0] = tokenizer.spell(
             form, tools=("," if "[{tools}]" in form else "\n").join(lines)
@@ -1135,8 +1120,8 @@ class Request:
 
 @dataclass
 class Work:
-    """Tools to run outside the model; slow ones (a process is started) run in a thread while other
-    rows decode."""
+    """Tools to run outside the model. slow: a process is started, so that others may be sampled
+    meanwhile."""
 
     calls: list
     run: callable
@@ -1298,9 +1283,11 @@ def choose(logits, uniform, temperature=1.0):
         raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)  # (B, V)
+
+    # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
+    # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
-    # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
     tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
@@ -1327,9 +1314,9 @@ class Context:
 class Sampler:
     """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    fast/sampler.py batches the agents, and yields the same tokens: each agent draws with random
-    numbers of its own, one per token. What the plain form costs is time. A step that decodes one
-    token reads all weights of the model, and would read them once for 64 agents too."""
+    Each agent draws with random numbers of its own, one per token: what it samples does not depend
+    on who else is sampled. What the plain form costs is time. A step that decodes one token reads
+    all weights of the model, and would read them once for a batch of 64 agents too."""
 
     def __init__(self, model, tokenizer, window=512, temperature=1.0):
         self.model = model.eval()
@@ -1341,8 +1328,9 @@ class Sampler:
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called as each chain ends (to judge it).
-        patient means nothing here: every agent waits for its tools."""
+        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+        every agent waits for its tools."""
         chains = []
         for agent, seed in zip(agents, seeds):
             chains.append(self.play(agent, np.random.default_rng(seed)))
@@ -1354,20 +1342,24 @@ class Sampler:
         contexts = []  # one per episode
         answer, steps = None, 0
         while True:
+            # The agent goes on until it asks for something, or ends.
             try:
                 request = agent.send(answer)
             except StopIteration as end:
                 chain = end.value
                 break
+            # Tools need no model.
             if isinstance(request, Work):
                 request.run()
                 answer = None
                 continue
+            # A turn is sampled behind what the model has read, or in a new context.
             if request.restart:
                 contexts.append(Context(self.model, self.window))
             contexts[-1].tokens += request.tokens
             answer = self.sample_turn(contexts[-1], request.room, rng)
             steps += len(answer[0])
+        # The experts that each token took are part of the record: training replays them.
         chain.steps = steps
         for episode, context in zip(chain.episodes, contexts):
             episode.experts = context.experts_of(len(episode))
@@ -1402,14 +1394,16 @@ class Sampler:
 
 class InTurn:
     """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights, submits tasks and collects groups of chains. fast/workers.py
-    does that in other processes, beside the updates."""
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
 
     restarts = 0  # of processes that died
 
     def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
         self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group, self.limits, self.compact = group, limits, compact
+        self.group = group
+        self.limits = limits
+        self.compact = compact
         self.sandbox = Sandbox()
 
     def publish(self, version, weights):
@@ -1425,14 +1419,7 @@ class InTurn:
         """-> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
-            self.sampler,
-            tasks,
-            self.group,
-            seed,
-            self.limits,
-            self.sandbox,
-            self.compact,
-            numbers,
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 
     def close(self):
@@ -1646,15 +1633,19 @@ def suspicious(chain):
 def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
+    if not chain.finished or "run_command" not in chain.task.tools:
+        return False
     green = False
-    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
-        if call.name == "edit_file":
-            green = False
-        elif call.name == "run_command" and call.args == [chain.task.test_command]:
-            green = "passed" in call.output and not re.search(
-                r"[1-9]\d* (failed|error)", call.output
-            )
-    return chain.finished and "run_command" in chain.task.tools and not green
+    for turn in chain.turns:
+        for call in turn.calls:
+            if call.error:
+                continue
+            if call.name == "edit_file":
+                green = False
+            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                green = "passed" in call.output and not red
+    return not green
 
 
 def hint_turn(tokenizer, text, turn):
@@ -1667,16 +1658,15 @@ def hint_turn(tokenizer, text, turn):
 
 def insert_hints(tokenizer, chain, hints):
     """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = -1
+    number = 0
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
-            number += turn.role == "assistant"
-            turns += (
-                [hint_turn(tokenizer, hints[number], turn), turn]
-                if turn.role == "assistant" and number in hints
-                else [turn]
-            )
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
         episode.turns = turns
 
 
@@ -1785,66 +1775,65 @@ def message(turn, tokenizer, flags, ids):
     (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
     calls that wait for their outputs."""
     sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
     words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
     entry = {
         "role": role,
         "content": words,
         "tokens": len(turn.tokens),
-        "sampled": sampled * (len(turn.tokens) - turn.head),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
     }
     if role != turn.role:
-        # query, summary, recent or hint: the harness speaks as the user
         entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [
-            {
-                "id": i,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(
-                        named(call.name, call.args) if call.given is None else call.given
-                    ),
-                },
-            }
-            for i, call in zip(ids, turn.calls)
-        ]
+        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
+
     if sampled:
-        entry["versions"] = (
-            sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
-        )
-        flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
-    return {**entry, "flags": flags} if flags else entry
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def tool_call(call, call_id):
+    """A call in the chat form"""
+    arguments = named(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def transcript(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
         ids = []
-        messages = [
-            message(turn, tokenizer, (flags or {}).get((e, i), []), ids)
-            for i, turn in enumerate(episode.turns)
-        ]
-        lines.append(
-            {
-                **about,
-                "task": chain.task.instance_id,
-                "level": chain.task.level,
-                "episode": e + 1,
-                "episodes": len(chain.episodes),
-                "reward": chain.reward,
-                "solved": bool(chain.solved),
-                "finished": chain.finished,
-                "messages": messages,
-            }
-        )
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
     return lines
 
 
@@ -1873,22 +1862,17 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or
     later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
     so that none is ever torn."""
+    kept = []
     try:
-        kept = (
-            [line for line in read_transcripts(path) if line["step"] < step]
-            if path.exists()
-            else []
-        )
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
     # something else lay there: no reason for a run to end, nor for its loss
     except (ValueError, KeyError, TypeError):
         path.replace(path.with_suffix(".old"))
-        kept = []
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
-    part.write_text(
-        "".join(
-            json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]
-        )
-    )
+    part.write_text("".join(row + "\n" for row in rows))
     part.replace(path)
 
 
@@ -1928,26 +1912,21 @@ def spoken(line):
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            words.append(
-                f"> {call['function']['name']} "
-                + " ".join(f"{name}={value}" for name, value in arguments.items())
-            )
-        versions = m.get("versions", [])
-        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
-        notes += (
-            ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[: len(versions)])]
-            if versions
-            else []
-        )
-        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
-        said.append(
-            (
-                f"{m.get('name', m['role']):>9}",
-                text,
-                m.get("sampled", 0),
-                notes + list(m.get("flags", [])),
-            )
-        )
+            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+            words.append(f"> {call['function']['name']} {pairs}")
+        text = "\n".join(word for word in words if word)
+
+        notes, versions = [], m.get("versions", [])
+        if m.get("sampled"):
+            notes.append(f"{m['sampled']} sampled")
+        if len(versions) == 1:
+            notes.append(f"policy {versions[0]}")
+        elif versions:
+            notes.append(f"policy {versions[0]}-{versions[-1]}")
+        notes += m.get("flags", [])
+        who = f"{m.get('name', m['role']):>9}"
+        # what is no letter alone, half of a pair, cannot be printed
+        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
     return said
 
 
@@ -1962,21 +1941,15 @@ def printed(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
-    said = [
-        escape_control_chars(
-            "  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")
-        )
-    ]
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    said = [escape_control_chars("  ".join(about))]
     for who, text, sampled, notes in spoken(line):
-        who, text, notes = (
-            escape_control_chars(who),
-            escape_control_chars(text).replace("\n", "\n" + " " * 11),
-            escape_control_chars(", ".join(notes)),
-        )
-        said.append(
-            f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"
-            + (f"  \033[33m[{notes}]\033[0m" if notes else "")
-        )
+        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
+        brightness = 1 if sampled else 2
+        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        said.append(row)
     return "\n".join(said)
 
 
@@ -1988,10 +1961,12 @@ def show(line):
 
 
 def small_model(tokenizer, **sizes):
+    """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+        if p.ndim > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -2015,17 +1990,17 @@ def draw_estimates(path, n=200_000):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
-    figure, kl, x = (
-        Figure(figsize=(6, 4), layout="constrained"),
-        np.linspace(0.02, 2, 25),
-        torch.randn(n, dtype=torch.float64),
-    )
-    found = [
-        [float(k.var()) for k in kl_estimates(-(x**2) / 2, -((x - (2 * one) ** 0.5) ** 2) / 2)]
-        for one in kl
-    ]
+    kl = np.linspace(0.02, 2, 25)
+    x = torch.randn(n, dtype=torch.float64)  # samples of pi
+    variances = []
+    for nats in kl:
+        distance = (2 * nats) ** 0.5
+        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
+        variances.append([float(estimate.var()) for estimate in estimates])
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
         ax.plot(kl, variance, label=name)
     ax.set(
         yscale="log",
@@ -2041,23 +2016,28 @@ def draw_estimates(path, n=200_000):
 def demo():
     from synth_tasks import example_texts
 
+    # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in transcript(chain, tokenizer):
         show(line)
+
+    # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = max(
-        float(rescore(model, e).abs().max())
-        for c in group
-        for e in c.episodes
-        if any(t.role == "assistant" for t in e.turns)
-    )
-    flat = flatten(group[0].episodes[0])
+    worst = 0.0
+    for chain in group:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                worst = max(worst, float(rescore(model, episode).abs().max()))
+    rewards = [chain.reward for chain in group]
+    tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
-        f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
-        f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
+        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
+        f"from the cache equal the trainer's to {worst:.0e}."
     )
     draw_estimates(Path("out/rollout.png"))
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")

@@ -44,7 +44,7 @@ NOT_COMPARED = {
 
 
 # Flags younger than some checkpoints, and what was done before there was such a flag.
-BEFORE_THE_FLAG = {}
+BEFORE_THE_FLAG = {"precision": "dtype", "mtp": False}
 
 
 def compared_values(config):

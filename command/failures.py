@@ -18,7 +18,7 @@ import hsdp
 from command import checkpoint_files
 from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure
-from world import task
+from world.task import Refusal
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def explain_failures(config, argv):
         usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
     except checkpoint_files.SaveFailed as error:
         usage_error(f"{error}. {how_to_go_on(config, argv)}")
-    except (checkpoint_files.DamagedCheckpoint, task.Refusal) as error:
+    except (checkpoint_files.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
     except OSError as error:
         # A full disk anywhere else. Other errors are no fault of the disk: their traceback is

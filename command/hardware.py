@@ -1,7 +1,8 @@
 """command/hardware.py: what this machine is, and which size of model it carries.
 
 `--device=auto`, `--dtype=auto` and `--scale=auto` are answered here, and what is said of a GPU at
-the start. Here too the memory that a process has held, and how freed memory goes back to the system.
+the start. Here too the memory that a process has held, and how freed memory goes back to the
+system.
 
 It stands apart from train.py because the recipe is the same on every machine.
 """

@@ -65,7 +65,8 @@ def idle_flags(config, given):
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
         "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
-        "experts active expert_ffn balance_rate": (
+        "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
+        "experts active expert_ffn balance_rate precision": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""
         ),
         "processes": (

@@ -43,11 +43,11 @@ from rollout import (
 )
 from summarize import Compact
 from synth_tasks import make_task
-from world.sandbox import Sandbox
-from world.judge import judge
-from world.expert import Rehearsal
-from world.task import Task
 from world.careless import unharden
+from world.expert import Rehearsal
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import Task
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 
 # ---------------------------------------------------------------- tokenizer

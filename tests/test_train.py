@@ -89,6 +89,7 @@ def refused(arguments, capsys):
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
         ("--placebo=lie", "none, empty, wrong"),
+        ("--precision=fp8", "dtype, mxfp8, nvfp4"),
         ("--steps=0", "at least 1"),
         ("--active=9", "at most"),
         ("pretrain", "unknown flag"),
@@ -663,6 +664,75 @@ def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_
         len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"])
         == 8
     )
+
+
+def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
+    run, tmp_path, capsys
+):
+    for stage in ("pretrain", "long", "sft"):
+        words = [*SMALL, f"--stage={stage}", "--steps=2", f"--out={tmp_path}"]
+        train.main([*words, "--mtp"])
+        *_, line = [json.loads(line) for line in (tmp_path / f"{stage}.jsonl").open()]
+        assert line["draft_kl"] > 0
+        plain, drafting = weights(run / stage), weights(tmp_path / stage)
+        assert all(torch.equal(plain[name], drafting[name]) for name in plain)
+        assert {name.split(".")[0] for name in set(drafting) - set(plain)} == {"mtp"}
+        assert ("draft_accepted" in line) == (stage != "sft")
+        # A stage without the head cannot go on from one with it.
+        if stage == "pretrain":
+            words[-1] = f"--out={tmp_path}/other"
+            words = [*words, f"--start_from={tmp_path}"]
+            words[words.index("--stage=pretrain")] = "--stage=long"
+            assert "give --mtp=1 here" in refused(words, capsys)
+    began = weights(tmp_path / "sft")
+    train.main([*SMALL, *RL, "--mtp", f"--out={tmp_path}"])
+    after = weights(tmp_path / "rl")
+    kept = {name: torch.equal(began[name], after[name]) for name in after}
+    assert all(same for name, same in kept.items() if name.startswith("mtp."))
+    assert not all(kept.values())
+    assert "--mtp (its head learns in pretrain, long and sft alone, and is kept)" in (
+        capsys.readouterr().out
+    )
+    assert "goes with --cp=1" in refused(
+        [*SMALL, "--stage=long", "--mtp", "--cp=2", f"--out={tmp_path}"], capsys
+    )
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage(
+    precision, run, tmp_path, capsys
+):
+    words = [*SMALL, "--stage=pretrain", "--steps=2", f"--precision={precision}"]
+    train.main([*words, f"--out={tmp_path}"])
+    model = train.eval.load(tmp_path)[0]
+    assert model.config.precision == precision
+    assert {block.ffn.experts.precision for block in model.layers[1:]} == {precision}
+    log = (tmp_path / "pretrain.jsonl").read_text().splitlines()
+    ours, theirs = (
+        [json.loads(line)["loss"] for line in lines]
+        for lines in (log, (run / "pretrain.jsonl").read_text().splitlines())
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3) and ours != theirs
+    assert f"give --precision={precision} here" in refused(
+        [*SMALL, "--stage=long", f"--out={tmp_path}/o", f"--start_from={tmp_path}"], capsys
+    )
+    assert "a multiple of 32" in refused(
+        [*SMALL, "--expert_ffn=40", f"--precision={precision}", f"--out={tmp_path}/n"], capsys
+    )
+
+
+def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path, capsys):
+    saved = {**checkpoints.open_checkpoint(run / "sft")}
+    saved["config"] = {
+        name: value for name, value in saved["config"].items() if name not in ("precision", "mtp")
+    }
+    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    checkpoints.check_same_model(config, run / "sft", saved, train.SIZES)
+    checkpoints.check_same_values(config, run / "sft", None, saved, "")
+    with pytest.raises(SystemExit):
+        drafting = train.replace(config, mtp=True)
+        checkpoints.check_same_values(drafting, run / "sft", None, saved, "")
+    assert "made with mtp=False, not True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -1365,8 +1435,19 @@ def test_held_out_files_are_not_trained_on():
 
 def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
-    assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+    assert [train.seq_len_divisor(step, config) for step in range(10)] == [
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(

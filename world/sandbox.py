@@ -599,3 +599,22 @@ def hidden_place(place):
     """The folder of this machine, if any, that holds this place and is another one inside the
     sandbox."""
     return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+
+
+# Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next
+# time.
+AUDIT_SANDBOXES = {}
+
+
+def audit_sandbox(task, mounts):
+    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there is no cage
+    to run anything again in."""
+    if not has_bwrap():
+        return None
+    sandbox = sandbox_for(task)
+    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
+    sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
+    sandbox.mounts = dict(mounts)
+    # what many variants of a submission return is long
+    sandbox.output = max(sandbox.output, 4 << 20)
+    return sandbox
