@@ -40,6 +40,23 @@ from muon import (
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
+def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
+    """The matrices of a small MoE decoder, heads and experts stacked."""
+    one = {
+        "wq": (heads, dim // heads, dim),
+        "wk": (heads, dim // heads, dim),
+        "wv": (heads, dim // heads, dim),
+        "wo": (dim, dim),
+        "gate": (experts, hidden, dim),
+        "up": (experts, hidden, dim),
+        "down": (experts, dim, hidden),
+        "shared.gate": (hidden, dim),
+        "shared.up": (hidden, dim),
+        "shared.down": (dim, hidden),
+    }
+    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
+
+
 # ---------------------------------------------------------------- one device
 
 
@@ -260,24 +277,3 @@ def main(argv):
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
-def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
-    """The matrices of a small MoE decoder, heads and experts stacked."""
-    one = {
-        "wq": (heads, dim // heads, dim),
-        "wk": (heads, dim // heads, dim),
-        "wv": (heads, dim // heads, dim),
-        "wo": (dim, dim),
-        "gate": (experts, hidden, dim),
-        "up": (experts, hidden, dim),
-        "down": (experts, dim, hidden),
-        "shared.gate": (hidden, dim),
-        "shared.up": (hidden, dim),
-        "shared.down": (dim, hidden),
-    }
-    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
