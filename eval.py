@@ -48,7 +48,9 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import Model, ModelConfig
+from moe import ModelConfig
+from published.loading import build_model
+from published.tokenizers import make_tokenizer
 
 LEVELS = range(6)
 
@@ -232,7 +234,8 @@ def load(folder, device="cpu"):
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    tokenizer = make_tokenizer(**extra["tokenizer"])
+    model = build_model(ModelConfig(**extra["model"]))
     hsdp.load(path, model)
     return model.to(device).requires_grad_(False), tokenizer, config
 

@@ -33,7 +33,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -61,11 +60,11 @@ import rollout
 import summarize
 import synth_tasks
 from moe import Model, ModelConfig, balance, fast_dtype, filled
-from published.export import write_checkpoint
-from published.loading import load_model
-from published.families import read_config
-from published.safetensors import parse_json
 from muon import Muon, check_parameters
+from published.export import export_model
+from published.families import read_config
+from published.loading import build_model, load_model
+from published.tokenizers import make_tokenizer, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -1728,7 +1727,10 @@ class Run:
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = Model(shape or model_config(self.config, tokenizer.vocab))
+            if shape:
+                model = build_model(shape)
+            else:
+                model = Model(model_config(self.config, tokenizer.vocab))
         if not shape and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         if not next(model.parameters()).is_meta:
@@ -1765,7 +1767,7 @@ class Run:
     def read(self, folder, shape):
         """A published model, of which each rank reads its own part; the tokenizer first, since it
         is there that folders differ."""
-        self.tokenizer = rollout.Tokenizer.read(folder, shape.vocab)
+        self.tokenizer = read_tokenizer(folder, shape.vocab)
         self.model = load_model(
             folder,
             getattr(torch, self.config.weights),
@@ -1913,7 +1915,7 @@ def train(config, interrupted):
     try:
         shape = published_shape(config, given) if config.init_from else None
         if given:
-            run.build(rollout.Tokenizer(**given["tokenizer"]), shape)
+            run.build(make_tokenizer(**given["tokenizer"]), shape)
         elif shape:
             run.read(config.init_from, shape)
         else:
@@ -1936,22 +1938,10 @@ def train(config, interrupted):
         return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-)
-
-
 def export(config, given):
     """A stage of the run as the folder of a published model, weights as the run kept them or in
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
-    tokenizer. All of that is looked at before the first file is written."""
+    tokenizer."""
     for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
         stop(f"--{name} does nothing beside --export, which takes --out, --stage and --weights")
     target = Path(config.export)
@@ -1961,41 +1951,9 @@ def export(config, given):
         )
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
-        source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
-        others = sorted(tokenizer.ends - {end})
-        # the one that turns are written with comes first
-        ends = [end, *others] if others else end
-        ids, files, more = {}, [], {}
-        if source:
-            if not source.is_dir():
-                stop(
-                    f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back"
-                )
-            rollout.Tokenizer.read(source, model.config.vocab)
-            raw = read_config(source / "config.json")[1].raw
-            ids = {name: raw[name] for name in ("bos_token_id", "pad_token_id") if name in raw}
-            files = [
-                path
-                for name in (*TOKENIZER_FILES, *tokenizer_code(source))
-                for path in source.glob(name)
-                if path.is_file()
-            ]
-            if (source / "generation_config.json").is_file():
-                more = parse_json(
-                    (source / "generation_config.json").read_bytes(),
-                    source / "generation_config.json",
-                )
         dtype = getattr(torch, given.get("weights", saved["weights"]))
-        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
-        for path in files:
-            shutil.copyfile(path, target / path.name)
-        # its own end of a turn may be another than the one trained
-        if more:
-            (target / "generation_config.json").write_text(
-                json.dumps({**more, "eos_token_id": ends}, indent=1)
-            )
-        if not source:
-            tokenizer.write(target)
+        source = Path(saved["init_from"]) if saved["init_from"] else None
+        export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
         stop(str(error))
     print(
@@ -2003,22 +1961,6 @@ def export(config, given):
         + ", ".join(sorted(p.name for p in target.iterdir()))
         + f"\n{stage} is {label}" * bool(label)
     )
-
-
-def tokenizer_code(folder):
-    """The Python files behind a tokenizer: those that auto_map names, and what they import from
-    beside them. Copied, never run; only plain names, so nothing from outside the folder."""
-    path, found = folder / "tokenizer_config.json", set()
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
-    while names:
-        file = folder / f"{names.pop()}.py"
-        if file.name not in found and file.is_file():
-            found.add(file.name)
-            names += re.findall(
-                r"^\s*from \.(\w+) import", file.read_text(errors="ignore"), re.MULTILINE
-            )
-    return sorted(found)
 
 
 def peak_memory():
@@ -2186,7 +2128,7 @@ def load_published(config, device):
     """As eval.load, of the folder of a published model: whole on every rank"""
     try:
         shape = published_shape(config)
-        tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
+        tokenizer = read_tokenizer(config.init_from, shape.vocab)
         return (
             load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(
                 False

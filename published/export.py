@@ -1,13 +1,18 @@
 """export: HEAD TO BE WRITTEN"""
 
-from moe import MoE
-from pathlib import Path
-from published.families import config_json, hf_tensor_map
 import json
 import math
+import re
+import shutil
+from pathlib import Path
+
 import torch
+
+from moe import MoE
+from published.families import config_json, hf_tensor_map, read_config
 from published.loading import swap_pairs
-from published.safetensors import write_safetensors
+from published.safetensors import parse_json, write_safetensors
+from published.tokenizers import read_tokenizer, write_tokenizer
 
 
 def to_theirs(config, name, state, shape, expert):
@@ -79,3 +84,66 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
             json.dumps({"metadata": {"total_size": size}, "weight_map": home}, indent=1)
         )
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.jinja",
+)
+
+
+def export_model(target, model, tokenizer, source, dtype):
+    """A model that was trained here -> the folder of a published model. source: the published folder
+    that it began from, or None; what else belongs to a folder is copied from there, or is the
+    tokenizer that was trained with it. All of that is looked at before the first file is written.
+    """
+    end = tokenizer.id["<|end|>"]
+    others = sorted(tokenizer.ends - {end})
+    # the one that turns are written with comes first
+    ends = [end, *others] if others else end
+    ids, files, generation = {}, [], {}
+    if source:
+        if not source.is_dir():
+            raise ValueError(
+                f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back"
+            )
+        # does it still stand there whole?
+        read_tokenizer(source, model.config.vocab)
+        raw = read_config(source / "config.json")[1].raw
+        ids = {name: raw[name] for name in ("bos_token_id", "pad_token_id") if name in raw}
+        for name in (*TOKENIZER_FILES, *tokenizer_code(source)):
+            files += [path for path in source.glob(name) if path.is_file()]
+        path = source / "generation_config.json"
+        if path.is_file():
+            generation = parse_json(path.read_bytes(), path)
+    write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
+    for path in files:
+        shutil.copyfile(path, target / path.name)
+    # its own end of a turn may be another than the one trained
+    if generation:
+        text = json.dumps({**generation, "eos_token_id": ends}, indent=1)
+        (target / "generation_config.json").write_text(text)
+    if not source:
+        write_tokenizer(tokenizer, target)
+
+
+def tokenizer_code(folder):
+    """The Python files behind a tokenizer: those that auto_map names, and what they import from
+    beside them. Copied, never run; only plain names, so nothing from outside the folder."""
+    path, found = folder / "tokenizer_config.json", set()
+    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
+    while names:
+        file = folder / f"{names.pop()}.py"
+        if file.name not in found and file.is_file():
+            found.add(file.name)
+            names += re.findall(
+                r"^\s*from \.(\w+) import", file.read_text(errors="ignore"), re.MULTILINE
+            )
+    return sorted(found)

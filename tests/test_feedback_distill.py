@@ -17,7 +17,7 @@ from torch import nn
 import feedback_distill as fd
 import hsdp
 from moe import Model, ModelConfig
-from rollout import Tokenizer, write_action
+from rollout import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, ASSISTANT, TOOL, QUERY, HINT, END = range(6)
@@ -455,7 +455,7 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
     turn = SimpleNamespace(
         tokens=[
             tokenizer.id["<|assistant|>"],
-            *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls]),
+            *tokenizer.write_action("Edit # it; ", [(c.name, c.args) for c in calls]),
         ],
         role="assistant",
         calls=calls,

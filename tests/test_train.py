@@ -23,6 +23,7 @@ import torch
 import hsdp
 import train
 from conftest import run_ranks
+from published.tokenizers import read_tokenizer
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -1389,7 +1390,7 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
     model, tokenizer, _ = train.eval.load(run)
     again, text = (
-        train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab),
+        read_tokenizer(tmp_path / "out", tokenizer.vocab),
         Path(train.__file__).read_text(),
     )
     assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
