@@ -1,4 +1,13 @@
-"""export: HEAD TO BE WRITTEN"""
+"""published/export.py: a model that was trained here, as the folder of a published one.
+
+`write_checkpoint` is the way back of loading.py: config.json and safetensors, which transformers,
+vLLM and the like can read. `export_model` adds what else belongs to such a folder: the files of the
+tokenizer, the generation settings, the ids that end a turn. Of a model that began from a published
+one they are copied from its folder; one that was trained from noise has its own tokenizer.
+
+config.json is written last, so that an export that was interrupted cannot be read as a model. Weights
+are written in the precision that they were trained in, or in another on request, never quantised.
+"""
 
 import json
 import math

@@ -1,7 +1,26 @@
-"""families: HEAD TO BE WRITTEN"""
+"""published/families.py: which published architectures are known, and what they call things.
+
+config.json describes a model in its family's own words. `read_config` translates it into a
+ModelConfig, `config_json` translates back, and `hf_tensor_map` says what each of our weights is
+called in the files, and in which shape it stands there. Known are DeepSeek-V3 and Kimi K2 (latent
+attention), Qwen2, Qwen3 and Qwen3-MoE (grouped queries).
+
+One rule keeps this honest: a setting that nobody here reads is refused by name, unless it is off or
+known to change nothing (UNUSED_SETTINGS). Taken over in silence it would make another model, one
+that loads, runs, and is a little worse. For the same reason settings that two readers take in two
+ways (YaRN's mscale, two keys for RoPE) are refused where they would differ.
+
+    read_config(path)        config.json -> ModelConfig, its settings, the prefix of its tensors' names
+    config_json(config)      ModelConfig -> config.json, or a ValueError if no family has this
+    hf_tensor_map(config)    our weights and theirs
+
+Left out: everything but text (of Kimi K2.5 the language model is read, its vision tower is not),
+sliding windows, and RoPE in other variants than plain and YaRN.
+"""
+
+import math
 
 from moe import ModelConfig
-import math
 from published.safetensors import parse_json, read_bytes
 
 FAMILIES = {
@@ -12,7 +31,7 @@ FAMILIES = {
 }
 
 
-ONLY = {
+SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
@@ -32,7 +51,7 @@ ONLY = {
 
 # Settings that say nothing about what a forward computes: names, ids of tokens, losses, how text is
 # generated, how it was trained.
-INERT = set("""
+UNUSED_SETTINGS = set("""
     architectures auto_map dtype torch_dtype attn_implementation name_or_path transformers_version tokenizer_class use_cache initializer_range pretraining_tp ep_size
     seq_aux aux_loss_alpha router_aux_loss_coef output_router_logits num_nextn_predict_layers num_mtp_layers max_window_layers
     sliding_window bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id
@@ -44,11 +63,11 @@ INERT = set("""
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split())
 
 
-# Settings that are read, by whom, or checked against ONLY
-READ = set("""
+# Settings that are read, by whom, or checked against SUPPORTED_VALUES
+READ_SETTINGS = set("""
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
     rms_norm_eps tie_word_embeddings max_position_embeddings rope_theta rope_scaling rope_parameters layer_types
-    quantization_config""".split()) | ONLY.keys()
+    quantization_config""".split()) | SUPPORTED_VALUES.keys()
 
 
 FAMILY_READS = {
@@ -97,7 +116,7 @@ class Settings:
 
     def __init__(self, raw, path):
         self.raw, self.path = raw, path
-        for key, only in ONLY.items():
+        for key, only in SUPPORTED_VALUES.items():
             if raw.get(key) not in (None, only):
                 raise ValueError(
                     f"{path}: {key} = {raw[key]!r:.60} is not supported, only {only!r}"
@@ -255,7 +274,7 @@ def read_config(path):
         whole, raw, prefix = raw, {"model_type": "kimi_k2", **raw["text_config"]}, "language_model."
         # Of the settings around the language model's own none may speak about it: only one of the
         # two places is read.
-        for key in sorted((READ | FAMILY_READS["deepseek_v3"]) - {"model_type"}):
+        for key in sorted((READ_SETTINGS | FAMILY_READS["deepseek_v3"]) - {"model_type"}):
             if whole.get(key) and whole[key] != raw.get(key):
                 raise ValueError(
                     f"{path}: {key} stands beside text_config and not, or otherwise, inside it: put it inside"
@@ -266,7 +285,7 @@ def read_config(path):
             f"{path}: model_type {family!r:.60} is not one of {', '.join(FAMILIES)}, kimi_k2, kimi_k25"
         )
     get, mla = Settings(raw, path), family == "deepseek_v3"
-    refuse_unread(path, raw, READ | INERT | FAMILY_READS[family])
+    refuse_unread(path, raw, READ_SETTINGS | UNUSED_SETTINGS | FAMILY_READS[family])
     if (
         raw.get("qkv_bias") is False
         and family == "qwen2"

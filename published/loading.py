@@ -1,11 +1,30 @@
-"""loading: HEAD TO BE WRITTEN"""
+"""published/loading.py: the weights of a published folder, in our model.
 
-from moe import MoE, Model
+Three things stand between a file and a weight. Quantised tensors come in pieces: fp8 with a scale per
+block (DeepSeek-V3), or eight 4-bit integers in an int32 with a scale per group (Kimi K2). The layout
+is another one: experts are one stack here and one tensor each there, kv_b_proj is our wk_b and wv_b,
+and DeepSeek's RoPE turns neighbouring dimensions where ours turns two halves. And on many ranks each
+keeps a part of the model and reads no more than that.
+
+`read_checkpoint` checks all names and shapes before the first weight is read, then yields one tensor
+at a time; `load_model` fills a model with them that had no data before. So memory holds little more
+than the weights that stay.
+
+    config, tensors = read_checkpoint(folder)     an iterator of (our name, tensor)
+    model = load_model(folder, torch.bfloat16)    the whole model
+    model = build_model(config)                   the same architecture, with random weights
+
+Left out: other quantisations (GPTQ, AWQ, NVFP4), and rotations that some of them apply to weights.
+"""
+
 from pathlib import Path
-from published.families import TOP, hf_tensor_map, read_config
-from published.safetensors import let_go, open_folder
-import torch.nn as nn
+
 import torch
+import torch.nn as nn
+
+from moe import Model, MoE
+from published.families import TOP, hf_tensor_map, read_config
+from published.safetensors import release_pages, open_folder
 
 
 def build_model(config):
@@ -103,7 +122,7 @@ def quantization(get):
     return {"block": block, "group": group}
 
 
-def surplus(config, get, prefix, names):
+def unexpected_keys(config, get, prefix, names):
     """Names of tensors that no part of the model asked for. Known extras are not counted: a vision
     tower beside the language model, layers that predict further tokens (MTP), a head stored
     although it is tied, tables of angles."""
@@ -125,7 +144,7 @@ def equal_in_slices(one, other):
     same = one.shape == other.shape
     for a, b in zip(one.split(1024), other.split(1024)) if same else ():
         same = same and torch.equal(a.float(), b.float())
-        let_go(one), let_go(other)
+        release_pages(one), release_pages(other)
     return same
 
 
@@ -169,7 +188,7 @@ def read_checkpoint(folder, dtype=None, wanted={}):
                     f"{files[name]}: tensor {name!r} says {found.tolist()}, expected {theirs_shape}"
                 )
             left.discard(name)
-    for name in sorted(surplus(config, get, prefix, left)):
+    for name in sorted(unexpected_keys(config, get, prefix, left)):
         raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
     head, embed = (prefix + TOP[name] for name in ("head.weight", "embed.weight"))
     if head in left and config.tie and not equal_in_slices(tensors[head], tensors[embed]):
@@ -211,7 +230,7 @@ def load(config, tensors, plan, quant, interleaved, dtype, wanted):
                 x[e] = expert
         for pieces in theirs:
             for name in pieces:
-                let_go(tensors[name])
+                release_pages(tensors[name])
         yield ours, x
 
 

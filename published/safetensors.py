@@ -1,12 +1,28 @@
-"""safetensors: HEAD TO BE WRITTEN"""
+"""published/safetensors.py: the files that open models are published in.
 
-from contextlib import contextmanager
+A folder holds config.json, *.safetensors and, where there are several, an index that says which file
+holds which tensor. A safetensors file is 8 bytes of header length, a header in JSON ({name: dtype,
+shape, offsets}), and then the raw little-endian numbers, which the tensors fill without gap or
+overlap.
+
+The folder comes from strangers, so every length, offset, shape and file name in it is checked before
+it is used, and nothing is ever executed. A wrong one is a ValueError with the file and the tensor in
+one line. Files are mapped, not read: a tensor is a view of its file, its pages come into memory when
+it is used, and `release_pages` hands them back, so that a large model is never held twice.
+
+This file knows no model: families.py says what the tensors mean, loading.py puts them in their
+places. Left out: the dtypes that no supported model uses, and pickled checkpoints (*.bin), which
+run code when they are read.
+"""
+
 import json
 import math
 import mmap
 import re
-import torch
 import warnings
+from contextlib import contextmanager
+
+import torch
 
 DTYPES = {
     "F64": torch.float64,
@@ -24,7 +40,7 @@ DTYPES = {
 
 
 # most bytes of JSON read into memory: 3 MB describe 25,000 tensors
-HEADER, INDEX = 8 << 20, 64 << 20
+MAX_HEADER, MAX_INDEX = 8 << 20, 64 << 20
 
 
 def parse_json(raw, path):
@@ -97,7 +113,7 @@ def open_safetensors(path):
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER):
+            if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
             header, data = parse_json(file.read(length), path), mmap.mmap(
                 file.fileno(), 0, access=mmap.ACCESS_READ
@@ -134,7 +150,7 @@ def view(data, dtype, shape, start):
     return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
 
 
-def let_go(tensor):
+def release_pages(tensor):
     """The pages a view was read from leave this process: else a model in one file would be held
     twice while it is loaded."""
     data, start, stop = tensor.mapped
@@ -152,7 +168,7 @@ def open_folder(folder):
     if not sharded:
         tensors = open_safetensors(folder / "model.safetensors")
         return tensors, dict.fromkeys(tensors, folder / "model.safetensors")
-    home, tensors = parse_json(read_bytes(index, INDEX), index).get("weight_map"), {}
+    home, tensors = parse_json(read_bytes(index, MAX_INDEX), index).get("weight_map"), {}
     if not isinstance(home, dict):
         raise ValueError(f"{index}: no weight_map")
     # a plain name: no way out of the folder, nor back to the index itself

@@ -404,11 +404,9 @@ def batch_of(episodes):
 
 
 def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_there():
-    tokenizer = SimpleNamespace(
-        id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END},
-        name={90: "", 91: "", END: ""},
-        chat=None,
-    )
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    tokenizer.id = {"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}
+    tokenizer.name = {i: name for name, i in tokenizer.id.items()}
     # thought, read_file(..), cat(..), ls()
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]
     turn = SimpleNamespace(
