@@ -12,11 +12,11 @@ finds every call in the body of a turn with the place where each part of it stan
 the family's own parsers would take. Whatever belongs to a call and is no whole call becomes an
 error that the model is told; were it dropped in silence, the turn would be taken for a final word.
 
-Nothing that a tool or a user says can forge a control token: `mark_controls` sets a zero byte before
-those that were sampled, and the text itself cannot hold one.
+Text cannot forge a control token: where a body is read as text, `mark_controls` sets a zero byte
+before those that were sampled, and text itself cannot hold one.
 
-Left out: images, several messages in one user's turn, and the system prompts of the templates beyond
-the declaration of the tools.
+Left out: images, several messages in one turn of the user, and the system prompts of the templates
+beyond the declaration of the tools.
 """
 
 import json
@@ -35,7 +35,8 @@ CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
 PURPOSE = {
     "read_file": "Shows a file.",
     "run_command": "Runs a command in the repository and shows what it prints.",
-    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
+    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; "
+    "an empty `old` appends to it, or makes it.",
     "search_codebase": "Shows the lines that hold the query.",
 }
 

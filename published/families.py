@@ -10,9 +10,9 @@ known to change nothing (UNUSED_SETTINGS). Ignored in silence it would give anot
 loads and runs and is a little worse. For the same reason a setting that two readers take in two
 ways (YaRN's mscale, two keys for RoPE) is refused where the two would differ.
 
-    read_config(path)                 config.json -> ModelConfig, its settings, the prefix of its tensors' names
-    config_json(config)               ModelConfig -> config.json, or a ValueError if no family has this
-    hf_tensor_map(config, state)      our weights and theirs
+    read_config(path)               config.json -> ModelConfig, and what loading.py needs beside it
+    config_json(config)             ModelConfig -> config.json; a ValueError if no family has this
+    hf_tensor_map(config, state)    our weights and theirs
 
 Left out: everything but text (of Kimi K2.5 the language model is read, its vision tower is not),
 sliding windows, and variants of RoPE other than plain and YaRN.
@@ -102,9 +102,9 @@ def refuse_unread(path, settings, read, where=""):
 
 
 class Settings:
-    """config.json, asked for one setting at a time: its kind, its bounds, and the value it has where
-    the file says nothing or null (None: then the file must say it). A wrong value is a ValueError
-    that names the key and the file."""
+    """config.json, asked for one setting at a time: its kind, its bounds, and the value that it has
+    where the file says nothing or null (None: then the file must say it). A wrong value is a
+    ValueError that names the key and the file."""
 
     def __init__(self, raw, path):
         self.raw, self.path = raw, path

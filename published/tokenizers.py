@@ -12,9 +12,9 @@ that meaning, and otherwise rows of its embedding that it never used. If it has 
 writes turns with, it is a `ChatTokenizer`, which writes and reads the conversation in the family's
 form (chat.py); else turns and calls have the form of rollout.Tokenizer.
 
-    make_tokenizer(**state)          the tokenizer of a checkpoint: which class it is follows from its settings
-    read_tokenizer(folder, vocab)    that of a published model whose embedding has `vocab` rows
-    write_tokenizer(tokenizer, folder)     tokenizer.json and tokenizer_config.json, for transformers and its kin
+    make_tokenizer(**state)               that of a checkpoint; its class follows from its settings
+    read_tokenizer(folder, vocab)         that of a published model with `vocab` rows of embedding
+    write_tokenizer(tokenizer, folder)    tokenizer.json, for transformers and its kin
 
 Left out: vocabularies that are not byte-level BPE (SentencePiece, WordPiece), and normalizers other
 than NFC.
