@@ -23,7 +23,9 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 """
 
 import argparse
+import contextlib
 import errno
+import hashlib
 import io
 import json
 import math
@@ -35,6 +37,7 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +51,11 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import ModelConfig
-from published.loading import build_model
+from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
+import fast
+from fast.sampler import Sampler as FastSampler
+from fast.workers import generation_model
 
 LEVELS = range(6)
 
@@ -226,18 +231,32 @@ def unfinished(folder):
     )
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
-    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+def load(folder, device="cpu", plain=False):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
+    `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.peek(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
     tokenizer = make_tokenizer(**extra["tokenizer"])
-    model = build_model(ModelConfig(**extra["model"]))
+    model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
+    if not plain:
+        fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
+
+
+def make_sampler(model, tokenizer, config, temperature):
+    """A sampler of this policy: the plain one if the run is plain, else its fast twin, which takes
+    a copy of the weights rounded to the dtype of the products"""
+    options = dict(window=config["window"], temperature=temperature)
+    if config.get("plain"):
+        return rollout.Sampler(model, tokenizer, **options)
+    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
+    copy.load_state_dict(model.state_dict())
+    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
 
 
 def attempt(
@@ -259,17 +278,8 @@ def attempt(
     compact, limits = summarize.compact(config), rollout.Limits(
         config["window"], config["turns"], commands=config["commands"]
     )
-    lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
-    lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(
-        lean,
-        tokenizer,
-        rows=96,
-        window=config["window"],
-        temperature=temperature,
-        draft=config["draft"],
-    )
+    sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(
         sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
     )
@@ -340,15 +350,7 @@ def mismatch(model, tokenizer, config, tasks):
         config["window"], config["turns"], commands=config["commands"]
     )
     for dtype in (torch.bfloat16, torch.float32):
-        lean = rollout.generation_model(model.config, dtype)
-        lean.load_state_dict(model.state_dict())
-        sampler = rollout.Sampler(
-            lean,
-            tokenizer,
-            window=config["window"],
-            temperature=config["temperature"],
-            draft=config["draft"],
-        )
+        sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
             sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
         )
@@ -699,6 +701,174 @@ def write_json(policies, path, extra=None):
         if (pair := compare_pairs(policies[first], policies[name]))
     }
     path.write_text(json.dumps(data, indent=1))
+
+
+# ---------------------------------------------------------------- the stage `eval` of train.py
+
+
+def find_policies(config, given, sizes, load_published):
+    """What a run has to evaluate: its policies before and after RL, before any training the
+    published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
+    published model as `load` gives it or None).
+
+    config: that of the command; given: the flags that were typed; sizes: names of those that are
+    the model's shape; load_published: called without arguments, gives the model of --init_from.
+    Window, turns, ... are those the policies were made with. Refusal where a flag says otherwise,
+    or where there is nothing to evaluate."""
+    out, published = Path(config.out), None
+
+    # Before RL: the run's own SFT, or the one from which its RL began.
+    trained = hsdp.exists(out / "rl")
+    before = out / "sft"
+    if not hsdp.exists(before):
+        begun = hsdp.peek(out / "rl")["config"]["start_from"] if trained else ""
+        before = Path(config.start_from or begun or config.out) / "sft"
+    paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
+    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    if not paths and config.init_from and not config.start_from:
+        published = load_published()
+        paths = {"published": Path(config.init_from)}
+    if not paths:
+        raise synth_tasks.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+
+    # What is shown belongs to what was run: a stage that is not at its end is called so.
+    labelled = {}
+    for name, path in paths.items():
+        label = "" if published else unfinished(path)
+        labelled[f"{name} ({label})" if label else name] = path
+
+    # One model, one window, one limit of turns, ... for all of them: those of the last one.
+    last = list(labelled.values())[-1]
+    made = published[2] if published else load(last)[2]
+    if config.init_from not in ("", made["init_from"]):
+        raise synth_tasks.Refusal(
+            f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
+            "leave the flag away"
+        )
+    rules = ["window", "turns", "commands", "draft", "summarize", "trigger", "truncate"]
+    shape = [] if published else sorted({*sizes, "vocab", "yarn"})
+    for name in shape + rules:
+        # A run older than a flag was made with its default.
+        before = made.get(name, getattr(type(config), name))
+        if given.get(name, before) != before:
+            raise synth_tasks.Refusal(
+                f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
+            )
+    as_made = {name: made[name] for name in rules}
+    # These may be asked for otherwise.
+    for name in ("temperature", "distinct"):
+        as_made[name] = given.get(name, made.get(name, getattr(config, name)))
+    return replace(config, **as_made), labelled, published
+
+
+def evaluate(run, config, paths, published, make_task, describe_cost):
+    """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
+    share of the tasks. paths, published, config: see find_policies; run: train.py's; make_task:
+    (configuration, level, number) -> a task that RL has seen; describe_cost: called on every rank
+    at the end, gives a line on what the command took."""
+    out = Path(config.out)
+    trained = hsdp.exists(out / "rl")
+    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
+    run.say(f"evaluated: {told}" + f"; there is no {out}/rl" * (not trained))
+
+    # The same evaluation of the same checkpoints again: its table is there already.
+    made_from = {} if published else {name: when_saved(path) for name, path in paths.items()}
+    kept = find_kept_table(config, made_from) if trained else ""
+    if kept:
+        return run.say(kept)
+
+    # Tasks that no policy has seen, and, where RL had a fixed number of tasks, those as well.
+    held = held_out(config.eval_tasks, range(config.eval_levels))
+    if config.tasks:
+        held = synth_tasks.read_tasks(config.tasks)
+    jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
+    made = published[2] if published else load(list(paths.values())[-1])[2]
+    if config.distinct and not config.tasks and trained:
+        number = min(config.distinct, config.eval_tasks)
+        own = replace(config, **{name: made[name] for name in ("seed", "harden", "documented")})
+        seen = []
+        for level in range(config.eval_levels):
+            for i in range(number):
+                seen.append(make_task(own, level, own.seed * 1_000_003 + i))
+        passes = max(1, config.eval_tasks * config.eval_samples // number)
+        jobs.append(("after, seen", out / "rl", seen, passes))
+
+    policies = {}
+    for name, path, tasks, passes in run.bar(jobs, "evaluation"):
+        model, tokenizer, saved = published or load(path, run.device, config.plain)
+        # How far RL has moved the policy from where it began. (Of a published model, one more may
+        # not fit.)
+        began, origin = None, Path(saved["start_from"] or saved["out"], "sft")
+        if saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]:
+            began = load(origin, run.device, config.plain)[0].compute(run.dtype)
+        mine = attempt(
+            model.compute(run.dtype),
+            tokenizer,
+            {**made, "plain": config.plain},
+            run.share(tasks),
+            passes,
+            temperature=config.temperature,
+            numbers=run.share(range(len(tasks))),
+            began=began,
+        )
+        policies[name] = run.gather(mine)
+    cost = describe_cost()
+    if run.rank == 0:
+        write_evaluation(config, policies, made_from, cost)
+
+
+def find_kept_table(config, made_from):
+    """The table in summary.json, if the same evaluation of the same checkpoints is there, else "" """
+    path = Path(config.out, "summary.json")
+    asked = ["tasks", "temperature", "distinct", "start_from"]
+    asked += ["eval_levels", "eval_tasks", "eval_samples"]
+    # A full disk may have left half of it.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        done = json.loads(path.read_text())
+        same = all(done["config"][name] == getattr(config, name) for name in asked)
+        if same and done["file"] == digest_file(config.tasks) and done["made_from"] == made_from:
+            return done["table"]
+    return ""
+
+
+def write_evaluation(config, policies, made_from, cost):
+    """Table, summary.json, figures of {name: records}"""
+    out = Path(config.out)
+    text = table(policies, "given" if config.tasks else "held-out") + f"\n{cost}"
+    logs = {stage: lines_of(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
+    extra = {
+        "table": text,
+        "config": asdict(config),
+        "stages": {stage: lines[-1] for stage, lines in logs.items() if lines},
+        "file": digest_file(config.tasks),
+        "made_from": made_from,
+    }
+
+    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not
+    # cost it.
+    print(f"\n{text}\n")
+    try:
+        write_json(policies, out / "summary.json", extra)
+    except OSError as error:
+        print(
+            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
+    problems = [draw_safely(draw, policies, out), draw_safely(draw_training, logs, out)]
+    figures = ", ".join(sorted(path.name for path in out.glob("*.png")))
+    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+
+
+def when_saved(path):
+    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
+    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
+
+
+def digest_file(path):
+    """Of the bytes of a file; "" of none"""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 # ---------------------------------------------------------------- experiments: runs of train.py, compared

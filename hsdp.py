@@ -961,11 +961,7 @@ def traffic(config, shapes, layout, step):
             ("reduce-scatter", f"{what} gradients", ring(n) * gradients, span),
             ("all-reduce", f"{what} gradients of copies", 2 * ring(copies) * gradients / n, W),
         ]
-    entry = (
-        config.kv_lora + config.qk_rope
-        if config.attention == "mla"
-        else config.kv_heads * (config.qk_nope + config.qk_rope + config.v_dim)
-    )
+    entry = config.entry_width
     latents, moe = (
         layout.cp - 1
     ) * config.layers * step.tokens * entry * step.act, config.layers - config.dense_layers
@@ -1072,14 +1068,14 @@ def largest_micro_batch(config, shapes, gigabytes, most, share=0.6):
 def parameter_shapes(name, folder=""):
     """A named model, or that of a published folder, on the meta device. -> (ModelConfig,
     {parameter: shape})"""
-    from moe import Model, ModelConfig
+    from moe import ModelConfig
     from published.families import read_config
 
     if not folder and name not in MODELS:
         raise ValueError(f"unknown model {name!r}: {', '.join(MODELS)}")
     config = read_config(Path(folder, "config.json"))[0] if folder else ModelConfig(**MODELS[name])
     with torch.device("meta"):
-        return config, {n: tuple(p.shape) for n, p in Model(config).named_parameters()}
+        return config, {n: tuple(p.shape) for n, p in config.build_model().named_parameters()}
 
 
 def plan(name, folder, gpus, cp, ep, step, hardware):

@@ -23,8 +23,7 @@ ranks, strided shards (tensor parallelism and FSDP on one dimension).
     unit   a matrix that is orthogonalised as a whole: the last two dimensions of a stack, a 2-D parameter, or a column block
     block  the part of a parameter that one rank holds            piece  the part of a unit that lies in one block
 
-python muon.py            singular values before and after, four ranks against one, the timeline out/muon.png
-python muon.py --bench    step time against the GEMM floor and torch.optim.Muon; collectives, bytes, CPU seconds for W = 1..8
+python muon.py    singular values before and after, four ranks against one, the timeline out/muon.png
 """
 
 import argparse
@@ -36,7 +35,6 @@ import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
 from datetime import timedelta
-from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -69,36 +67,36 @@ COEFFICIENTS = {
 MARGIN = {"polar_express": 1.02}
 # on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
 CACHE_BYTES = {torch.bfloat16: 3 << 20}
-# 34 m^3 + 4 m^2 n multiply-adds against 10 m^3 + 20 m^2 n: they cross at n = 1.5 m
-GRAM_ASPECT = 1.5
 
 
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 
-def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
+def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None, iterate=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
     dtype is what the products run in, bf16 unless given. Many small matrices are multiplied as one
     batch; on a CPU big ones go through in cache-sized chunks. What becomes of a matrix does not
-    depend on its company. out may be G itself."""
+    depend on its company. out may be G itself. iterate: what to do in the place of newton_schulz.
+    """
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
     assert (
         coefficients in COEFFICIENTS
     ), f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
-    dtype = dtype or torch.bfloat16
+    dtype, iterate = dtype or torch.bfloat16, iterate or newton_schulz
     out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
     if not G.numel():
         return out
     if not out.is_contiguous():
-        return out.copy_(orthogonalize(G, steps, coefficients, dtype))
+        return out.copy_(orthogonalize(G, steps, coefficients, dtype, iterate=iterate))
     R, C = G.shape[-2:]
     # zeros up to whole cache lines: on some CPUs the last bit hangs
     if G.device.type == "cpu" and (R % 8 or C % 8):
         # on where in a line a matrix begins, so on its company
         padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))
-        return out.copy_(orthogonalize(padded, steps, coefficients, dtype)[..., :R, :C])
+        whole = orthogonalize(padded, steps, coefficients, dtype, iterate=iterate)
+        return out.copy_(whole[..., :R, :C])
     X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
     rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
     if G.device.type == "cpu":
@@ -106,7 +104,7 @@ def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None):
     table = [rows[min(i, len(rows) - 1)] for i in range(steps)]
     for x, o in zip(X.split(chunk), O.split(chunk)):
         result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
-        newton_schulz(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
+        iterate(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
         o.copy_(result) if result is not o else None
     return out
 
@@ -115,14 +113,6 @@ def cpu_chunk(elements, dtype):
     """Matrices of so many elements to multiply in one call: small calls pay overhead, big ones
     leave the cache."""
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
-
-
-@lru_cache(maxsize=16)
-def scratch(shape, dtype, device):
-    """Room for intermediate matrices, used again: memory fresh from the system costs a CPU 15 % of
-    the products."""
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 # between them no square of an entry that matters leaves the range of fp32 and bf16
@@ -145,15 +135,12 @@ def unit_norm(X, dtype, margin=1.0):
     # The others are cast first, as on the wire.
     if dtype != torch.float16 and X.dtype != torch.float64:
         X = X.to(dtype)
-    quotient = scratch((3, *X.shape), X.dtype, X.device)[2]
     # Asking for the norms would make a GPU's host wait, so there every matrix is scaled, with the
     # same result.
     if X.device.type != "cpu" or not has_ordinary_norms(X):
-        X = torch.div(X, power_of_two_below(X), out=quotient)
+        X = X / power_of_two_below(X)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return torch.div(X, (norm * margin).clamp(min=torch.finfo(X.dtype).tiny), out=quotient).to(
-        dtype
-    )
+    return (X / (norm * margin).clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
 
 
 def has_ordinary_norms(X):
@@ -174,40 +161,14 @@ def power_of_two_below(X):
 
 def newton_schulz(X, table, out):
     """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m,
-    m), on the small side: a tall X is multiplied from the right, A = X^T X, and never transposed.
-
-    Gram form: the p_i commute, so iterate on A alone (A <- Q A Q), collect P = Q...Q, and multiply
-    by X at the end. That loses small singular values, which A holds squared: fp32 (and fp16 on a
-    GPU) only, starting again from X now and then."""
-    N, R, C = X.shape
-    m, n, tall = min(R, C), max(R, C), R > C
-    A, Q, P, S, T = scratch((5, N, m, m), X.dtype, X.device)
-    Y = scratch((3, N, R, C), X.dtype, X.device)  # Y[2] is where unit_norm has put X
-    gram = n > GRAM_ASPECT * m and (
-        X.dtype == torch.float32 or X.dtype == torch.float16 and X.is_cuda
-    )
-    times = (
-        (lambda Q, out: torch.bmm(X, Q, out=out))
-        if tall
-        else (lambda Q, out: torch.bmm(Q, X, out=out))
-    )
-    fresh = True  # no polynomial is waiting to be multiplied onto X
-    for i, (a, b, c) in enumerate(table):
-        if fresh:
-            torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
-        torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
-        # a X inside the product: one pass over X less than a X + Q X
-        Q.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = Q if fresh else torch.bmm(Q, P, out=S)
-        last = i == len(table) - 1
-        if last or not gram or i % 3 == 1:
-            X, fresh = times(product, out if last else Y[i % 2]), True
-        else:
-            torch.bmm(torch.bmm(Q, A, out=T), Q, out=A)
-            Q, P = (P, Q) if fresh else (Q, P)
-            S, P = (S, P) if fresh else (P, S)
-            fresh = False
-    return out if table else out.copy_(X)
+    m), on the small side: the transpose of a tall X is multiplied."""
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    for a, b, c in table:
+        A = X @ X.mT
+        B = b * A + c * A @ A
+        X = a * X + B @ X
+    return out.copy_(X.mT if tall else X)
 
 
 def step_scale(rule, rows, columns):
@@ -486,7 +447,7 @@ def cut(rows, itemsize, bound):
 # ------------------------------------------------------------------------------------------------------ the optimizer
 
 # of Muon, beside its groups
-SETTINGS = "ns_dtype", "wire_dtype", "check_gradients", "task_bytes", "window"
+SETTINGS = "ns_dtype", "newton_schulz", "wire_dtype", "check_gradients", "task_bytes", "window"
 
 
 class Lent:
@@ -516,7 +477,7 @@ class Muon(torch.optim.Optimizer):
 
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
     gradients: they share the units. ns_dtype: dtype of the matrix products, and of the wire; on a
-    CPU without bf16 instructions fp32 is some 20 times faster. check_gradients: NaN and inf raise
+    CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see orthogonalize. check_gradients: NaN and inf raise
     before anything has changed. task_bytes, window: size of a task per rank, and how many are in
     flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
     bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves
@@ -537,12 +498,14 @@ class Muon(torch.optim.Optimizer):
         eps=1e-8,
         replicas=None,
         ns_dtype=torch.bfloat16,
+        newton_schulz=newton_schulz,
         check_gradients=True,
         task_bytes=32 << 20,
         window=3,
     ):
         self.names, self.leaves, self.plans, self.events, self.traffic = {}, [], {}, None, {}
         self.replicas, self.ns_dtype, self.check_gradients = replicas, ns_dtype, check_gradients
+        self.newton_schulz = newton_schulz
         self.task_bytes, self.window = task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
@@ -712,7 +675,8 @@ class Muon(torch.optim.Optimizer):
         self.log(task, "multiply")
         for (number, *_), X in stacks.items():
             group = self.param_groups[number]
-            orthogonalize(X, group["ns_steps"], group["coefficients"], self.ns_dtype, out=X)
+            steps, coefficients = group["ns_steps"], group["coefficients"]
+            orthogonalize(X, steps, coefficients, self.ns_dtype, X, self.newton_schulz)
         self.log(task, "multiplied")
         if task.moves:
             receive = self.exchange(
@@ -984,7 +948,7 @@ def check_parameters(optimizer, named_parameters):
         )
 
 
-# ------------------------------------------------------------------------------------------------------ demo and bench
+# ------------------------------------------------------------------------------------------------------ demo
 
 
 def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
@@ -1012,89 +976,6 @@ def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float
         params[name] = torch.nn.Parameter(place(name, weight))
         params[name].grad = place(name, grad)
     return params
-
-
-def seconds(call, device="cpu"):
-    """CPU seconds of one thread: the clock on the wall also counts whoever else uses the machine.
-    On a GPU, the wall."""
-    if device == "cpu":
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def gemm_floor(shapes, dtype, device, steps=5):
-    """A call that does nothing but the products of the plain iteration, in the batches that suit
-    the machine."""
-    batches = defaultdict(int)
-    for shape in shapes.values():
-        batches[tuple(sorted(shape[-2:]))] += shape[0] if len(shape) == 3 else 1
-    work = []
-    for (m, n), count in batches.items():
-        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
-        for size in [chunk] * (count // chunk) + [count % chunk] * (count % chunk > 0):
-            work.append((size, m, n))
-    pool = {
-        (size, m, n): [torch.randn(size, m, k, device=device).to(dtype) for k in (n, m, n)]
-        for size, m, n in set(work)
-    }
-
-    def run():
-        for key in work:
-            X, A, Y = pool[key]
-            B = torch.empty_like(A)
-            for _ in range(steps):
-                torch.bmm(X, X.mT, out=B), torch.bmm(A, A, out=B), torch.bmm(A, X, out=Y)
-
-    return run
-
-
-def bench_one(device):
-    """One step on one device: the products alone, torch.optim.Muon with one 2-D parameter per unit,
-    and Muon."""
-    shapes = layer_shapes(6)
-    print(
-        f"\none step, {sum(map(math.prod, shapes.values())) / 1e6:.1f}M parameters, {device}, seconds, best of 5"
-    )
-    print("products  weights    GEMM floor  torch.optim.Muon  Muon     / floor  / torch")
-    for dtype, weights in (
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ):
-        params = make_parameters(shapes, dtype=weights, device=device)
-        ours = Muon(
-            [dict(params=list(params.items()))],
-            ns_dtype=dtype,
-            scale="spectral",
-            lr=1e-3,
-            weight_decay=0.1,
-        )
-        matrices = []
-        for p in make_parameters(shapes, dtype=weights, device=device).values():
-            for matrix, grad in zip(stacked(p.data), stacked(p.grad)):
-                matrices.append(torch.nn.Parameter(matrix.clone()))
-                matrices[-1].grad = grad.clone()
-        theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
-        keep = torch.Tensor.bfloat16
-        if dtype == torch.float32:
-            # torch.optim.Muon knows bf16 only; like is compared with like
-            torch.Tensor.bfloat16 = lambda tensor: tensor
-        calls = gemm_floor(shapes, dtype, device), theirs.step, ours.step
-        times = [[seconds(call, device) for call in calls] for _ in range(6)][1:]
-        torch.Tensor.bfloat16 = keep
-        floor, torch_muon, muon = map(min, zip(*times))
-        name = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-        print(
-            f"{name[dtype]}      {name[weights]}       {floor:8.3f}    {torch_muon:10.3f}      {muon:8.3f}   "
-            f"{muon / floor:7.2f}  {muon / torch_muon:6.2f}",
-            flush=True,
-        )
 
 
 def fork_ranks(world, call, *args):
@@ -1150,65 +1031,6 @@ def shard(world):
     return lambda name, tensor: distribute_tensor(
         tensor, mesh, [Shard(tensor.ndim - 2)], src_data_rank=None
     )
-
-
-def redundant_step(params, optimizer):
-    """What one writes first: gather every momentum whole and orthogonalise all of it on every
-    rank."""
-    for p in params.values():
-        m = optimizer.state[p]["momentum"]
-        m.to_local().lerp_(p.grad.to_local(), 0.05)
-        whole = DTensor.from_local(
-            torch.lerp(p.grad.to_local(), m.to_local(), 0.95),
-            m.device_mesh,
-            m.placements,
-            shape=m.shape,
-            stride=m.stride(),
-        ).full_tensor()
-        update = distribute_tensor(
-            orthogonalize(whole), m.device_mesh, m.placements, src_data_rank=None
-        ).to_local()
-        p.to_local().mul_(1 - 1e-4).add_(update, alpha=-1e-3 * step_scale("rms", *p.shape[-2:]))
-
-
-def bench_rank(rank, world, fallback):
-    """CPU seconds (all threads, gloo's too), collectives and bytes of one rank's step, after two to
-    warm up."""
-    params = make_parameters(layer_shapes(2), shard(world))
-    optimizer = Muon([dict(params=list(params.items()), weight_decay=0.1)], check_gradients=True)
-    cpu = []
-    with torch.no_grad():
-        for _ in range(5):
-            dist.barrier()
-            start = time.process_time()
-            redundant_step(params, optimizer) if fallback else optimizer.step()
-            cpu.append(time.process_time() - start)
-    whole = sum(p.numel() for p in params.values()) * 4
-    here = sum(p.to_local().nbytes for p in params.values())
-    traffic = (
-        dict(collectives=len(params), bytes_received=whole - here)
-        if fallback
-        else optimizer.traffic
-    )
-    return min(cpu[2:]), traffic
-
-
-def bench_sharded():
-    count = sum(math.prod(shape) for shape in layer_shapes(2).values()) / 1e6
-    print(
-        f"sharded over forked gloo ranks, {count:.1f}M parameters, rows inside the experts; busiest rank, best of 3\n"
-        " W   CPU s   MB received  collectives   full_tensor + redundant NS: CPU s   MB   ratio of CPU s"
-    )
-    for world in (1, 2, 4, 8):
-        ours, fallback = (fork_ranks(world, bench_rank, redundant) for redundant in (False, True))
-        cpu, traffic = max(cpu for cpu, _ in ours), ours[0][1]
-        most = max(t["bytes_received"] for _, t in ours) / 1e6
-        other = max(cpu for cpu, _ in fallback)
-        print(
-            f"{world:2d}  {cpu:6.3f}  {most:10.1f}  {traffic['collectives']:10d} {other:36.3f}  "
-            f"{fallback[0][1]['bytes_received'] / 1e6:6.1f}  {cpu / other:6.3f}",
-            flush=True,
-        )
 
 
 def demo_rank(rank, world):
@@ -1311,23 +1133,24 @@ def demo():
     )
 
 
-if __name__ == "__main__":
+def refuse(message):
+    print(f"muon.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv):
+    if "--bench" in argv:
+        refuse("--bench has moved: python -m benchmarks.muon")
     parser = argparse.ArgumentParser(
         description="Muon, alone", usage=argparse.SUPPRESS, allow_abbrev=False
     )
-    parser.add_argument("--bench", action="store_true", help="measure instead of show")
-    if parser.parse_args().bench:
-        torch.set_num_threads(1)
-        bench_sharded()  # first: a process that has touched a GPU cannot fork
-        bench_one("cuda" if torch.cuda.is_available() else "cpu")
-    else:
-        try:
-            demo()
-        except OSError as error:
-            sys.exit(
-                print(
-                    f"muon.py: {error.filename or 'cannot write'}: {error.strerror}",
-                    file=sys.stderr,
-                )
-                or 2
-            )
+    parser.error = refuse
+    parser.parse_args(argv)
+    try:
+        demo()
+    except OSError as error:
+        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

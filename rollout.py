@@ -40,29 +40,17 @@ K experts per token.
 
     python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
     python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
-    python rollout.py --bench         decoding against re-running the full forward, its matrix products alone, static batching
 """
 
 import argparse
-import atexit
-import contextlib
-import hashlib
 import json
 import math
-import multiprocessing
 import os
-import queue
 import random
 import re
-import signal
 import sys
-import tempfile
-import threading
-import time
-import zlib
 from bisect import bisect
 from collections import Counter, defaultdict
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -71,9 +59,8 @@ import regex  # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
+from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import (
     ARGUMENTS,
     HINTED,
@@ -90,7 +77,7 @@ from synth_tasks import (
     judge,
     make_task,
 )
-from world.machine import MachineFailure, is_machine_failure, owned_directory, try_again
+from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -472,100 +459,142 @@ def leaves_room(tokenizer, task, limits):
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
-    """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is
-    sent nothing, and so on; it returns its Chain; versions may be one number for all of a body.
+    """A coroutine: one agent works on one task. It yields a Request and is sent (body, logprobs,
+    versions), yields a Work and is sent nothing, and so on; it returns its Chain. versions may be
+    one number for all of a body.
+
     `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn;
     the summary is then sampled in the same context, and a new episode starts from task + summary
     (or, where it truncates, at once from task + newest turns)."""
     chain = Chain(task, [Episode([opening(tokenizer, task)])])
-    lead = lambda: tokenizer.generation_prompt(chain.episodes[-1].turns[-1].role)
-    # what a new episode starts from
-    begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + lead()
-    fresh, restart, wants_summary, ran, number = begun(), True, False, 0, 0
+    pending = context_tokens(tokenizer, chain.episodes[-1])  # what the sampler has not read yet
+    restart = True  # the pending tokens begin a new context
+    summarizing = False  # the next turn is a summary
+    call_number = 0  # calls that stand in the context
+    commands_run = 0
+
     for _ in range(limits.turns):
-        episode, head = chain.episodes[-1], lead()
-        left = limits.window - len(episode) - len(head)
-        if left < 2:
+        # 1) Is there room for a turn, two tokens at least? Then a sampler (or the expert) writes it.
+        episode = chain.episodes[-1]
+        prompt = tokenizer.generation_prompt(episode.turns[-1].role)
+        room = limits.window - len(episode) - len(prompt)
+        if room < 2:
             break
-        body, logprobs, versions = yield Request(
-            fresh, restart, min(limits.turn, left), wants_summary, number
-        )
-        # a demonstration may write too much: the window holds
-        body, logprobs, restart = body[:left], logprobs[:left], False
-        versions = np.resize(versions, len(body))
+        most = min(limits.turn, room)
+        body, logprobs, versions = yield Request(pending, restart, most, summarizing, call_number)
+        restart = False
+
+        # 2) It is kept token for token. (A demonstration may write more than the window holds.)
+        body, logprobs = body[:room], logprobs[:room]
         text, calls = tokenizer.read_action(body)
-        thinking = calls[0].start if calls else 0
         turn = Turn(
-            "assistant", [*head, *body], text, calls, thinking, logprobs, versions, len(head)
+            "assistant",
+            [*prompt, *body],
+            text,
+            calls,
+            thinking=calls[0].start if calls else 0,
+            logprobs=logprobs,
+            versions=np.resize(versions, len(body)),
+            head=len(prompt),
         )
         episode.turns.append(turn)
-        # ran out of room inside a turn: none of its calls is run
+
+        # 3) A turn without a stop token ran out of room: none of its calls is run, and the agent
+        #    has submitted nothing.
         if body[-1] not in tokenizer.ends:
-            turn.calls = [
-                replace(call, output="", error="failed") for call in calls if not wants_summary
-            ]
+            cut_off = [] if summarizing else calls
+            turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
-        if wants_summary:
-            turn.calls, restart, wants_summary, number = [], True, False, 0
+
+        # 4) A summary ends the episode, and the next one starts from it.
+        if summarizing:
+            turn.calls = []
             chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
-            fresh = begun()
+            pending = context_tokens(tokenizer, chain.episodes[-1])
+            restart, summarizing, call_number = True, False, 0
             continue
+
+        # 5) A turn without calls is the final message: the work is submitted.
         if not calls:
             chain.finished = True
             break
-        number = tokenizer.number_calls(calls, number)
-        for call in calls:
-            # how it was called no longer matters: there is no such tool
-            if call.name and call.name not in task.tools:
-                call.output, call.error = "", ""
-        commands = [call for call in calls if call.name == "run_command" in task.tools]
-        for call in commands[max(0, limits.commands - ran) :] if limits.commands else ():
-            call.output, call.error = "No more commands.", "failed"
-        ran += len(commands)
-        yield Work(calls, lambda: run_tools(workspace, calls, chain), bool(commands))
-        # what the tools say now is not what this agent's work does
+
+        # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
+        #    not what this agent's work does.
+        call_number = tokenizer.number_calls(calls, call_number)
+        commands = refuse_calls(task, limits, calls, commands_run)
+        commands_run += commands
+        yield Work(calls, lambda: run_tools(workspace, calls, chain), slow=commands > 0)
         if chain.failure:
             break
-        room = (
-            min(limits.window // 3, compact.room(tokenizer, chain))
-            if compact
-            else limits.window // 3
-        )
-        outputs = [
-            make_turn(
-                tokenizer,
-                "tool",
-                call.output,
-                room // len(calls),
-                (call.name, i, len(calls), call.id),
-            )
-            for i, call in enumerate(calls)
-        ]
-        episode.turns += outputs
-        fresh = [t for turn in outputs for t in turn.tokens] + lead()
+
+        # 7) Their outputs share a third of the window at most.
+        room = limits.window // 3
+        if compact:
+            room = min(room, compact.room(tokenizer, chain))
+        added = []
+        for i, call in enumerate(calls):
+            answers = call.name, i, len(calls), call.id
+            added.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+        episode.turns += added
+
+        # 8) Is the context nearly full? Then a summary is asked for, or the oldest turns are left
+        #    out.
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
-            fresh, restart = begun(), True
-        elif query:
+            pending = context_tokens(tokenizer, chain.episodes[-1])
+            restart = True
+            continue
+        if query:
             episode.turns.append(query)
-            fresh, wants_summary = [
-                t for turn in [*outputs, query] for t in turn.tokens
-            ] + lead(), True
-    for episode in chain.episodes:
-        # outputs that overflowed the context: no one has read them
-        while len(episode) > limits.window and len(episode.turns) > 1:
-            episode.turns.pop()
-    if len(chain.episodes) > 1 and not any(
-        turn.role == "assistant" for turn in chain.episodes[-1].turns
-    ):
-        # the last turn allowed was a summary: nothing came of it
-        chain.episodes.pop()
+            added.append(query)
+            summarizing = True
+        pending = context_tokens(tokenizer, Episode(added))
+
+    leave_out_unread(chain, limits)
     try:
         chain.files = workspace.files()
     except MachineFailure as failure:
         chain.failure = str(failure)
     return chain
+
+
+def context_tokens(tokenizer, episode):
+    """The tokens of these turns, and what the harness writes before the policy's next turn"""
+    tokens = []
+    for turn in episode.turns:
+        tokens += turn.tokens
+    return tokens + tokenizer.generation_prompt(episode.turns[-1].role)
+
+
+def refuse_calls(task, limits, calls, commands_run):
+    """Marks the calls of a turn that are not to run: commands beyond the limit -> how many commands
+    the turn holds"""
+    commands = []
+    for call in calls:
+        # How it was called no longer matters: there is no such tool, and its answer will say so.
+        if call.name and call.name not in task.tools:
+            call.output, call.error = "", ""
+        elif call.name == "run_command":
+            commands.append(call)
+    if limits.commands:
+        allowed = max(0, limits.commands - commands_run)
+        for call in commands[allowed:]:
+            call.output, call.error = "No more commands.", "failed"
+    return len(commands)
+
+
+def leave_out_unread(chain, limits):
+    """A chain ends with turns that the policy has read or written itself."""
+    # Outputs that overflowed the context were never fed.
+    for episode in chain.episodes:
+        while len(episode) > limits.window and len(episode.turns) > 1:
+            episode.turns.pop()
+    # Where the last turn allowed was a summary, nothing came of it.
+    roles = [turn.role for turn in chain.episodes[-1].turns]
+    if len(chain.episodes) > 1 and "assistant" not in roles:
+        chain.episodes.pop()
 
 
 # ---------------------------------------------------------------- sampling
@@ -596,284 +625,144 @@ def choose(logits, uniform, temperature=1.0, top_p=1.0):
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
 
 
-class Row:
-    """One sequence in the sampler. context[:cached] is in the cache; the rest waits to be fed."""
+class Context:
+    """What a model has read of one episode: tokens, its cache of their keys and values, and the
+    experts that each of them took."""
 
-    def __init__(self, order, agent, seed, shape):
-        self.order, self.agent, self.rng = order, agent, np.random.default_rng(seed)
-        self.context, self.cached, self.body, self.logprobs, self.versions = [], 0, [], [], []
-        self.room, self.work, self.chain, self.sampling, self.records = 0, None, None, False, []
-        # context[:known] is in the sampler's book
-        self.shape, self.draws, self.known, self.steps = shape, [], 0, 0
+    def __init__(self, model, window):
+        self.tokens = []
+        self.cached = 0  # tokens[:cached] are in the cache
+        self.cache = Cache(model, 1, window + 2)
+        self.experts = []  # arrays (N, L, K)
 
-    def take(self, request):
-        if request.restart:
-            self.context, self.cached, self.known = [], 0, 0
-            self.records.append(np.full(self.shape, -1, dtype=np.int16))
-        self.context += request.tokens
-        self.room, self.body, self.logprobs, self.versions, self.sampling = (
-            request.room,
-            [],
-            [],
-            [],
-            True,
-        )
-
-    def draw(self, n):
-        """The row's next n uniform numbers, not used up"""
-        self.draws += self.rng.random(max(0, n - len(self.draws))).tolist()
-        return self.draws[:n]
-
-    def write(self, tokens, logprobs, version):
-        self.steps += 1
-        del self.draws[: len(tokens)]
-        self.context += tokens
-        self.body += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-
-
-# how many tokens of a context's end a draft is looked up by, the longest that is known
-ENDINGS = 8, 4, 2
+    def experts_of(self, length):
+        """-> (length, L, K) int16, -1 where a token was not fed; None without MoE layers"""
+        if not self.experts:
+            return None
+        known = np.concatenate(self.experts)[:length]
+        return np.pad(known, ((0, length - len(known)), (0, 0), (0, 0)), constant_values=-1)
 
 
 class Sampler:
-    """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as
-    one ends, and tools run in threads while others decode. Turn boundaries are handled every
-    `stride` steps: prefills are batched. Each row draws from its own generator, and up to `draft`
-    tokens are guessed ahead."""
+    """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rows=96,
-        window=512,
-        temperature=1.0,
-        top_p=1.0,
-        stride=4,
-        draft=3,
-        threads=max(4, os.cpu_count() or 1),
-    ):
-        self.model, self.tokenizer, self.window, self.stride, self.draft = (
-            model.eval(),
-            tokenizer,
-            window,
-            stride,
-            draft,
-        )
-        self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
-        # called between decode steps: newer weights may be taken there
-        self.refresh = lambda: None
+    fast/sampler.py batches the agents, and yields the same tokens: each agent draws with random
+    numbers of its own, one per token. What the plain form costs is time. A step that decodes one
+    token reads all weights of the model, and would read them once for 64 agents too."""
+
+    def __init__(self, model, tokenizer, window=512, temperature=1.0, top_p=1.0):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.window = window
+        self.temperature = temperature
+        self.top_p = top_p
         self.device = model.embed.weight.device
-        self.pool = ThreadPoolExecutor(threads)
-        self.cache, self.steps, self.fed = None, 0, 0
+        self.version = 0  # of the weights: how many updates they have seen
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain
-        ends (to judge it). patient: at a boundary all wait for the tools begun before. Who decodes
-        beside whom decides how sums round: so a run can be repeated exactly. Otherwise only those
-        wait whose tool it is: right for tools that take longer than a few steps."""
-        self.patient, self.book = patient, {}
-        if self.cache is None:
-            self.cache = Cache(self.model, self.rows, self.window + 2)
-        queue, rows, done = list(enumerate(zip(agents, seeds)))[::-1], [], {}
-        while queue or rows:
-            rows = self.turn(rows, queue, done, on_end)
-            self.prefill(
-                [row for row in rows if row.sampling and len(row.context) - row.cached > 1], rows
-            )
-            for _ in range(self.stride if rows else 0):
-                self.refresh()
-                self.step(rows)
-        for _, judged in done.values():
-            judged.result()
-        return [done[i][0] for i in range(len(done))]
+        """-> the Chains of the agents, in order. on_end is called as each chain ends (to judge it).
+        patient means nothing here: every agent waits for its tools."""
+        chains = []
+        for agent, seed in zip(agents, seeds):
+            chains.append(self.play(agent, np.random.default_rng(seed)))
+            on_end(chains[-1])
+        return chains
 
-    def turn(self, rows, queue, done, on_end):
-        """Collect finished tools, move every agent that is due, retire the ended ones, admit new
-        ones."""
-        busy = (
-            [] if self.patient else [row.work for row in rows if row.work and not row.work.done()]
-        )
-        if busy and len(busy) == len(rows):
-            wait(busy, return_when=FIRST_COMPLETED)  # there is nothing else to do
-        for row in [
-            row
-            for row in rows
-            if not row.sampling and (self.patient or not row.work or row.work.done())
-        ]:
-            if row.work is not None:
-                row.work.result()
-                row.work = None
-                self.advance(row, None)
-            else:
-                self.advance(
-                    row,
-                    (row.body, np.array(row.logprobs, dtype=np.float32), np.array(row.versions)),
-                )
-        for i in reversed(range(len(rows))):
-            if rows[i].chain is not None:
-                done[rows[i].order] = rows[i].chain, self.pool.submit(on_end, rows[i].chain)
-                last = rows.pop()
-                # the cache's live rows stay a prefix
-                if i < len(rows):
-                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
-                    rows[i] = last
-        while queue and len(rows) < self.rows:
-            order, (agent, seed) = queue.pop()
-            block = [b.ffn.router.k for b in self.model.layers if hasattr(b.ffn, "router")]
-            row = Row(order, agent, seed, (self.window + 1, len(block), max(block, default=0)))
-            self.advance(row, None)
-            if row.chain is None:
-                rows.append(row)
-            # the task alone does not fit the window
-            else:
-                done[order] = row.chain, self.pool.submit(on_end, row.chain)
-        return rows
-
-    def advance(self, row, message):
-        try:
-            request = row.agent.send(message)
-        except StopIteration as end:
-            row.chain, row.sampling = end.value, False
-            row.chain.steps = row.steps
-            for episode, record in zip(row.chain.episodes, row.records):
-                episode.experts = record[: len(episode)]
-            return
-        if isinstance(request, Request):
-            row.take(request)
-        elif request.slow:
-            row.work = self.pool.submit(request.run)  # collected at the next boundary
-        else:
-            request.run()
-            self.advance(row, None)
-
-    def prefill(self, waiting, rows):
-        """Feed all but the last pending token of each row. Rows that start with the same prompt
-        share one prefill."""
-        same, where = {}, {id(row): i for i, row in enumerate(rows)}
-        for row in waiting:
-            key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
-            same.setdefault(key, []).append(row)
-        heads = [group[0] for group in same.values()]
-        while heads:
-            batch, heads = heads[:32], heads[32:]  # so attention's scores stay small
-            chunks, record = [row.context[row.cached : -1] for row in batch], []
-            self.fed += sum(map(len, chunks))
-            self.model.prefill(
-                chunks,
-                self.cache,
-                [where[id(row)] for row in batch],
-                [row.cached for row in batch],
-                record,
-            )
-            self.keep(batch, record, [len(chunk) for chunk in chunks])
-        for head, *others in same.values():
-            for row in others:
-                self.cache.data[:, where[id(row)]] = self.cache.data[:, where[id(head)]]
-                row.cached, row.records[-1][:] = head.cached, head.records[-1]
-
-    def keep(self, batch, record, lengths, width=None):
-        """Note which experts every fed token took, and move the rows' cache ends. In the record, a
-        row has `width` tokens (None: as many as it keeps), one row behind the other."""
-        # (N, L, K)
-        record, at = torch.cat(record).cpu().numpy().swapaxes(0, 1) if record else None, 0
-        for row, n in zip(batch, lengths):
-            if record is not None:
-                row.records[-1][row.cached : row.cached + n] = record[at : at + n]
-            row.cached, at = row.cached + n, at + (width or n)
-
-    def guess(self, row):
-        """What followed the longest known ending of this context where it was last read or written,
-        in any row: a draft of the next tokens. Siblings of a group write much the same, and code
-        repeats itself."""
-        text, draft = row.context, []
-        if len(self.book) > 1 << 20:  # some 200 MB
-            self.book.clear()
-        for end in range(row.known, len(text)):
-            self.book.update((tuple(text[end - n : end]), text[end]) for n in ENDINGS if n <= end)
-        row.known = len(text)
-        while len(draft) < min(self.draft, row.room - len(row.body) - 1):
-            last = text[-max(ENDINGS) :] + draft
-            token = next(
-                (self.book[key] for n in ENDINGS if (key := tuple(last[-n:])) in self.book), None
-            )
-            if token is None or token in self.tokenizer.ends:
+    def play(self, agent, rng):
+        """Answers what one agent asks for, until it returns its Chain."""
+        contexts = []  # one per episode
+        answer, steps = None, 0
+        while True:
+            try:
+                request = agent.send(answer)
+            except StopIteration as end:
+                chain = end.value
                 break
-            draft.append(token)
-        return draft
+            if isinstance(request, Work):
+                request.run()
+                answer = None
+                continue
+            if request.restart:
+                contexts.append(Context(self.model, self.window))
+            contexts[-1].tokens += request.tokens
+            answer = self.sample_turn(contexts[-1], request.room, rng)
+            steps += len(answer[0])
+        chain.steps = steps
+        for episode, context in zip(chain.episodes, contexts):
+            episode.experts = context.experts_of(len(episode))
+        return chain
 
-    def ahead(self, rows):
-        """The rows that are sampling come first, each with its place in the cache -> how many they
-        are"""
-        live = sum(row.sampling for row in rows)
-        idle, late = [i for i in range(live) if not rows[i].sampling], [
-            i for i in range(live, len(rows)) if rows[i].sampling
-        ]
-        for i, j in zip(idle, late):
-            rows[i], rows[j] = rows[j], rows[i]
-        if idle:
-            used = self.cache.data[:, :, : max(row.cached for row in rows)]
-            used[:, idle + late] = used[:, late + idle]
-        return live
+    def sample_turn(self, context, room, rng):
+        """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
+        body, logprobs = [], []
+        while len(body) < room:
+            logits = self.next_token_logits(context)
+            uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
+            token, logprob = choose(logits, uniform, self.temperature, self.top_p)
+            body.append(int(token))
+            logprobs.append(float(logprob))
+            context.tokens.append(body[-1])
+            if body[-1] in self.tokenizer.ends:
+                break
+        return body, np.array(logprobs, dtype=np.float32), np.full(len(body), self.version)
 
-    def company(self, live, rows):
-        """How many rows are fed: few different shapes again, but the last few go on alone"""
-        return live + -live % min(live, 8)
+    def next_token_logits(self, context):
+        """Feeds the tokens that are not in the cache yet -> logits (1, V) of what follows the last
+        of them"""
+        tokens = torch.tensor([context.tokens[context.cached :]], device=self.device)  # (1, N)
+        chosen = []  # of each MoE layer (1, N, K)
+        hidden = self.model.decode(tokens, context.cache, slice(0, 1), [context.cached], chosen)
+        if chosen:
+            experts = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
+            context.experts.append(experts.cpu().numpy().astype(np.int16))
+        context.cached = len(context.tokens)
+        return self.model.logits(hidden[0, -1:])
 
-    def step(self, rows):
-        """Speculative decoding: every row that is sampling is fed its last token and a draft of the
-        next ones, and each place is sampled. As long as a draft says what was drawn there, the next
-        draw stands too; so drafts change the number of steps and nothing else (but how bf16
-        rounds). Rows that only fill up the number re-feed their last token: the same entry again
-        (or, of weights that came meanwhile, theirs)."""
-        live = self.ahead(rows)
-        if not live:
-            return
-        drafts = [self.guess(row) for row in rows[:live]]
-        # fewer would not pay for a wider step
-        wide = sum(map(len, drafts)) >= live
-        drafts, width = drafts if wide else [()] * live, 1 + self.draft * wide
-        number = min(self.company(live, rows), self.rows)
-        position = [row.cached - (not row.sampling) for row in rows[:number]]
-        tokens = [
-            [row.context[p], *draft]
-            for row, p, draft in zip(rows, position, drafts + [()] * (number - live))
-        ]
-        tokens += [[0]] * (number - len(tokens))  # nobody's rows
-        position += [0] * (number - len(position))
-        tokens = to_device([words + [0] * (width - len(words)) for words in tokens], self.device)
-        record = []
-        hidden = self.model.decode(tokens, self.cache, slice(0, number), position, record)
-        self.steps, self.fed = self.steps + 1, self.fed + tokens.numel()
-        places = to_device(
-            [(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], self.device
-        ).T
-        uniform = to_device(
-            [u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], self.device
+
+class InTurn:
+    """Where the rollouts of training come from when one process samples and updates in turn. The
+    trainer hands over its weights, submits tasks and collects groups of chains. fast/workers.py
+    does that in other processes, beside the updates."""
+
+    restarts = 0  # of processes that died
+
+    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
+        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
+        self.group, self.limits, self.compact = group, limits, compact
+        self.sandbox = Sandbox()
+
+    def publish(self, version, weights):
+        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
+        self.sampler.model.load_state_dict(weights)
+        self.sampler.version = version
+        return {}
+
+    def submit(self, tasks, numbers, seed):
+        return tasks, numbers, seed
+
+    def collect(self, submitted):
+        """-> a group of chains per task"""
+        tasks, numbers, seed = submitted
+        return rollouts(
+            self.sampler,
+            tasks,
+            self.group,
+            seed,
+            self.limits,
+            self.sandbox,
+            self.compact,
+            numbers,
         )
-        drawn = choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p)
-        # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
-        token, logp = torch.stack([t.double() for t in drawn]).tolist()
-        token = list(map(int, token))
-        stand = []
-        for row, draft in zip(rows, drafts):
-            n = 1 + next(
-                (j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft)
-            )
-            row.write(token[:n], logp[:n], self.version)
-            row.sampling = token[n - 1] not in self.tokenizer.ends and len(row.body) < row.room
-            del token[: 1 + len(draft)], logp[: 1 + len(draft)]
-            stand.append(n)
-        self.keep(rows[:live], record, stand, width)
+
+    def close(self):
+        pass
 
 
 # ---------------------------------------------------------------- rollouts and demonstrations
 
 
-def at_work(task, tokenizer, sandbox, limits, compact):
+def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
     """An agent in a workspace of its own, made when it begins and gone when it ends"""
     try:
         workspace = try_again(lambda: Workspace(task, sandbox))
@@ -885,51 +774,53 @@ def at_work(task, tokenizer, sandbox, limits, compact):
         return chain
 
 
-def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
-    """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and
-    chain.reward. The chance of chain j of a task is drawn from (seed, the task's number, j). A
-    chain that the machine failed is played once more; where it fails again, chain.failure says why,
-    and it is neither right nor wrong: leave it out (see judged)."""
+def grade(chain, sandbox):
+    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward. The
+    audit looks for cheats."""
+    chain.stats = effort_counts(chain)
+    if chain.failure:
+        return
+    try:
+        verdict = judge(chain.task, chain.files, sandbox)
+        chain.solved, chain.reward = verdict.solved, float(verdict.solved)
+        # Here the audit runs beside the sampling, and in the processes that sample.
+        audited(chain, verdict)
+    except (MachineFailure, OSError, MemoryError) as failure:
+        if not is_machine_failure(failure):
+            raise
+        chain.failure = str(failure)
 
-    def grade(chain):
-        chain.stats = effort_counts(chain)
-        if chain.failure:
-            return
-        try:
-            verdict = judge(chain.task, chain.files, sandbox)
-            chain.solved, chain.reward = verdict.solved, float(verdict.solved)
-            # here it runs beside the sampling, and in the processes that sample
-            audited(chain, verdict)
-        except (MachineFailure, OSError, MemoryError) as failure:
-            if not is_machine_failure(failure):
-                raise
-            chain.failure = str(failure)
+
+def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
+    """`group` chains per task -> list of groups, graded. The chance of chain j of a task is drawn
+    from (seed, the task's number, j). A chain that the machine failed is played once more; where it
+    fails again, chain.failure says why, and it is neither right nor wrong: leave it out (see
+    judged)."""
+    # Tests of a real repository take long, so nobody waits for them but who asked.
+    patient = not any("repo" in task.meta for task in tasks)
 
     def play(places):
-        agents = [
-            at_work(task, sampler.tokenizer, sandbox, limits, compact) for _, task, _ in places
-        ]
+        agents, seeds = [], []
+        for number, task, j in places:
+            agents.append(agent_in_workspace(task, sampler.tokenizer, sandbox, limits, compact))
+            seeds.append((seed, number, j))
         try:
-            return sampler.run(
-                agents,
-                [(seed, number, j) for number, _, j in places],
-                grade,
-                patient=not any("repo" in task.meta for task in tasks),
-            )
+            return sampler.run(agents, seeds, lambda chain: grade(chain, sandbox), patient=patient)
         finally:
+            # After an error, agents are under way: their workspaces go.
             for one in agents:
-                # those that an error has left under way
                 one.close()
 
-    places = [
-        (number, task, j)
-        for number, task in zip(numbers or range(len(tasks)), tasks)
-        for j in range(group)
-    ]
+    places = []
+    for number, task in zip(numbers or range(len(tasks)), tasks):
+        places += [(number, task, j) for j in range(group)]
     chains = play(places)
+
+    # What the machine failed at gets one more try.
     failed = [i for i, chain in enumerate(chains) if chain.failure]
-    for i, chain in zip(failed, play([places[i] for i in failed]) if failed else ()):
-        chains[i] = chain
+    if failed:
+        for i, chain in zip(failed, play([places[i] for i in failed])):
+            chains[i] = chain
     return [chains[i : i + group] for i in range(0, len(chains), group)]
 
 
@@ -949,295 +840,7 @@ def failures_line(lost, total):
     return f"{len(lost)} of {total} rollouts were lost to this machine, twice each, and count for nothing: {cause}"
 
 
-def generation_model(config, dtype, device="cpu"):
-    """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
-    fp32."""
-    model = Model(config).to(device).compute(dtype)
-    for name, p in model.named_parameters():
-        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
-            p.data = p.data.to(dtype)
-    return model.side_by_side().eval()
-
-
 # ---------------------------------------------------------------- weights on their way, and processes that sample
-
-
-def planes(tensor):
-    """The bits of a tensor -> uint8 (bytes per number, numbers): high bytes hardly change, so they
-    lie together when compressed."""
-    return (
-        tensor.detach()
-        .cpu()
-        .flatten()
-        .view(torch.uint8)
-        .reshape(tensor.numel(), tensor.element_size())
-        .T
-    )
-
-
-def encode_delta(old, new):
-    """{name: tensor} twice, of equal names, shapes and dtypes -> bytes: the bits that differ,
-    compressed. An exclusive or is undone exactly whatever the numbers are, zeros of either sign
-    included, and is zero where nothing changed."""
-    return zlib.compress(
-        b"".join((planes(old[name]) ^ planes(new[name])).numpy().tobytes() for name in new), 1
-    )
-
-
-def apply_delta(old, delta):
-    """-> new, bit for bit as it was given to encode_delta(old, new)"""
-    data, at, new = torch.frombuffer(bytearray(zlib.decompress(delta)), dtype=torch.uint8), 0, {}
-    if len(data) != sum(tensor.nbytes for tensor in old.values()):
-        raise ValueError(
-            f"a delta of {len(data)} bytes for weights of {sum(tensor.nbytes for tensor in old.values())}"
-        )
-    for name, tensor in old.items():
-        bits = planes(tensor) ^ data[at : at + tensor.nbytes].view(
-            tensor.element_size(), tensor.numel()
-        )
-        new[name] = bits.T.contiguous().flatten().view(tensor.dtype).view(tensor.shape)
-        at += tensor.nbytes
-    return new
-
-
-def zeros(weights):
-    """What a base is encoded against: its delta then holds all bits."""
-    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
-
-
-def fingerprint(weights):
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in weights.items():
-        digest.update(
-            f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            + planes(tensor).numpy().tobytes()
-        )
-    return digest.digest()
-
-
-class Publisher:
-    """The trainer's end: every version of the weights is a file in a folder, as what changed since
-    the version before, or now and then, for a process that starts late, as a base. Numbers are
-    rounded as the sampler holds them (bf16 matrices) before they are compared: more than 98 % of
-    Cursor's bf16 weights are equal from step to step (stated), and here the log says how many.
-    shared: other processes read the folder, each in its own time; else whoever reads it has read
-    all but the newest."""
-
-    def __init__(self, folder, config, dtype, every=20, shared=True):
-        self.kinds = {
-            name: tensor.dtype
-            for name, tensor in generation_model(config, dtype).state_dict().items()
-        }
-        self.folder, self.every, self.shared, self.sent, self.count, self.base = (
-            Path(folder),
-            every,
-            shared,
-            None,
-            0,
-            0,
-        )
-
-    def publish(self, version, weights):
-        """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the
-        upload"""
-        new = {
-            name: weights[name].detach().to("cpu", kind, copy=True)
-            for name, kind in self.kinds.items()
-        }
-        base = self.count % self.every == 0
-        data = fingerprint(new) + encode_delta(zeros(new) if base else self.sent, new)
-        (self.folder / "part").write_bytes(data)
-        (self.folder / "part").replace(self.folder / f"{version:08d}.{'base' if base else 'delta'}")
-        same = sum(int((self.sent[name] == t).sum()) for name, t in new.items()) if self.sent else 0
-        if base or not self.shared:
-            # the last base and what followed stay for whoever is reading them
-            for path in self.folder.iterdir():
-                path.unlink() if int(path.stem) < (self.base if self.shared else version) else None
-            self.base = version if base else self.base
-        self.sent, self.count = new, self.count + 1
-        return {
-            "sync_bytes": len(data),
-            "sync_full": sum(t.nbytes for t in new.values()),
-            "sync_same": same / sum(t.numel() for t in new.values()),
-        }
-
-
-def pending(folder, version):
-    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order; a newer
-    base makes the rest needless."""
-    names = sorted(
-        name for name in os.listdir(folder) if name != "part" and int(name[:8]) > version
-    )
-    bases = [i for i, name in enumerate(names) if name.endswith("base")]
-    return names[bases[-1] :] if bases else names
-
-
-class Generator:
-    """Samples groups with the newest weights in the folder: the inside of a generation process, or,
-    with no workers, of the trainer itself. `options` are the Sampler's."""
-
-    def __init__(
-        self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
-    ):
-        self.sampler = Sampler(
-            generation_model(config, dtype, device), tokenizer, window=limits.window, **options
-        )
-        self.sampler.refresh, self.sampler.version = self.refresh, -1
-        self.folder, self.group, self.limits, self.compact, self.sandbox = (
-            folder,
-            group,
-            limits,
-            compact,
-            Sandbox(),
-        )
-
-    def refresh(self):
-        """Take what is new. Sequences under way go on with the new weights and the entries that old
-        ones left in the cache (ours: feeding them again would cost a prefill of everything)."""
-        for name in pending(self.folder, self.sampler.version):
-            data, held = Path(self.folder, name).read_bytes(), self.sampler.model.state_dict()
-            new = apply_delta(zeros(held) if name.endswith("base") else held, data[16:])
-            if fingerprint(new) != data[:16]:
-                raise ValueError(f"{name}: what arrived are not the trainer's weights")
-            self.sampler.model.load_state_dict(new)
-            self.sampler.version = int(name[:8])
-
-    def __call__(self, tasks, numbers, seed):
-        self.refresh()
-        return rollouts(
-            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
-        )
-
-
-def end_with(trainer):
-    """Ends this process as soon as the other end of a pipe is closed, be it in the middle of a job:
-    nobody waits for its groups. What it leaves behind is removed when the next run begins."""
-    with contextlib.suppress(EOFError, OSError):
-        trainer.recv()
-    os._exit(1)
-
-
-def work(pipe, trainer, settings):
-    """The life of a generation process: jobs in, groups out, until the trainer is gone. trainer:
-    the end of a pipe on which nothing is ever sent."""
-    threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    # and then the workspaces are removed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    torch.set_num_threads(1)
-    generator = Generator(**settings)
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(generator(*job))
-
-
-class Workers:
-    """n generation processes, or with n = 0 the same in this one, when the result is asked for.
-    Each process is tended by a thread here. They are forked from a server that has no threads of
-    its own: forking a trainer can copy a held lock."""
-
-    def __init__(self, n, settings):
-        self.n, self.settings, self.jobs, self.restarts, self.processes = (
-            n,
-            settings,
-            queue.SimpleQueue(),
-            0,
-            {},
-        )
-        # of each process, the pipe that ends with this one
-        self.lives = {}
-        self.generator, self.closed = None if n else Generator(**settings), False
-        self.context = multiprocessing.get_context("forkserver") if n else None
-        if n:
-            self.context.set_forkserver_preload(["rollout"])
-            # The folder of the server's socket, too, has to go when this process is killed. There
-            # is no public way to say where.
-            settings_of_process = getattr(multiprocessing.current_process(), "_config", {})
-            if "tempdir" not in settings_of_process:
-                self.sockets = owned_directory("sockets", tempfile.gettempdir())
-                # the path of a socket has 104 bytes
-                if len(self.sockets.name) < 70:
-                    settings_of_process["tempdir"] = self.sockets.name
-        for i in range(n):
-            threading.Thread(target=self.tend, args=(i,), daemon=True).start()
-        atexit.register(self.close)
-
-    def submit(self, tasks, numbers, seed):
-        """Deal the tasks to the processes -> [(future, job)], for collect"""
-        share = max(1, self.n)
-        dealt = [(Future(), (tasks[i::share], numbers[i::share], seed)) for i in range(share)]
-        for one in dealt if self.n else ():
-            self.jobs.put(one)
-        return dealt
-
-    def collect(self, dealt):
-        """-> groups, in the order of the tasks"""
-        parts = [future.result() if self.n else self.generator(*job) for future, job in dealt]
-        return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
-
-    def start(self, i):
-        pipe, theirs = self.context.Pipe()
-        # our end goes when this process does
-        watched, self.lives[i] = self.context.Pipe(duplex=False)
-        process = self.context.Process(
-            target=work, args=(theirs, watched, self.settings), daemon=True
-        )
-        process.start()
-        self.processes[i] = process
-        # or its death would not be the end of the pipe
-        theirs.close(), watched.close()
-        return pipe
-
-    def tend(self, i):
-        """One job at a time. A process that dies is replaced and its job begun again: the same
-        prompts and the same draws, since a rollout is a function of (seed, task number, j) and of
-        the weights."""
-        pipe = None
-        while True:
-            future, job = self.jobs.get()
-            for _ in range(3):
-                try:
-                    pipe = pipe or self.start(i)
-                    pipe.send(job)
-                    future.set_result(pipe.recv())
-                    break
-                except (EOFError, OSError):
-                    if self.closed:
-                        return
-                    self.restarts, pipe = self.restarts + 1, None
-                # what cannot be sent or read is no reason to wait for ever
-                except Exception as error:
-                    future.set_exception(error)
-                    break
-            else:
-                future.set_exception(
-                    RuntimeError(
-                        "a generation process died three times on the same tasks; its own words are above"
-                    )
-                )
-
-    def close(self):
-        self.closed = True
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            process.join(5)
-
-
-def staleness(groups, version):
-    """-> for every sampled token, how many updates older than `version` the policy was that sampled
-    it"""
-    turns = [
-        turn
-        for group in groups
-        for chain in group
-        for turn in chain.turns
-        if turn.role == "assistant"
-    ]
-    return version - np.concatenate([np.zeros(0, dtype=int), *(turn.versions for turn in turns)])
 
 
 def effort_counts(chain):
@@ -1678,7 +1281,7 @@ def show(line):
     print(printed(line))
 
 
-# ---------------------------------------------------------------- demo and bench
+# ---------------------------------------------------------------- demo
 
 
 def small_model(tokenizer, **sizes):
@@ -1739,7 +1342,7 @@ def demo():
     for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
         show(line)
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
-    sampler = Sampler(model, tokenizer, rows=8, window=256)
+    sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
     worst = max(
         float(rescore(model, e).abs().max())
@@ -1757,175 +1360,18 @@ def demo():
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
-def errand(rng):
-    """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth
-    of a second."""
-    fresh, restart = rng.integers(0, 256, 60).tolist(), True
-    for _ in range(rng.integers(1, 10)):
-        yield Request(fresh, restart, int(min(60, 1 + rng.exponential(12))))
-        slow = bool(rng.random() < 1 / 3)
-        yield Work([], lambda: time.sleep(0.1 * slow), slow)
-        fresh, restart = rng.integers(0, 256, 20).tolist(), False
-    return Chain(None, [])
-
-
-class Static(Sampler):
-    """What continuous batching is measured against: a batch begins together, each turn waits for
-    the longest and for the slowest tool, and a new batch for the last to end; who waits is fed with
-    the others. (Rows that ended are taken out, which is kind to it.)"""
-
-    def company(self, live, rows):
-        return len(rows) + -len(rows) % 8
-
-    def turn(self, rows, queue, done, on_end):
-        if not any(row.sampling for row in rows):
-            rows = super().turn(rows, [] if rows else queue, done, on_end)
-            while any(row.work for row in rows):
-                rows = super().turn(rows, [], done, on_end)
-        return rows
-
-
-class Products(TorchDispatchMode):
-    """Keeps the matrix products of what runs under it, with their operands; in inference mode they
-    pass here undecomposed."""
-
-    NAMES = (
-        "linear",
-        "matmul",
-        "einsum",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "_grouped_mm",
-        "scaled_dot_product_attention",
-    )
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in self.NAMES:
-            self.kept.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-def products(step):
-    """-> a function that does again only the matrix products (attention's own included) of
-    `step()`"""
-    with Products() as mode:
-        mode.kept = []
-        step()
-    assert mode.kept, "no matrix product was seen"
-    return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
-
-
-def best_times(candidates, rounds, budget=5.0):
-    """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on
-    all; one that used its budget of seconds stops."""
-    spent = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, one in candidates.items():
-            if sum(spent[name]) < budget:
-                start = time.perf_counter()
-                one()
-                spent[name].append(time.perf_counter() - start)
-    return {name: min(times[1:] or times) for name, times in spent.items()}
-
-
-def bench():
-    # as in train.py's processes: one for each core
-    torch.set_num_threads(1)
-    letters, pairs = {bytes([b]): b for b in range(256)}, {
-        bytes(divmod(i, 256)): i for i in range(256, 1014)
-    }
-    tokenizer, rows, length, window, dtype = (
-        Tokenizer(letters | pairs),
-        32,
-        256,
-        512,
-        fast_dtype("cpu"),
-    )
-    # train.py's, of 1,024 tokens
-    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(dtype)
-    lean = generation_model(model.config, dtype)
-    lean.load_state_dict(model.state_dict())
-    tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
-    cache = Cache(lean, rows, window + 2)
-
-    def step(width):
-        hidden = lean.decode(
-            tokens[:, length : length + width], cache, slice(0, rows), start
-        ).flatten(0, 1)
-        return choose(lean.logits(hidden), torch.rand(len(hidden)))
-
-    one, four = (lambda: step(1)), (lambda: step(4))
-    full = lambda: choose(model.logits(model(tokens[:, : length + 1])[:, -1]), torch.rand(rows))
-    with torch.inference_mode():
-        lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
-        seconds = best_times(
-            {
-                "from the latent cache": one,
-                "its matrix products alone": products(one),
-                "with 3 drafts, none right": four,
-                "its matrix products": products(four),
-                "full forward per token": full,
-            },
-            100,
-        )
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens, {dtype}"
-        )
-    cached, alone, drafted, its, full = seconds.values()
-    print(
-        f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products, "
-        f"with a draft {drafted / its:.2f}x\nits own and {drafted / cached:.2f}x the other: that many tokens a step and drafts pay\n"
-    )
-    kinds, sampled = {"continuous batching": Sampler, "static batching": Static}, {}
-    work = lambda name: lambda: sampled.update(
-        {name: sum(len(body) for body in bodies(kinds[name](lean, tokenizer, rows, 1024), 96))}
-    )
-    seconds = best_times({name: work(name) for name in kinds}, 2)
-    # bf16 rounds by the batch: now and then a rollout is another one
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {t:8.2f} s {sampled[name] / t:14,.0f} tokens/s   96 episodes with tool calls in {rows} rows"
-        )
-    ours, other = (sampled[name] / t for name, t in seconds.items())
-    print(f"continuous batching does {ours / other:.1f}x the tokens/s of static batching")
-
-
-def bodies(sampler, n):
-    """Run n errands -> every body that was sampled"""
-    got = []
-
-    def overheard(play):
-        asked = next(play)
-        while True:
-            answer = yield asked
-            got.append(answer[0]) if answer else None
-            try:
-                asked = play.send(answer)
-            except StopIteration as end:
-                return end.value
-
-    sampler.run(
-        [overheard(errand(np.random.default_rng(i))) for i in range(n)],
-        list(range(n)),
-        patient=isinstance(sampler, Static),
-    )
-    return got
-
-
 def refuse(text):
     print(f"rollout.py: {text}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def main(argv):
+    if "--bench" in argv:
+        refuse("--bench has moved: python -m benchmarks.decode")
     parser = argparse.ArgumentParser(
         description="A demonstration and a group of rollouts.", allow_abbrev=False
     )
     parser.error = refuse
-    parser.add_argument("--bench", action="store_true", help="measure decoding")
     parser.add_argument(
         "--replay",
         metavar="FILE",
@@ -1937,12 +1383,8 @@ def main(argv):
     given = parser.parse_args(argv)
     if given.line is not None and given.replay is None:
         refuse("--line goes with --replay=FILE")
-    if given.bench and given.replay is not None:
-        refuse("--bench or --replay=FILE, not both")
     if given.replay == "":
         refuse("--replay= names no file")
-    if given.bench:
-        return bench()
     if given.replay is None:
         try:
             return demo()

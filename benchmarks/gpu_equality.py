@@ -17,6 +17,7 @@ import rollout
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
+from fast import sampler as fast_sampler, workers
 
 # Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
 # summation differ by percents.
@@ -82,7 +83,7 @@ def decoding_error(device, dtype):
     """A prompt of 150 tokens by prefill, then 50 tokens one by one from the cache, against one
     forward of all 200"""
     model = build_small_model(device, dtype).eval()
-    sampler_model = rollout.generation_model(model.config, dtype, device)
+    sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
     tokens = draw_tokens(4, 200).to(device)
     cache = moe.Cache(sampler_model, 4, 260)
@@ -163,7 +164,7 @@ def upload_differences(device):
         name: w.detach().bfloat16() for name, w in build_small_model(device).state_dict().items()
     }
     new = {name: w + 0.01 for name, w in old.items()}
-    arrived = rollout.apply_delta(old, rollout.encode_delta(old, new))
+    arrived = workers.apply_delta(old, workers.encode_delta(old, new))
     return sum(count_different(arrived[name], new[name]) for name in new)
 
 
@@ -172,9 +173,9 @@ def sampler_mismatch(device, dtype):
     sampled"""
     tokenizer = rollout.Tokenizer.train(synth_tasks.example_texts(100, 0), 700)
     model = build_small_model(device, dtype, vocab=tokenizer.vocab)
-    sampler_model = rollout.generation_model(model.config, dtype, device)
+    sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
-    sampler = rollout.Sampler(sampler_model, tokenizer, rows=16, window=256)
+    sampler = fast_sampler.Sampler(sampler_model, tokenizer, rows=16, window=256)
     tasks = [synth_tasks.make_task(level, 5) for level in (0, 1)]
     limits = rollout.Limits(window=256, turns=4, turn_tokens=40)
     groups = rollout.rollouts(sampler, tasks, 8, 0, limits, rollout.Sandbox())

@@ -22,6 +22,7 @@ import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
+from fast import workers
 from published.export import write_checkpoint
 
 
@@ -231,7 +232,7 @@ def measure_speed(bench):
 
     table = f"decoding one token at position {POSITION[bench.device]}"
     shape, model, _ = build_scale_model(bench)
-    lean = rollout.generation_model(shape, torch.bfloat16, bench.device)
+    lean = workers.generation_model(shape, torch.bfloat16, bench.device)
     lean.load_state_dict(model.state_dict())
     for rows in DECODING_ROWS:
         bench.attempt(table, "ours", lambda: measure_decoding(bench, rows, lean))

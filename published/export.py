@@ -21,6 +21,7 @@ import torch
 
 from moe import MoE
 from published.families import config_json, hf_tensor_map, read_config
+from published.grouped_query import as_variant
 from published.loading import swap_pairs
 from published.safetensors import parse_json, write_safetensors
 from published.tokenizers import read_tokenizer, write_tokenizer
@@ -88,9 +89,10 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
     config.json comes last: an interrupted export cannot be read."""
     folder = Path(folder)
     # 1) can it be published at all, and is there room for it?
-    config = config_json(model.config) | (extra or {})
+    variant = as_variant(model.config)
+    config = config_json(variant) | (extra or {})
     routers = [block.ffn.router for block in model.layers if isinstance(block.ffn, MoE)]
-    if model.config.scoring == "softmax" and any(router.bias.any() for router in routers):
+    if variant.scoring == "softmax" and any(router.bias.any() for router in routers):
         raise ValueError(
             "the routers' balancing biases are not zero, and qwen3_moe has no place for them"
         )
@@ -100,7 +102,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
 
     # 2) the weights
     state = model.state_dict()
-    shards = cut_into_shards(list_entries(model.config, state, dtype), shard_bytes)
+    shards = cut_into_shards(list_entries(variant, state, dtype), shard_bytes)
     file_of = {}
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -109,7 +111,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         # large numbers first: that keeps every tensor aligned
         shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
         header = {name: (entry.dtype, entry.shape) for name, entry in shard.items()}
-        tensors = (to_theirs(model.config, state, entry) for entry in shard.values())
+        tensors = (to_theirs(variant, state, entry) for entry in shard.values())
         write_safetensors(folder / file, header, tensors)
         file_of |= dict.fromkeys(shard, file)
 

@@ -1,17 +1,17 @@
 """published/families.py: which published architectures are known, and what they call things.
 
 config.json describes a model in its family's own words. `read_config` translates it into a
-ModelConfig, `config_json` translates back, and `hf_tensor_map` says what each of our weights is
-called in the files and which shape it has there. Known are DeepSeek-V3 and Kimi K2 (latent
-attention), Qwen2, Qwen3 and Qwen3-MoE (grouped queries).
+VariantConfig (grouped_query.py), `config_json` translates back, and `hf_tensor_map` says what each
+of our weights is called in the files and which shape it has there. Known are DeepSeek-V3 and Kimi
+K2 (latent attention), Qwen2, Qwen3 and Qwen3-MoE (grouped queries).
 
 One rule for all of it: a setting that nobody here reads is refused by name, unless it is off or is
 known to change nothing (UNUSED_SETTINGS). Ignored in silence it would give another model, one that
 loads and runs and is a little worse. For the same reason a setting that two readers take in two
 ways (YaRN's mscale, two keys for RoPE) is refused where the two would differ.
 
-    read_config(path)               config.json -> ModelConfig, and what loading.py needs beside it
-    config_json(config)             ModelConfig -> config.json; a ValueError if no family has this
+    read_config(path)               config.json -> VariantConfig, and what loading.py needs beside it
+    config_json(config)             VariantConfig -> config.json; a ValueError if no family has this
     hf_tensor_map(config, state)    our weights and theirs
 
 Left out: everything but text (of Kimi K2.5 the language model is read, its vision tower is not),
@@ -20,7 +20,7 @@ sliding windows, and variants of RoPE other than plain and YaRN.
 
 import math
 
-from moe import ModelConfig
+from published.grouped_query import VariantConfig, as_variant
 from published.safetensors import parse_json, read_bytes
 
 # ---------------------------------------------------------------- the settings that are known
@@ -141,11 +141,11 @@ class Settings:
         return default if found is None else found
 
 
-# ---------------------------------------------------------------- config.json -> ModelConfig
+# ---------------------------------------------------------------- config.json -> VariantConfig
 
 
 def read_config(path):
-    """config.json -> (ModelConfig, Settings of the language model, prefix of its tensors' names)"""
+    """config.json -> (VariantConfig, Settings of the language model, prefix of its tensors' names)"""
     raw, prefix = read_language_model(path)
     # Kimi K2 is a DeepSeek-V3 of other sizes
     family = "deepseek_v3" if raw.get("model_type") == "kimi_k2" else raw.get("model_type")
@@ -169,7 +169,7 @@ def read_config(path):
         own = gqa_settings(settings, family, layers)
     own |= rope_settings(settings, mla=family == "deepseek_v3")
     try:
-        config = ModelConfig(
+        config = VariantConfig(
             vocab=settings.integer("vocab_size", high=1 << 24),
             dim=settings.integer("hidden_size"),
             layers=layers,
@@ -215,7 +215,7 @@ def refuse_missing_parts(path, raw, family):
 
 
 def mla_settings(settings):
-    """What ModelConfig says of latent attention and of the experts beside it"""
+    """What VariantConfig says of latent attention and of the experts beside it"""
     has_q_lora = settings.raw.get("q_lora_rank") is not None
     return dict(
         attention="mla",
@@ -238,7 +238,7 @@ def mla_settings(settings):
 
 
 def gqa_settings(settings, family, layers):
-    """What ModelConfig says of grouped queries, and of the experts of Qwen3-MoE"""
+    """What VariantConfig says of grouped queries, and of the experts of Qwen3-MoE"""
     heads = settings.integer("num_attention_heads")
     # what transformers takes for the width of a head where the file does not say it
     width = 128 if family == "qwen3" else max(settings.integer("hidden_size") // heads, 1)
@@ -289,7 +289,7 @@ def qwen3_moe_settings(settings):
 
 
 def rope_settings(settings, mla):
-    """What ModelConfig says of RoPE and YaRN. Published models put YaRN's temperature on cos and
+    """What VariantConfig says of RoPE and YaRN. Published models put YaRN's temperature on cos and
     sin (attention_factor) or on the scores (mscale)."""
     rope = read_rope_section(settings)
     is_yarn = rope.get("rope_type") == "yarn"
@@ -381,12 +381,13 @@ def refuse_one_mscale(rope, mscale, all_dim):
         )
 
 
-# ---------------------------------------------------------------- ModelConfig -> config.json
+# ---------------------------------------------------------------- VariantConfig -> config.json
 
 
 def config_json(config):
-    """ModelConfig -> config.json of the published architecture it is an instance of, or a
-    ValueError"""
+    """VariantConfig, or a ModelConfig -> config.json of the published architecture it is an
+    instance of, or a ValueError"""
+    config = as_variant(config)
     if config.mtp:
         raise ValueError(
             "no published architecture has this drafting head: export the model without it (mtp=0)"

@@ -12,7 +12,6 @@ little more than the weights that stay.
 
     config, tensors = read_checkpoint(folder)     an iterator of (our name, tensor)
     model = load_model(folder, torch.bfloat16)    the whole model
-    model = build_model(config)                   the same architecture with random weights
 
 Left out: other quantisations (GPTQ, AWQ, NVFP4), and the rotations that some apply to weights.
 """
@@ -23,17 +22,12 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from moe import Model, MoE
+from moe import MoE
 from published.families import TOP, hf_tensor_map, read_config
 from published.safetensors import open_folder, release_pages
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 INTEGERS = torch.int32, torch.int64
-
-
-def build_model(config):
-    """The model that a published configuration describes, its weights drawn at random"""
-    return Model(config)
 
 
 # ---------------------------------------------------------------- layouts
@@ -151,7 +145,7 @@ class Weight:
 
 
 def read_checkpoint(folder, dtype=None, wanted={}):
-    """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and
+    """A folder of a published model -> (VariantConfig, iterator of (our name, tensor)). Names and
     shapes are all checked before the first byte of a weight is read (then, by every rank, a head
     that is stored although it is tied); then one tensor at a time is dequantised, brought to our
     layout and cast to `dtype` (None: as stored; what was quantised becomes fp32). wanted: {our
@@ -170,7 +164,7 @@ def read_checkpoint(folder, dtype=None, wanted={}):
 
     # 1) every weight of the model must be there, in its shape
     with torch.device("meta"):
-        state = build_model(config).state_dict()
+        state = config.build_model().state_dict()
     weights, left = [], set(tensors)
     for name, shape, theirs, published_shape in hf_tensor_map(config, state):
         sources = [
@@ -285,7 +279,7 @@ def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: 
     own = {}
     config, tensors = read_checkpoint(folder, dtype, own)
     with torch.device("meta"):
-        model = build_model(config).to(dtype)
+        model = config.build_model().to(dtype)
     own.update(lay_out(model))
     if own:
         model.to_empty(device=device)

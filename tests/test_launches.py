@@ -28,6 +28,7 @@ import moe
 import rollout
 import synth_tasks
 import train
+from fast import sampler as fast_sampler, workers
 
 CARD = "cuda:0"
 # it is null, as is every other
@@ -312,12 +313,12 @@ def count_step(card, stage, run, optimizer, source):
 def make_sampler(sources, rows, **options):
     """A sampler on the card with `rows` agents admitted, their prompts not yet read"""
     run, _, _ = make_run("pretrain", sources)
-    model = rollout.generation_model(run.model.config, torch.bfloat16, CARD)
-    sampler = rollout.Sampler(model, run.tokenizer, rows=rows, window=1500, **options)
+    model = workers.generation_model(run.model.config, torch.bfloat16, CARD)
+    sampler = fast_sampler.Sampler(model, run.tokenizer, rows=rows, window=1500, **options)
     tasks = [synth_tasks.make_task(0, number) for number in range(rows)]
     limits = rollout.Limits(1500, 8)
     agents = [rollout.agent(task, run.tokenizer, None, limits) for task in tasks]
-    sampler.patient, sampler.book, sampler.cache = True, {}, moe.Cache(model, rows, 1502)
+    sampler.patient, sampler.cache = True, moe.Cache(model, rows, 1502)
     queue = [(i, (one, i)) for i, one in enumerate(agents)][::-1]
     return sampler, sampler.turn([], queue, {}, lambda chain: None)
 

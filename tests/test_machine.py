@@ -23,6 +23,7 @@ from world import machine
 from world.edits import Shown, ToolError, edited
 from world.edits import without_middle as text_without_middle
 from world.machine import MachineFailure
+from fast import workers
 
 ROOT = Path(st.__file__).parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -105,6 +106,7 @@ sys.platform = "darwin"
 
 ON_A_MAC = """
 import random, tempfile
+import fast.sampler
 import hsdp, muon, rollout, synth_tasks, train
 from synth_tasks import Sandbox, Workspace, judge, make_task
 task, sandbox = make_task(1, 5), Sandbox()
@@ -116,7 +118,7 @@ with Workspace(task, sandbox) as workspace:
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
 model = rollout.small_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
-(chain,), = rollout.rollouts(rollout.Sampler(model, tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
+(chain,), = rollout.rollouts(fast.sampler.Sampler(model, tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
 assert chain.files and not chain.failure
 with tempfile.TemporaryDirectory() as out:
     train.main(["--scale=tiny", "--stage=pretrain", "--steps=1", "--processes=1", "--vocab=300", "--dim=32", "--context=64",
@@ -730,8 +732,6 @@ def test_a_generation_process_ends_with_its_trainer_in_the_middle_of_a_job():
 def busy_generation(watched):
     import threading
 
-    import rollout
-
-    threading.Thread(target=rollout.end_with, args=(watched,), daemon=True).start()
+    threading.Thread(target=workers.end_with, args=(watched,), daemon=True).start()
     while True:
         sum(range(1000))

@@ -22,6 +22,7 @@ import torch
 
 import hsdp
 import train
+from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
 from published.tokenizers import read_tokenizer
 
@@ -194,12 +195,12 @@ def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
 
 
 def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypatch):
-    opened = train.open_checkpoint
+    opened = checkpoints.open_checkpoint
     without = lambda saved: {
         **saved,
         "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"},
     }
-    monkeypatch.setattr(train, "open_checkpoint", lambda path: without(opened(path)))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path: without(opened(path)))
     assert "by a version without --copy_loss" in refused(
         [*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys
     )
@@ -365,7 +366,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
 
 
 def test_help_explains_every_flag_but_the_seed_within_the_width_of_a_screen():
-    text = train.describe_flags()
+    text = flags.describe_flags(train.Config)
     assert all(len(line) <= 100 for line in text.split("\n"))
     for field in train.fields(train.Config):
         line = next(line for line in text.split("\n") if line.startswith(f"  --{field.name}="))
@@ -1167,7 +1168,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        train.compared(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        checkpoints.compared_values(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
@@ -1470,7 +1471,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
         "sft",
     )
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # it starts at zero: every token would be equally likely
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     source = train.Demonstrations(one)
@@ -1501,7 +1502,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
     for task in train.eval.held_out(12, range(config.levels)):
@@ -1644,9 +1645,11 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
         {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
     )
     assert set(
-        train.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
+        idle_flags.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
     ) == {"lr", "levels"}
-    assert {name for name in train.READ_BY} <= {field.name for field in train.fields(train.Config)}
+    assert {name for name in idle_flags.READ_BY} <= {
+        field.name for field in train.fields(train.Config)
+    }
 
 
 @pytest.mark.parametrize("scale", list(train.SCALES))
@@ -1851,7 +1854,7 @@ def refused_at_end(words, capsys):
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     source, log = train.Demonstrations(one), {}
     one.model.train()
     gather = one.gather
@@ -1916,12 +1919,12 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 
 def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, capsys):
-    made = train.open_checkpoint(run / "sft")
+    made = checkpoints.open_checkpoint(run / "sft")
     config = train.replace(train.Config(), active=1)
     with pytest.raises(SystemExit):
-        train.same_gates(config, "here/sft", made)
+        checkpoints.check_same_gates(config, "here/sft", made)
     assert "here/sft was made with --active=1" in capsys.readouterr().err
-    train.same_gates(train.Config(), "here/sft", made)
+    checkpoints.check_same_gates(train.Config(), "here/sft", made)
 
 
 @pytest.mark.parametrize("limit", [30_000, 200])

@@ -1,0 +1,1 @@
+"""What surrounds a run of train.py: flags, checks, launch, lock, signals, messages. None of it is the recipe."""
