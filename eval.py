@@ -56,6 +56,10 @@ from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task_file import read_tasks
+from world import sandbox as world_sandbox, task as world_task, task_file
 
 LEVELS = range(6)
 
@@ -281,7 +285,7 @@ def attempt(
     temperature = config["temperature"] if temperature is None else temperature
     sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
+        sampler, tasks, passes, seed, limits, world_sandbox.Sandbox(), compact, numbers
     )
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
@@ -352,7 +356,7 @@ def mismatch(model, tokenizer, config, tasks):
     for dtype in (torch.bfloat16, torch.float32):
         sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
+            sampler, tasks, 1, 0, limits, Sandbox(), summarize.compact(config)
         )
         episodes = [
             e
@@ -729,7 +733,7 @@ def find_policies(config, given, sizes, load_published):
         published = load_published()
         paths = {"published": Path(config.init_from)}
     if not paths:
-        raise synth_tasks.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+        raise world_task.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
 
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
@@ -741,7 +745,7 @@ def find_policies(config, given, sizes, load_published):
     last = list(labelled.values())[-1]
     made = published[2] if published else load(last)[2]
     if config.init_from not in ("", made["init_from"]):
-        raise synth_tasks.Refusal(
+        raise world_task.Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
@@ -751,7 +755,7 @@ def find_policies(config, given, sizes, load_published):
         # A run older than a flag was made with its default.
         before = made.get(name, getattr(type(config), name))
         if given.get(name, before) != before:
-            raise synth_tasks.Refusal(
+            raise world_task.Refusal(
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
     as_made = {name: made[name] for name in rules}
@@ -780,7 +784,7 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
     # Tasks that no policy has seen, and, where RL had a fixed number of tasks, those as well.
     held = held_out(config.eval_tasks, range(config.eval_levels))
     if config.tasks:
-        held = synth_tasks.read_tasks(config.tasks)
+        held = task_file.read_tasks(config.tasks)
     jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
     made = published[2] if published else load(list(paths.values())[-1])[2]
     if config.distinct and not config.tasks and trained:
@@ -1311,14 +1315,14 @@ def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = (
         rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        synth_tasks.Sandbox(),
+        Sandbox(),
         [],
     )
     for task in tasks:
         chain = rollout.demonstrate(
             task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
         )
-        chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
+        chain.solved = judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
 
@@ -1469,7 +1473,7 @@ def main(argv):
     policies = {}
     try:
         tasks = (
-            synth_tasks.read_tasks(args.tasks)
+            read_tasks(args.tasks)
             if args.tasks
             else held_out(args.number, range(args.levels), args.split)
         )

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout import Tokenizer, hint_turn, spoken_text
-from synth_tasks import ARGUMENTS
+from world.task import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
 KNOBS = "placebo", "divergence", "teacher", "teacher_rate"

@@ -61,22 +61,14 @@ import torch
 import torch.nn.functional as F
 
 from moe import Cache, Model, ModelConfig, divide_by_temperature
-from synth_tasks import (
-    ARGUMENTS,
-    HINTED,
-    SUMMARIZE,
-    Action,
-    Rehearsal,
-    Sandbox,
-    Task,
-    Workspace,
-    audit,
-    call_tool,
-    changes,
-    expert,
-    judge,
-    make_task,
-)
+from synth_tasks import make_task
+from world.audit import audit, changes
+from world.tools import call_tool
+from world.workspace import Workspace
+from world.sandbox import Sandbox
+from world.judge import judge
+from world.expert import Rehearsal, expert
+from world.task import ARGUMENTS, HINTED, SUMMARIZE, Action, Task
 from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer

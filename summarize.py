@@ -31,7 +31,8 @@ import numpy as np
 import torch
 
 from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
-from synth_tasks import SUMMARIZE, make_task
+from synth_tasks import make_task
+from world.task import SUMMARIZE
 
 QUERY = "Summarize."
 

@@ -60,6 +60,9 @@ from command import checkpoints, checks, failures, flags, hardware, idle_flags, 
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
+from world import task_file
+from world.careless import undocument, unharden
+from world.micro import CONSTANTS, WORDS
 
 
 @dataclass(frozen=True)
@@ -584,9 +587,7 @@ class Demonstrations:
             [trimmed.get(token) in words for token in range(run.model.config.vocab)],
             device=run.device,
         )
-        self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(
-            synth_tasks.CONSTANTS
-        )
+        self.names, self.constants = marked(WORDS - CONSTANTS), marked(CONSTANTS)
 
     def losses(self, step, log):
         config, run, groups = (
@@ -727,8 +728,8 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     task = synth_tasks.make_task(level, seed)
-    task = task if config.documented else synth_tasks.undocument(task)
-    return task if config.harden else synth_tasks.unharden(task)
+    task = task if config.documented else undocument(task)
+    return task if config.harden else unharden(task)
 
 
 class Reinforcement:
@@ -766,7 +767,7 @@ class Reinforcement:
                 self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
             )
             self.workers = fast_workers.Workers(config.workers, settings)
-        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = eval.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)

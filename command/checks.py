@@ -23,6 +23,7 @@ import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
 from moe import fast_dtype
+from world import task as world_task, task_file
 
 
 def check_values(config):
@@ -238,8 +239,8 @@ def check_tasks(config):
     if not config.tasks:
         return
     try:
-        tasks = synth_tasks.read_tasks(config.tasks)
-    except synth_tasks.Refusal as refusal:
+        tasks = task_file.read_tasks(config.tasks)
+    except world_task.Refusal as refusal:
         usage_error(refusal)
     if not tasks:
         usage_error(f"{config.tasks}: holds no tasks")

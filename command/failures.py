@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import hsdp
-import synth_tasks
 from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure
+from world import task
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def explain_failures(config, argv):
         usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
     except hsdp.SaveFailed as error:
         usage_error(f"{error}. {how_to_go_on(config, argv)}")
-    except (hsdp.DamagedCheckpoint, synth_tasks.Refusal) as error:
+    except (hsdp.DamagedCheckpoint, task.Refusal) as error:
         usage_error(str(error))
     except OSError as error:
         # A full disk anywhere else. Other errors are no fault of the disk: their traceback is

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from fast.model import accelerate
 from pathlib import Path
 from fast.sampler import Sampler
-from synth_tasks import Sandbox
+from world.sandbox import Sandbox
 import atexit
 import contextlib
 import hashlib

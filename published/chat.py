@@ -25,7 +25,7 @@ from bisect import bisect
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from synth_tasks import ARGUMENTS
+from world.task import ARGUMENTS
 
 # ---------------------------------------------------------------- the forms
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from moe import Model, ModelConfig
 from rollout import Limits, Tokenizer, agent, flatten
 from summarize import Compact
-from synth_tasks import Task, example_texts
+from synth_tasks import example_texts
+from world.task import Task
 
 TEXTS = example_texts(12, 0)
 

@@ -22,7 +22,9 @@ from published.tokenizers import (
 )
 from rollout import Limits, agent, demonstrate, flatten
 from summarize import Compact
-from synth_tasks import Rehearsal, Task, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
+from world.task import Task
 from fast import sampler as fast_sampler
 
 with pytest.MonkeyPatch.context() as patch:

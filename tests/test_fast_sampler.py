@@ -15,7 +15,8 @@ from fast.sampler import Sampler
 from rollout import Chain, Limits, Request, Work, flatten, make_turn, pack
 from sampling import TASKS, TRAINED, policy, same, sample, target_logprobs
 from summarize import Compact
-from synth_tasks import Sandbox, make_task
+from synth_tasks import make_task
+from world.sandbox import Sandbox
 
 
 @pytest.mark.parametrize("truncate", [False, True], ids=["summaries", "truncation"])

@@ -40,7 +40,12 @@ from rollout import (
     train_bpe,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, Task, judge, make_task, unharden
+from synth_tasks import make_task
+from world.sandbox import Sandbox
+from world.judge import judge
+from world.expert import Rehearsal
+from world.task import Task
+from world.careless import unharden
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 
 # ---------------------------------------------------------------- tokenizer
@@ -714,7 +719,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
-    from synth_tasks import Workspace
+    from world.workspace import Workspace
 
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()

@@ -1492,7 +1492,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
                     else one.tokenizer.decode([token]).strip(" ._`")
                 )
                 expected -= float(logp[place, token]) * (
-                    (copied if word in train.synth_tasks.WORDS else 1) if own else 0.2
+                    (copied if word in train.WORDS else 1) if own else 0.2
                 )
                 written += own
     assert abs(got - expected / written) < 1e-4
@@ -1528,7 +1528,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
                         if token in one.tokenizer.name
                         else one.tokenizer.decode([token]).strip(" ._`")
                     )
-                    if word in train.synth_tasks.WORDS:
+                    if word in train.WORDS:
                         found["constants" if word.isdigit() else "names"].append(
                             float(logits[place].softmax(-1)[token].detach())
                         )

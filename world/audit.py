@@ -37,10 +37,16 @@ import re
 import threading
 
 from world import watcher as inotify
-from world.recorder import LEFTOVER, NO_FACTS, Finding, added_lines, evidence_of, parsed
+from world.files import write_tree
+from world.hygiene import is_protected
+from world.recorder import LEFTOVER, NO_FACTS, Finding, World, added_lines, evidence_of, parsed
 from world.recorder import recorded_cheats, weakened
 from world.replay import outside_folder, replay
+from world.sandbox import has_bwrap, sandbox_for
+from world.source import syntax
 from world.submission import fingerprint, investigate_code, looks_special, remembered
+from world.tools import call_tool
+from world.workspace import Workspace
 
 ONE_REPLAY = threading.Lock()
 
@@ -201,7 +207,26 @@ def strongest(findings):
     )
 
 
-def audit(task, transcript, diff, world, second=None, facts=None, verdict=None, again=True):
+# Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next
+# time.
+AUDIT_SANDBOXES = {}
+
+
+def audit_sandbox(task, mounts):
+    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there is no cage
+    to run anything again in."""
+    if not has_bwrap():
+        return None
+    sandbox = sandbox_for(task)
+    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
+    sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
+    sandbox.mounts = dict(mounts)
+    # what many variants of a submission return is long
+    sandbox.output = max(sandbox.output, 4 << 20)
+    return sandbox
+
+
+def audit(task, transcript, diff, second=None, facts=None, verdict=None, again=True):
     """Findings on one rollout.
 
     transcript: [(Action, outputs)]; diff: what changes() gives, of the files that were handed in.
@@ -210,6 +235,7 @@ def audit(task, transcript, diff, world, second=None, facts=None, verdict=None, 
     and without facts, nothing is more than suspicious. second: a function of task, transcript, diff
     and the findings so far (a model, say), which may add its own.
     """
+    world = World(Workspace, call_tool, audit_sandbox, is_protected, syntax, write_tree)
     protected = lambda path: world.protected(path)
     calls = suspicious_calls(transcript, protected)
     code = suspicious_code(task, diff, protected, world.parse)

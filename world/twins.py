@@ -20,6 +20,7 @@ import ast
 import builtins
 import copy
 import re
+from world.source import SourceText, encode_source, find_test, syntax
 
 OPPOSITE = {
     ast.NotEq: ast.Eq,
@@ -442,3 +443,107 @@ def {odd}(number, value, how=""):
             return candidate
     return object()
 """
+
+
+class Wary(ast.NodeTransformer):
+    """Sends both sides of every compared equality through a check that they are not equal to
+    everything."""
+
+    def __init__(self, name):
+        self.wrap = lambda value: ast.Call(ast.Name(name, ast.Load()), [value], [])
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        if isinstance(node.ops[0], ast.Eq) and len(node.ops) == 1:
+            node.left, node.comparators = self.wrap(node.left), [self.wrap(node.comparators[0])]
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", "")
+        if (
+            name.startswith("assert")
+            and name.endswith("Equal")
+            and "Not" not in name
+            and len(node.args) >= 2
+        ):
+            node.args[:2] = map(self.wrap, node.args[:2])
+        return node
+
+
+PLAIN = """
+
+def {name}(value):
+    parts = list(value.values()) if type(value) is dict else list(value) if type(value) in (list, tuple) else []
+    others = [type("", (), {{}})(), {odd}, {odd}.5, "{odd}", b"{odd}"]
+    others += [[{odd}], ({odd},), {{{odd}: {odd}}}, {{{odd}}}, frozenset([{odd}])]
+    for other in others:
+        try:
+            same = bool(value == other)
+        except Exception:
+            same = False
+        assert not same
+    assert all({name}(part) is part for part in parts)
+    return value
+"""
+
+
+def with_twins(text, groups, draw, sites=None, lost=()):
+    """Each test under a new name, beside twins that must fail: (text, {old name: [new name, twin,
+    ...]}).
+
+    `sites` names for each group the changes of which its twins are made (world/twins.py), `lost`
+    the names of the feature; without sites a test has one twin, which fails at its end. Only the
+    parent knows which copy is which, so code that makes every test pass gives itself away, as does
+    code that replaces what compares; and results that claim to equal everything, or everything of a
+    kind, fail. What remains: code that reads the bytecode of the running test to tell the copies
+    apart."""
+    read, names, plain = SourceText(text), {}, f"same_{draw.getrandbits(32):08x}"
+    # Nobody reads these bytes but Python, to which all line ends are one.
+    lines = [line.rstrip("\r\n") for line in read.lines] + [""]
+    odd = f"same_{draw.getrandbits(32):08x}"
+    modulus, rest, numbers = draw_numbers(draw)
+    nodes = {group: find_test(text, group) for group in groups}
+    for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
+        start, old = read.line_number(read.span(node)[0]) - 1, node.name
+        chosen = (sites or {}).get(group)
+        if chosen:
+            made = [changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
+        else:
+            made = [copy.deepcopy(node) for _ in range(2)]
+            one, two = draw.sample(range(10, 100), 2)
+            for copied, number in zip(made, (one, two)):
+                copied.body += syntax(f"assert {one} == int('{number}')").body
+        copies = []
+        for copied in made:
+            # not the decorators: they run before `plain` exists
+            copied.body = [Wary(plain).visit(statement) for statement in copied.body]
+            copied.name = f"{old}_{draw.getrandbits(32):08x}"
+            source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
+            copies.append(
+                [lines[node.lineno - 1][: node.col_offset] + line for line in source] + [""]
+            )
+        names[group] = [group.removesuffix(old) + copied.name for copied in made]
+        draw.shuffle(copies)
+        lines[start : node.end_lineno] = [line for copied in copies for line in copied]
+    helper = ODD.format(odd=odd, modulus=modulus, rest=rest)
+    text = "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper
+    return encode_source(text, read.encoding, "backslashreplace"), names
+
+
+def lost_names(names):
+    """What a feature's parts are called by: of Class.method both, but for what Python itself
+    calls."""
+    parts = {part for name in names for part in name.split(".")}
+    return sorted(part for part in parts if not part.startswith("__"))
+
+
+def place_twins(files, sites, draw, lost):
+    """(files with the copies of these tests in their places, {test function: [new name, twin,
+    ...]})."""
+    tree, copies = dict(files), {}
+    for path in sorted({group.split("::")[0] for group in sites}):
+        own = {group: numbers for group, numbers in sites.items() if group.split("::")[0] == path}
+        tree[path], names = with_twins(tree[path], sorted(own), draw, own, lost)
+        copies.update(names)
+    return tree, copies
