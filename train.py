@@ -1231,7 +1231,7 @@ class Run:
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
         T = batch["tokens"].shape[1]
-        to_device = lambda t: t.to(self.device, non_blocking=True)  # see moe.to_device
+        to_device = lambda t: t.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
         part = {
             k: hsdp.shard_sequence(to_device(v), self.meshes) if torch.is_tensor(v) else v
             for k, v in batch.items()

@@ -79,7 +79,7 @@ def planned_memory(config):
     """Gigabytes of one training step as the planner predicts them, without what samples"""
     shape = train.model_config(config, config.vocab)
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in moe.Model(shape).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in shape.build_model().named_parameters()}
     kinds = hsdp.memory(
         shape, shapes, hsdp.Layout(), hsdp.Step(tokens=config.micro_tokens), config.recompute
     )

@@ -14,6 +14,7 @@ from importlib.metadata import version
 import torch
 import torch.nn.functional as F
 
+import fast
 import hsdp
 import moe
 import muon
@@ -22,7 +23,8 @@ import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
-from fast import workers
+from fast import low_precision, workers
+from fast.gram_newton_schulz import gram_newton_schulz
 from published.export import write_checkpoint
 
 
@@ -32,7 +34,7 @@ def build_scale_model(bench, **changes):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), **changes)
     torch.manual_seed(0)
-    model = moe.Model(shape).to(bench.device).compute(torch.bfloat16)
+    model = fast.accelerate(moe.Model(shape)).to(bench.device).compute(torch.bfloat16)
     tokens = torch.randint(
         0, shape.vocab, (max(1, config.micro_tokens // config.context), config.context + 1)
     )
@@ -86,6 +88,7 @@ def measure_muon(bench, layers, dim, heads, experts, hidden):
     ours = muon.Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
+        newton_schulz=gram_newton_schulz,
         scale="spectral",
         lr=1e-3,
         weight_decay=0.1,
@@ -116,7 +119,7 @@ def measure_mixture(bench):
     active ones"""
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), shared=0)
-    layer = moe.MoE(shape).to(bench.device)
+    layer = fast.accelerate(moe.MoE(shape)).to(bench.device)
     dense = moe.FFN(shape.dim, shape.active * shape.expert_ffn).to(bench.device)
     tokens = config.micro_tokens
     x = torch.randn(
@@ -278,17 +281,18 @@ def experts_error(bench, precision):
         torch.randn(4, *shape, device=bench.device, dtype=torch.bfloat16) * 0.05 for shape in shapes
     )
     counts = torch.tensor([128, 200, 56, 128], device=bench.device)
-    offsets, rounded = counts.cumsum(0).to(torch.int32), moe.FORMATS[precision]
+    offsets, rounded = counts.cumsum(0).to(torch.int32), low_precision.FORMATS[precision]
 
     def product(a, w):
         return F.grouped_mm(rounded(a), rounded(w).transpose(-2, -1), offs=offsets)
 
     expected = product(F.silu(product(x, w_gate)) * product(x, w_up), w_down)
-    return relative_error(moe.grouped_swiglu(x, counts, w_gate, w_up, w_down, precision), expected)
+    found = low_precision.low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision)
+    return relative_error(found, expected)
 
 
 def measure_low_precision(bench):
-    hardware = moe.scales_in_hardware(torch.device(bench.device))
+    hardware = low_precision.scales_in_hardware(torch.device(bench.device))
     bench.emit(
         "hardware",
         what="block scales (MXFP8, NVFP4)",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import make_parser, print_table
+from fast.gram_newton_schulz import gram_newton_schulz
 from muon import (
     Muon,
     cpu_chunk,
@@ -106,7 +107,13 @@ def measure_one_device(shapes, products, weights, device, rounds):
     """-> seconds of one step: (the products alone, torch.optim.Muon, Muon). products, weights: the
     dtypes of the matrix products and of the parameters"""
     params = make_parameters(shapes, dtype=weights, device=device)
-    ours = Muon([dict(params=list(params.items()))], ns_dtype=products, lr=1e-3, weight_decay=0.1)
+    ours = Muon(
+        [dict(params=list(params.items()))],
+        ns_dtype=products,
+        newton_schulz=gram_newton_schulz,
+        lr=1e-3,
+        weight_decay=0.1,
+    )
     theirs = torch.optim.Muon(
         split_matrices(make_parameters(shapes, dtype=weights, device=device)),
         lr=1e-3,
@@ -178,7 +185,10 @@ def redundant_step(params, optimizer):
             stride=momentum.stride(),
         ).full_tensor()
         update = distribute_tensor(
-            orthogonalize(whole), momentum.device_mesh, momentum.placements, src_data_rank=None
+            orthogonalize(whole, iterate=gram_newton_schulz),
+            momentum.device_mesh,
+            momentum.placements,
+            src_data_rank=None,
         )
         length = 1e-3 * step_scale("rms", *p.shape[-2:])
         p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
@@ -188,7 +198,11 @@ def measure_rank(rank, world, shapes, redundant):
     """-> CPU seconds (all threads, gloo's too) of one rank's step, after two to warm up, and its
     traffic"""
     params = make_parameters(shapes, shard(world))
-    optimizer = Muon([dict(params=list(params.items()), weight_decay=0.1)], check_gradients=True)
+    optimizer = Muon(
+        [dict(params=list(params.items()), weight_decay=0.1)],
+        newton_schulz=gram_newton_schulz,
+        check_gradients=True,
+    )
     seconds = []
     with torch.no_grad():
         for _ in range(5):

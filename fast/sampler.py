@@ -29,7 +29,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from moe import Cache, to_device
+from fast.cpu_kernels import to_device
+from moe import Cache
 from rollout import Request, choose
 
 # A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4

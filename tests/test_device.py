@@ -17,10 +17,13 @@ import torch
 
 import conftest
 import feedback_distill
+import fast
 import hsdp
 import moe
 import muon
 import rollout
+from fast import low_precision
+from published.grouped_query import config_of
 
 ROOT = Path(moe.__file__).parent
 SIZES = dict(
@@ -58,7 +61,7 @@ def device(request):
 def build(where, dtype=torch.float32, **more):
     """The same weights wherever they lie"""
     torch.manual_seed(1)
-    model = moe.Model(moe.ModelConfig(**{**SIZES, **more}))
+    model = fast.accelerate(config_of({**SIZES, **more}).build_model())
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
             # a matrix that starts at zero hides what is behind it
@@ -153,7 +156,7 @@ def test_five_steps_of_muon_and_adamw_are_the_cpus(device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("quantise", [moe.mxfp8, moe.nvfp4])
+@pytest.mark.parametrize("quantise", [low_precision.mxfp8, low_precision.nvfp4])
 def test_small_formats_have_the_bits_of_the_cpu(quantise, device):
     x = (
         torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
@@ -165,19 +168,19 @@ def test_small_formats_have_the_bits_of_the_cpu(quantise, device):
 @pytest.mark.device
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
 def test_experts_in_hardware_are_those_of_the_emulation(precision, device, monkeypatch):
-    if not moe.scales_in_hardware(torch.device(device)):
+    if not low_precision.scales_in_hardware(torch.device(device)):
         pytest.skip(
             "the tensor cores here do not multiply small formats: compute capability 10 does"
         )
     torch.manual_seed(9)
-    experts, counts = moe.Experts(3, 64, 32, precision).to(device), torch.tensor(
+    experts, counts = fast.accelerate(moe.Experts(3, 64, 32, precision)).to(device), torch.tensor(
         [3, 0, 140], device=device
     )
     torch.nn.init.normal_(experts.w_down)
     x = torch.randn(143, 64, device=device)
     found = []
     for real in (False, True):
-        monkeypatch.setattr(moe, "scales_in_hardware", lambda where, real=real: real)
+        monkeypatch.setattr(low_precision, "scales_in_hardware", lambda where, real=real: real)
         found.append(experts(x, counts))
     assert difference(found[1], found[0]) <= 0.03
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from conftest import run_ranks
 from torch.distributed.tensor import DTensor
 
+import fast
 import hsdp
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss
@@ -47,7 +48,7 @@ CONFIG = ModelConfig(
 
 def build(config=CONFIG, seed=0):
     torch.manual_seed(seed)
-    model = Model(config)
+    model = fast.accelerate(Model(config))
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.05)

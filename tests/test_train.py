@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import fast
 import hsdp
 import train
 from command import checkpoints, flags, idle_flags
@@ -1020,7 +1021,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, train.Model(sizes))
+    train.write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -1101,7 +1102,7 @@ def published(tmp_path):
         expert_ffn=16,
         context=1024,
     )
-    folder, model = tmp_path / "published", train.Model(sizes)
+    folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
     train.write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
@@ -1907,7 +1908,7 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
         "pretrain",
     )
     torch.manual_seed(0)
-    model = train.Model(train.model_config(config, 64)).train()
+    model = fast.accelerate(train.model_config(config, 64).build_model()).train()
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
