@@ -3,7 +3,8 @@ sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
 message; hidden tests give the reward. This file holds the tokenizer, the transcript, the tools, the
-sampler and the policy-gradient objective.
+agent, a sampler in its plain form (one agent after the other, one token at a time) and the
+policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
@@ -12,23 +13,14 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
 Seed names of the tools: read_file, edit_file, run_command, search_codebase.
 
     A_i = r_i - mean_group(r)
-    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)        t over sampled tokens, stop tokens included; L constant
-    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is part of the reward
+    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
+          t over sampled tokens, stop tokens included; L constant
+    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is
+          part of the reward
 
 Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
 no clip: one update per batch, so the sampling policy is the policy. Left out: branching
 environments and semantic search.
-
-Asynchronous (stated: generation workers beside the trainer; weights sent every step as compressed
-deltas against the previous upload, a full one now and then, swapped in mid-rollout, so that later
-tokens are fresher; off-policyness is kept small, not corrected). Ours: files in a folder, xor and
-zlib, a bound on staleness. What it costs: with stale tokens J's gradient is that of the current
-policy at an older one's samples, and k1 is no longer unbiased.
-
-Speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
-is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
-batch (n-grams, as in suffix decoding, arXiv 2411.04975). It decides how many tokens a step yields,
-never which: every place draws with the random number that is its own, drafted or not.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
@@ -38,8 +30,10 @@ addressed in the form that it is used to: its tokenizer says what that is.
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
 
-    python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
-    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
+    python rollout.py       one group sampled from an untrained model and one demonstration, printed
+                            with masks
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left
+                            there, in colour, with masks and flags
 """
 
 import argparse
@@ -326,13 +320,16 @@ def flatten(episode):
     T"""
     tokens, mask, logprobs, index = [], [], [], []
     for i, turn in enumerate(episode.turns):
+        # The head of a turn is the harness's. Behind it, the tokens of an assistant were sampled.
         sampled = turn.role == "assistant"
         n = len(turn.tokens) - turn.head
         tokens += turn.tokens
         mask += [0] * turn.head + [int(sampled)] * n
-        logprobs += [0.0] * turn.head + (
-            turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n
-        )
+        logprobs += [0.0] * turn.head
+        if sampled and turn.logprobs is not None:
+            logprobs += turn.logprobs.tolist()
+        else:
+            logprobs += [0.0] * n
         index += [i] * len(turn.tokens)
     return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
 
@@ -466,7 +463,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     commands_run = 0
 
     for _ in range(limits.turns):
-        # 1) Is there room for a turn, two tokens at least? Then a sampler (or the expert) writes it.
+        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
         episode = chain.episodes[-1]
         prompt = tokenizer.generation_prompt(episode.turns[-1].role)
         room = limits.window - len(episode) - len(prompt)
@@ -819,42 +816,48 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
 def judged(groups):
     """-> (the groups without the chains that the machine failed, those chains). A group of which
     nothing is left is left out."""
-    kept = [[chain for chain in group if not chain.failure] for group in groups]
-    return [group for group in kept if group], [
-        chain for group in groups for chain in group if chain.failure
-    ]
+    kept, failed = [], []
+    for group in groups:
+        kept.append([chain for chain in group if not chain.failure])
+        failed += [chain for chain in group if chain.failure]
+    return [group for group in kept if group], failed
 
 
 def failures_line(lost, total):
     """What a log says of chains that the machine failed: how many, of how many, and at what most of
     them."""
     cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
-    return f"{len(lost)} of {total} rollouts were lost to this machine, twice each, and count for nothing: {cause}"
-
-
-# ---------------------------------------------------------------- weights on their way, and processes that sample
+    return (
+        f"{len(lost)} of {total} rollouts were lost to this machine, twice each, "
+        f"and count for nothing: {cause}"
+    )
 
 
 def effort_counts(chain):
     """The six quantities the length penalty weighs, and the counts the tables show, over the whole
     chain."""
-    mine = [turn for turn in chain.turns if turn.role == "assistant"]
-    tokens = lambda turns: sum(len(turn.tokens) - turn.head for turn in turns)
-    calls = [call for turn in mine for call in turn.calls]
-    acting, silent = [t for t in mine if t.calls], [t for t in mine if not t.calls]
+
+    def count_tokens(turns):
+        return sum(len(turn.tokens) - turn.head for turn in turns)
+
+    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    acting = [turn for turn in own if turn.calls]
+    silent = [turn for turn in own if not turn.calls]  # summaries and the final message
     final = silent[-1:] if chain.finished else []
+    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    calls = [call for turn in own for call in turn.calls]
     thinking = sum(turn.thinking for turn in acting)
     return dict(
-        thinking_tokens=thinking + tokens(silent) - tokens(final),
-        call_tokens=tokens(acting) - thinking,
-        output_tokens=tokens(t for t in chain.turns if t.role == "tool"),
-        final_tokens=tokens(final),
+        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        call_tokens=count_tokens(acting) - thinking,
+        output_tokens=count_tokens(outputs),
+        final_tokens=count_tokens(final),
         calls=len(calls),
-        turns=len(mine),
-        sampled=tokens(mine),
+        turns=len(own),
+        sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
-        context=max(len(e) for e in chain.episodes),
-        total=sum(len(e) for e in chain.episodes),
+        context=max(len(episode) for episode in chain.episodes),
+        total=sum(len(episode) for episode in chain.episodes),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
         finished=chain.finished,
@@ -949,7 +952,7 @@ def suspicious(chain):
     return not cheats(chain) and any(finding.severity == "suspicious" for finding in audited(chain))
 
 
-def blind(chain):
+def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
     green = False
@@ -990,32 +993,41 @@ def insert_hints(tokenizer, chain, hints):
 
 
 def advantages(rewards, std=False, lengths=None, overlong=None):
-    """Rewards of one group (G,) -> advantages (G,). The rest shows what was left out of GRPO and
-    its kin, each by itself: std, the division by the group's; lengths (G,), in units of L: a
-    rollout's mean over its own tokens instead of their sum over L; overlong (G,): who was cut short
-    by a limit counts in the group's mean, and teaches nothing (DAPO, arXiv 2503.14476)."""
+    """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean.
+
+    The rest shows what was left out of GRPO and its kin, each by itself. std: divide by the group's
+    standard deviation. lengths (G,), in units of L: a rollout's mean over its own tokens instead of
+    their sum over L. overlong (G,): a rollout that a limit cut short counts in the group's mean,
+    and teaches nothing (DAPO, arXiv 2503.14476)."""
     rewards = np.asarray(rewards, dtype=np.float64)
     advantage = rewards - rewards.mean()
-    advantage = advantage / (rewards.std() + 1e-6) if std else advantage
-    advantage = advantage / np.asarray(lengths) if lengths is not None else advantage
-    return advantage if overlong is None else np.where(overlong, 0.0, advantage)
+    if std:
+        advantage = advantage / (rewards.std() + 1e-6)
+    if lengths is not None:
+        advantage = advantage / np.asarray(lengths)
+    if overlong is not None:
+        advantage = np.where(overlong, 0.0, advantage)
+    return advantage
 
 
 def kl_estimates(logp, reference):
-    """k1, k2, k3 per token for x ~ pi with r = ref / pi (Technical Report 4.1: k1 is kept, k3's
-    variance explodes)."""
+    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
+    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
     log_r = reference - logp
-    return -log_r, log_r**2 / 2, log_r.exp() - 1 - log_r
+    k1 = -log_r
+    k2 = log_r**2 / 2
+    k3 = log_r.exp() - 1 - log_r
+    return k1, k2, k3
 
 
-def targets_of(episode):
+def predictable_tokens(episode):
     """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak
     there, and another does"""
-    known, at = np.ones(len(episode)), 0
-    for turn, after in zip(episode.turns, episode.turns[1:]):
-        at += len(turn.tokens)
-        if turn.open and after.role not in ("assistant", "recent"):
-            known[at] = 0
+    known, start = np.ones(len(episode)), 0
+    for turn, following in zip(episode.turns, episode.turns[1:]):
+        start += len(turn.tokens)
+        if turn.open and following.role not in ("assistant", "recent"):
+            known[start] = 0
     return known
 
 
@@ -1025,46 +1037,52 @@ def pack(episodes, advantage, multiple=1):
     logprobs, advantage, inside (1 = there is a target); experts (B, T, L, K) or None. T is a
     multiple of `multiple`. Where the policy would go on by itself and a user's word stands (a
     query, a hint), there is no target: it would be learnt as the policy's own."""
-    T = -(-max(len(e) for e in episodes) // multiple) * multiple
-    flat = [flatten(e) for e in episodes]
-    fill = lambda rows, dtype: torch.from_numpy(
-        np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype)
-    )
-    tokens, mask, logprobs = (
-        fill([f[i] for f in flat], kind)
-        for i, kind in enumerate((np.int64, np.float32, np.float32))
-    )
-    real = fill([np.ones(len(f[0])) for f in flat], np.int64) > 0
-    # no token: the routers do not count it as load
-    batch = {"tokens": tokens.masked_fill(~real, -1)}
-    inside = fill([targets_of(e) for e in episodes], np.float32)
-    for name, t in (
-        ("targets", tokens),
-        ("mask", mask),
-        ("logprobs", logprobs),
-        ("inside", inside),
-    ):
-        batch[name] = F.pad(t[:, 1:], (0, 1))
-    batch["advantage"] = (
-        batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
-    )
+    T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
+
+    # One row per episode, with zeros behind its end.
+    columns = {"targets": [], "mask": [], "logprobs": [], "inside": [], "real": []}
+    for episode in episodes:
+        tokens, mask, logprobs, _ = flatten(episode)
+        inside, real = predictable_tokens(episode), np.ones(len(episode))
+        for column, row in zip(columns.values(), (tokens, mask, logprobs, inside, real)):
+            column.append(np.pad(row, (0, T - len(row))))
+
+    def stack(name, dtype):
+        return torch.from_numpy(np.stack(columns[name]).astype(dtype))  # (B, T)
+
+    # Padding is no token: the routers do not count it as load.
+    batch = {"tokens": stack("targets", np.int64).masked_fill(stack("real", np.int64) == 0, -1)}
+
+    # What is said of a token belongs to the position before it, which predicts it.
+    for name in ("targets", "mask", "logprobs", "inside"):
+        values = stack(name, np.int64 if name == "targets" else np.float32)
+        batch[name] = F.pad(values[:, 1:], (0, 1))
+    weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)
+    batch["advantage"] = batch["mask"] * weights[:, None]
+
+    # Router replay. An episode without a record routes freely.
     batch["experts"] = None
-    known = [e.experts for e in episodes if e.experts is not None]
-    # an episode without a record routes freely, alone
-    if known:
-        records = [known[0][:0] if e.experts is None else e.experts for e in episodes]
-        pads = [np.pad(r, ((0, T - len(r)), (0, 0), (0, 0)), constant_values=-1) for r in records]
-        batch["experts"] = torch.from_numpy(np.stack(pads))
+    records = [episode.experts for episode in episodes if episode.experts is not None]
+    if records:
+        experts = np.full((len(episodes), T, *records[0].shape[1:]), -1, dtype=records[0].dtype)
+        for row, episode in zip(experts, episodes):
+            if episode.experts is not None:
+                row[: len(episode.experts)] = episode.experts
+        batch["experts"] = torch.from_numpy(experts)
     return batch
 
 
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
-    """-J of the batch, summed: the caller's `normaliser` is (rollouts) x L over all ranks and
-    micro-batches. logp (B, T) with gradient; the k1 penalty enters the advantage, token by token,
-    without gradient."""
+    """-J of the batch, summed. logp (B, T) with gradient; normaliser: (rollouts) x L over all ranks
+    and micro-batches; reference (B, T): log-probs under the reference policy.
+
+    There is no ratio and no clip: one update per batch. The gradient of A log pi is the policy
+    gradient."""
     advantage = batch["advantage"]
+    # The k1 penalty is part of the reward, token by token, so it has no gradient of its own.
     if beta:
-        advantage = advantage - beta * (logp.detach() - reference) * batch["mask"]
+        k1 = logp.detach() - reference
+        advantage = advantage - beta * k1 * batch["mask"]
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
@@ -1242,7 +1260,7 @@ def spoken(line):
     return said
 
 
-def inert(text):
+def escape_control_chars(text):
     """Control characters, spelled out: a transcript must not move the cursor."""
     return re.sub(
         r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text
@@ -1254,13 +1272,15 @@ def printed(line):
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
     said = [
-        inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))
+        escape_control_chars(
+            "  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")
+        )
     ]
     for who, text, sampled, notes in spoken(line):
         who, text, notes = (
-            inert(who),
-            inert(text).replace("\n", "\n" + " " * 11),
-            inert(", ".join(notes)),
+            escape_control_chars(who),
+            escape_control_chars(text).replace("\n", "\n" + " " * 11),
+            escape_control_chars(", ".join(notes)),
         )
         said.append(
             f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"

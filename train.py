@@ -1085,7 +1085,7 @@ class Reinforcement:
                     "cheats": rollout.cheats(c),
                     "suspicious": rollout.suspicious(c),
                     "reads": "read_file" in c.task.tools,
-                    "blind": rollout.blind(c),
+                    "blind": rollout.submitted_untested(c),
                     "probe": summarize.probe(c),
                     "decode_steps": c.steps,
                     "flaws": {

@@ -112,9 +112,7 @@ def orthogonalize_error(device, dtype):
     for shape in ((64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         expected = orthogonalize_fast(gradient, torch.float32)
-        worst = max(
-            worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected)
-        )
+        worst = max(worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected))
     return worst
 
 

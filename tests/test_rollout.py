@@ -775,11 +775,11 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
     }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
     chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
-    assert rollout.blind(chain) == expected
+    assert rollout.submitted_untested(chain) == expected
     chain.finished = False
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
     chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
 
 
 # ---------------------------------------------------------------- objective

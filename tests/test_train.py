@@ -257,6 +257,7 @@ def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
         (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
         (["--distinct=2", "--tasks=T"], "go with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
+        (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
         (["--kl=1", "--length_norm=1"], "go with --kl=0"),
         (["--imitate=1", "--std_norm=1"], "for rollouts"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
