@@ -20,14 +20,6 @@ Left out: workers on other machines, and feeding a sequence again under new weig
 the entries that the old ones left).
 """
 
-<<<<<<< HEAD
-from concurrent.futures import Future
-from fast.model import accelerate
-from pathlib import Path
-from fast.sampler import Sampler
-from world.sandbox import Sandbox
-=======
->>>>>>> sampler
 import atexit
 import contextlib
 import hashlib
