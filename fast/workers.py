@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
