@@ -25,6 +25,9 @@ import hsdp
 import train
 from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.tokenizers import read_tokenizer
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -1045,7 +1048,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, sizes.build_model())
+    write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -1091,12 +1094,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     )
     assert read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
-    mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
+    mine, config = load_model(back), json.loads((back / "config.json").read_text())
     assert (
         config["model_type"] == "deepseek_v3"
         and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
     )
-    trained, start = train.eval.load(out)[0].state_dict(), train.load_model(folder).state_dict()
+    trained, start = train.eval.load(out)[0].state_dict(), load_model(folder).state_dict()
     assert all(
         torch.equal(trained[name], t)
         for name, t in mine.state_dict().items()
@@ -1128,7 +1131,7 @@ def published(tmp_path):
     )
     folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    train.write_checkpoint(
+    write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     )
     (folder / "tiktoken.model").write_bytes(
@@ -1168,7 +1171,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
     train.main(
         [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
     )
-    before, after = train.load_model(published).state_dict(), weights(out / "sft")
+    before, after = load_model(published).state_dict(), weights(out / "sft")
     assert all(
         0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
         for name in ("embed.weight", "head.weight", "layers.0.attn.wq")
@@ -1345,7 +1348,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
     for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
-        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(
+        loaded, trained = load_model(tmp_path / name).state_dict(), weights(
             tmp_path / "out" / ("sft" if name == "sft" else "rl")
         )
         assert all(
@@ -1416,11 +1419,11 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
     model, tokenizer, _ = train.eval.load(run)
     again, text = (
-        train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab),
+        read_tokenizer(tmp_path / "out", tokenizer.vocab),
         Path(train.__file__).read_text(),
     )
     assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
-    state = train.load_model(tmp_path / "out").state_dict()
+    state = load_model(tmp_path / "out").state_dict()
     assert all(
         torch.equal(state[name], t)
         for name, t in model.state_dict().items()
