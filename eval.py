@@ -225,7 +225,7 @@ def last_stage(folder):
 def unfinished(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
-    extra = hsdp.peek(folder)
+    extra = hsdp.load_extra(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
     return (
         f"unfinished: step {step} of {steps}"
@@ -239,7 +239,7 @@ def load(folder, device="cpu", plain=False):
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
     """
     path = last_stage(folder)
-    extra = hsdp.peek(path)
+    extra = hsdp.load_extra(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
@@ -726,7 +726,7 @@ def find_policies(config, given, sizes, load_published):
     trained = hsdp.exists(out / "rl")
     before = out / "sft"
     if not hsdp.exists(before):
-        begun = hsdp.peek(out / "rl")["config"]["start_from"] if trained else ""
+        begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
         before = Path(config.start_from or begun or config.out) / "sft"
     paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
     paths = {name: path for name, path in paths.items() if hsdp.exists(path)}

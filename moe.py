@@ -67,10 +67,6 @@ class ModelConfig:
     expert_ffn: int = 128
     route_scale: float = 1.0  # (Kimi K2: 2.827)
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
-    # experts stand in groups and a token chooses among its best ones (DeepSeek-V3: 8 groups, best
-    # 4; Kimi K2: one group)
-    n_group: int = 1
-    topk_group: int = 1
     # a replayed expert must score this much of the router's own K-th best, or is replaced
     plausible: float = 0.0
     # of the expert products: "mxfp8", "nvfp4", or "" = that of compute()
@@ -90,14 +86,6 @@ class ModelConfig:
             self.active <= self.experts
         ), f"active={self.active} experts of experts={self.experts}"
         assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
-        size, rest = divmod(self.experts, self.n_group)
-        assert self.n_group == 1 or (
-            rest == 0 and size > 1
-        ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
-        assert self.active <= size * self.topk_group <= self.experts, (
-            f"topk_group={self.topk_group} of n_group={self.n_group} groups "
-            f"of {size} experts must hold active={self.active}"
-        )
         assert (
             self.precision in PRECISIONS
         ), f"precision must be one of {list(PRECISIONS)}, not {self.precision!r}"
@@ -129,13 +117,6 @@ PRECISIONS = ("", "mxfp8", "nvfp4")
 
 
 # ---------------------------------------------------------------- mathematics
-
-
-def to_device(numbers, device):
-    """A list of numbers -> a tensor there. Not torch.tensor(numbers, device=...): that waits until
-    the GPU has done all it was asked before. From ordinary memory a copy that does not wait is
-    safe, since CUDA takes the numbers before it returns."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def linear(x, weight):
@@ -175,8 +156,9 @@ def rope_cos_sin(angles):
 def apply_rotary_emb(x, cos, sin):
     """RoPE on the last dimension, halves as pairs: x (B, T, H, R), cos and sin (B or 1, T, 1, R) of
     rope_cos_sin"""
-    first, second = x.float().chunk(2, -1)
-    turned = x.float() * cos + torch.cat((second, first), -1) * sin
+    exact = x.float()
+    first, second = exact.chunk(2, -1)
+    turned = exact * cos + torch.cat((second, first), -1) * sin
     return turned.to(x.dtype)
 
 
@@ -272,7 +254,6 @@ class Router(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.k, self.scale, self.norm_gates = config.active, config.route_scale, config.norm_gates
-        self.n_group, self.topk_group = config.n_group, config.topk_group
         self.weight = weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
         # tokens per expert since the last balance()
@@ -282,6 +263,10 @@ class Router(nn.Module):
         """x (M, D) -> each expert's score (M, E), between 0 and 1"""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
+    def limit(self, biased):
+        """biased (M, E) -> by what experts are chosen: a subclass may rule some out"""
+        return biased
+
     def forward(self, x, replay=None, plausible=0.0):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
         >= 0; scores stay live. A replayed expert that scores below plausible * (the router's own
@@ -290,7 +275,7 @@ class Router(nn.Module):
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
         biased = score.detach() + self.bias
-        preference = self.keep_best_groups(biased) if self.n_group > 1 else biased
+        preference = self.limit(biased)
         if replay is not None:
             replayed = self.find_replayed(replay, score.detach(), plausible)
             preference = torch.where(replayed, biased + 1e3, preference)
@@ -300,15 +285,6 @@ class Router(nn.Module):
         if self.norm_gates:
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
         return choice, gates if self.scale == 1 else gates * self.scale
-
-    def keep_best_groups(self, biased):
-        """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
-        A group is worth its two best experts."""
-        groups = biased.unflatten(1, (self.n_group, -1))
-        group_scores = groups.topk(2)[0].sum(-1)  # (M, groups)
-        kept = group_scores.topk(self.topk_group)[1]
-        out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
-        return biased.masked_fill(out.repeat_interleave(groups.shape[2], 1), -torch.inf)
 
     def find_replayed(self, replay, score, plausible):
         """replay (M, K), -1 = none -> (M, E): True where an expert was recorded and is plausible"""
@@ -612,18 +588,6 @@ class Model(nn.Module):
         if record is not None:
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x
-
-    def prefill(self, chunks, cache, rows, start, record=None):
-        """Feed chunks (lists of tokens, of any lengths), each to the cached sequence rows[i] from
-        start[i] on; hidden states are not wanted. record: as in decode, the tokens of all chunks,
-        (1, N, K)."""
-        choices = []
-        for chunk, row, first in zip(chunks, rows, start):
-            chosen = []
-            self.decode(to_device([chunk], cache.data.device), cache, [row], [first], chosen)
-            choices.append(chosen)
-        if record is not None:
-            record += [torch.cat(layer, 1) for layer in zip(*choices)]
 
     def draft(self, hidden, following, cache=None, rows=None, start=None):
         """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab)

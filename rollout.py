@@ -3,7 +3,8 @@ sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
 message; hidden tests give the reward. This file holds the tokenizer, the transcript, the tools, the
-sampler and the policy-gradient objective.
+agent, a sampler in its plain form (one agent after the other, one token at a time) and the
+policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
@@ -12,23 +13,14 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
 Seed names of the tools: read_file, edit_file, run_command, search_codebase.
 
     A_i = r_i - mean_group(r)
-    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)        t over sampled tokens, stop tokens included; L constant
-    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is part of the reward
+    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
+          t over sampled tokens, stop tokens included; L constant
+    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is
+          part of the reward
 
 Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
 no clip: one update per batch, so the sampling policy is the policy. Left out: branching
 environments and semantic search.
-
-Asynchronous (stated: generation workers beside the trainer; weights sent every step as compressed
-deltas against the previous upload, a full one now and then, swapped in mid-rollout, so that later
-tokens are fresher; off-policyness is kept small, not corrected). Ours: files in a folder, xor and
-zlib, a bound on staleness. What it costs: with stale tokens J's gradient is that of the current
-policy at an older one's samples, and k1 is no longer unbiased.
-
-Speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
-is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
-batch (n-grams, as in suffix decoding, arXiv 2411.04975). It decides how many tokens a step yields,
-never which: every place draws with the random number that is its own, drafted or not.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
@@ -38,8 +30,10 @@ addressed in the form that it is used to: see Chat.
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
 
-    python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
-    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
+    python rollout.py       one group sampled from an untrained model and one demonstration, printed
+                            with masks
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left
+                            there, in colour, with masks and flags
 """
 
 import argparse
@@ -708,13 +702,16 @@ def flatten(episode):
     T"""
     tokens, mask, logprobs, index = [], [], [], []
     for i, turn in enumerate(episode.turns):
+        # The head of a turn is the harness's. Behind it, the tokens of an assistant were sampled.
         sampled = turn.role == "assistant"
         n = len(turn.tokens) - turn.head
         tokens += turn.tokens
         mask += [0] * turn.head + [int(sampled)] * n
-        logprobs += [0.0] * turn.head + (
-            turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n
-        )
+        logprobs += [0.0] * turn.head
+        if sampled and turn.logprobs is not None:
+            logprobs += turn.logprobs.tolist()
+        else:
+            logprobs += [0.0] * n
         index += [i] * len(turn.tokens)
     return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
 
@@ -1138,8 +1135,8 @@ class Request:
 
 @dataclass
 class Work:
-    """Tools to run outside the model; slow ones (a process is started) run in a thread while other
-    rows decode."""
+    """Tools to run outside the model. slow: a process is started, so that others may be sampled
+    meanwhile."""
 
     calls: list
     run: callable
@@ -1167,7 +1164,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     commands_run = 0
 
     for _ in range(limits.turns):
-        # 1) Is there room for a turn, two tokens at least? Then a sampler (or the expert) writes it.
+        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
         episode = chain.episodes[-1]
         prompt = tokenizer.lead(episode.turns[-1].role)
         room = limits.window - len(episode) - len(prompt)
@@ -1293,26 +1290,19 @@ def leave_out_unread(chain, limits):
 # ---------------------------------------------------------------- sampling
 
 
-def choose(logits, uniform, temperature=1.0, top_p=1.0):
+def choose(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
-    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite; top_p from 0 (the
-    likeliest token alone) to 1: else a ValueError."""
-    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1"
-        )
+    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
+    ValueError."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
-    if top_p < 1:
-        ordered, where = p.sort(-1, descending=True)
-        # keep the token that crosses the line
-        cut = ordered.cumsum(-1) - ordered >= top_p
-        cut[:, 0] = False  # and the first one always
-        p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
-        p = p / p.sum(-1, keepdim=True)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)  # (B, V)
+
+    # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
+    # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
-    # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
     tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
@@ -1339,23 +1329,23 @@ class Context:
 class Sampler:
     """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    fast/sampler.py batches the agents, and yields the same tokens: each agent draws with random
-    numbers of its own, one per token. What the plain form costs is time. A step that decodes one
-    token reads all weights of the model, and would read them once for 64 agents too."""
+    Each agent draws with random numbers of its own, one per token: what it samples does not depend
+    on who else is sampled. What the plain form costs is time. A step that decodes one token reads
+    all weights of the model, and would read them once for a batch of 64 agents too."""
 
-    def __init__(self, model, tokenizer, window=512, temperature=1.0, top_p=1.0):
+    def __init__(self, model, tokenizer, window=512, temperature=1.0):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.window = window
         self.temperature = temperature
-        self.top_p = top_p
         self.device = model.embed.weight.device
         self.version = 0  # of the weights: how many updates they have seen
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called as each chain ends (to judge it).
-        patient means nothing here: every agent waits for its tools."""
+        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+        every agent waits for its tools."""
         chains = []
         for agent, seed in zip(agents, seeds):
             chains.append(self.play(agent, np.random.default_rng(seed)))
@@ -1367,20 +1357,24 @@ class Sampler:
         contexts = []  # one per episode
         answer, steps = None, 0
         while True:
+            # The agent goes on until it asks for something, or ends.
             try:
                 request = agent.send(answer)
             except StopIteration as end:
                 chain = end.value
                 break
+            # Tools need no model.
             if isinstance(request, Work):
                 request.run()
                 answer = None
                 continue
+            # A turn is sampled behind what the model has read, or in a new context.
             if request.restart:
                 contexts.append(Context(self.model, self.window))
             contexts[-1].tokens += request.tokens
             answer = self.sample_turn(contexts[-1], request.room, rng)
             steps += len(answer[0])
+        # The experts that each token took are part of the record: training replays them.
         chain.steps = steps
         for episode, context in zip(chain.episodes, contexts):
             episode.experts = context.experts_of(len(episode))
@@ -1392,7 +1386,7 @@ class Sampler:
         while len(body) < room:
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
-            token, logprob = choose(logits, uniform, self.temperature, self.top_p)
+            token, logprob = choose(logits, uniform, self.temperature)
             body.append(int(token))
             logprobs.append(float(logprob))
             context.tokens.append(body[-1])
@@ -1415,14 +1409,16 @@ class Sampler:
 
 class InTurn:
     """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights, submits tasks and collects groups of chains. fast/workers.py
-    does that in other processes, beside the updates."""
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
 
     restarts = 0  # of processes that died
 
     def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
         self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group, self.limits, self.compact = group, limits, compact
+        self.group = group
+        self.limits = limits
+        self.compact = compact
         self.sandbox = Sandbox()
 
     def publish(self, version, weights):
@@ -1438,14 +1434,7 @@ class InTurn:
         """-> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
-            self.sampler,
-            tasks,
-            self.group,
-            seed,
-            self.limits,
-            self.sandbox,
-            self.compact,
-            numbers,
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 
     def close(self):
@@ -1520,42 +1509,48 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
 def judged(groups):
     """-> (the groups without the chains that the machine failed, those chains). A group of which
     nothing is left is left out."""
-    kept = [[chain for chain in group if not chain.failure] for group in groups]
-    return [group for group in kept if group], [
-        chain for group in groups for chain in group if chain.failure
-    ]
+    kept, failed = [], []
+    for group in groups:
+        kept.append([chain for chain in group if not chain.failure])
+        failed += [chain for chain in group if chain.failure]
+    return [group for group in kept if group], failed
 
 
 def failures_line(lost, total):
     """What a log says of chains that the machine failed: how many, of how many, and at what most of
     them."""
     cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
-    return f"{len(lost)} of {total} rollouts were lost to this machine, twice each, and count for nothing: {cause}"
-
-
-# ---------------------------------------------------------------- weights on their way, and processes that sample
+    return (
+        f"{len(lost)} of {total} rollouts were lost to this machine, twice each, "
+        f"and count for nothing: {cause}"
+    )
 
 
 def effort_counts(chain):
     """The six quantities the length penalty weighs, and the counts the tables show, over the whole
     chain."""
-    mine = [turn for turn in chain.turns if turn.role == "assistant"]
-    tokens = lambda turns: sum(len(turn.tokens) - turn.head for turn in turns)
-    calls = [call for turn in mine for call in turn.calls]
-    acting, silent = [t for t in mine if t.calls], [t for t in mine if not t.calls]
+
+    def count_tokens(turns):
+        return sum(len(turn.tokens) - turn.head for turn in turns)
+
+    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    acting = [turn for turn in own if turn.calls]
+    silent = [turn for turn in own if not turn.calls]  # summaries and the final message
     final = silent[-1:] if chain.finished else []
+    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    calls = [call for turn in own for call in turn.calls]
     thinking = sum(turn.thinking for turn in acting)
     return dict(
-        thinking_tokens=thinking + tokens(silent) - tokens(final),
-        call_tokens=tokens(acting) - thinking,
-        output_tokens=tokens(t for t in chain.turns if t.role == "tool"),
-        final_tokens=tokens(final),
+        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        call_tokens=count_tokens(acting) - thinking,
+        output_tokens=count_tokens(outputs),
+        final_tokens=count_tokens(final),
         calls=len(calls),
-        turns=len(mine),
-        sampled=tokens(mine),
+        turns=len(own),
+        sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
-        context=max(len(e) for e in chain.episodes),
-        total=sum(len(e) for e in chain.episodes),
+        context=max(len(episode) for episode in chain.episodes),
+        total=sum(len(episode) for episode in chain.episodes),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
         finished=chain.finished,
@@ -1650,18 +1645,22 @@ def suspicious(chain):
     return not cheats(chain) and any(finding.severity == "suspicious" for finding in audited(chain))
 
 
-def blind(chain):
+def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
+    if not chain.finished or "run_command" not in chain.task.tools:
+        return False
     green = False
-    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
-        if call.name == "edit_file":
-            green = False
-        elif call.name == "run_command" and call.args == [chain.task.test_command]:
-            green = "passed" in call.output and not re.search(
-                r"[1-9]\d* (failed|error)", call.output
-            )
-    return chain.finished and "run_command" in chain.task.tools and not green
+    for turn in chain.turns:
+        for call in turn.calls:
+            if call.error:
+                continue
+            if call.name == "edit_file":
+                green = False
+            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                green = "passed" in call.output and not red
+    return not green
 
 
 def hint_turn(tokenizer, text, turn):
@@ -1674,16 +1673,15 @@ def hint_turn(tokenizer, text, turn):
 
 def insert_hints(tokenizer, chain, hints):
     """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = -1
+    number = 0
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
-            number += turn.role == "assistant"
-            turns += (
-                [hint_turn(tokenizer, hints[number], turn), turn]
-                if turn.role == "assistant" and number in hints
-                else [turn]
-            )
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
         episode.turns = turns
 
 
@@ -1691,32 +1689,41 @@ def insert_hints(tokenizer, chain, hints):
 
 
 def advantages(rewards, std=False, lengths=None, overlong=None):
-    """Rewards of one group (G,) -> advantages (G,). The rest shows what was left out of GRPO and
-    its kin, each by itself: std, the division by the group's; lengths (G,), in units of L: a
-    rollout's mean over its own tokens instead of their sum over L; overlong (G,): who was cut short
-    by a limit counts in the group's mean, and teaches nothing (DAPO, arXiv 2503.14476)."""
+    """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean.
+
+    The rest shows what was left out of GRPO and its kin, each by itself. std: divide by the group's
+    standard deviation. lengths (G,), in units of L: a rollout's mean over its own tokens instead of
+    their sum over L. overlong (G,): a rollout that a limit cut short counts in the group's mean,
+    and teaches nothing (DAPO, arXiv 2503.14476)."""
     rewards = np.asarray(rewards, dtype=np.float64)
     advantage = rewards - rewards.mean()
-    advantage = advantage / (rewards.std() + 1e-6) if std else advantage
-    advantage = advantage / np.asarray(lengths) if lengths is not None else advantage
-    return advantage if overlong is None else np.where(overlong, 0.0, advantage)
+    if std:
+        advantage = advantage / (rewards.std() + 1e-6)
+    if lengths is not None:
+        advantage = advantage / np.asarray(lengths)
+    if overlong is not None:
+        advantage = np.where(overlong, 0.0, advantage)
+    return advantage
 
 
 def kl_estimates(logp, reference):
-    """k1, k2, k3 per token for x ~ pi with r = ref / pi (Technical Report 4.1: k1 is kept, k3's
-    variance explodes)."""
+    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
+    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
     log_r = reference - logp
-    return -log_r, log_r**2 / 2, log_r.exp() - 1 - log_r
+    k1 = -log_r
+    k2 = log_r**2 / 2
+    k3 = log_r.exp() - 1 - log_r
+    return k1, k2, k3
 
 
-def targets_of(episode):
+def predictable_tokens(episode):
     """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak
     there, and another does"""
-    known, at = np.ones(len(episode)), 0
-    for turn, after in zip(episode.turns, episode.turns[1:]):
-        at += len(turn.tokens)
-        if turn.open and after.role not in ("assistant", "recent"):
-            known[at] = 0
+    known, start = np.ones(len(episode)), 0
+    for turn, following in zip(episode.turns, episode.turns[1:]):
+        start += len(turn.tokens)
+        if turn.open and following.role not in ("assistant", "recent"):
+            known[start] = 0
     return known
 
 
@@ -1726,46 +1733,52 @@ def pack(episodes, advantage, multiple=1):
     logprobs, advantage, inside (1 = there is a target); experts (B, T, L, K) or None. T is a
     multiple of `multiple`. Where the policy would go on by itself and a user's word stands (a
     query, a hint), there is no target: it would be learnt as the policy's own."""
-    T = -(-max(len(e) for e in episodes) // multiple) * multiple
-    flat = [flatten(e) for e in episodes]
-    fill = lambda rows, dtype: torch.from_numpy(
-        np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype)
-    )
-    tokens, mask, logprobs = (
-        fill([f[i] for f in flat], kind)
-        for i, kind in enumerate((np.int64, np.float32, np.float32))
-    )
-    real = fill([np.ones(len(f[0])) for f in flat], np.int64) > 0
-    # no token: the routers do not count it as load
-    batch = {"tokens": tokens.masked_fill(~real, -1)}
-    inside = fill([targets_of(e) for e in episodes], np.float32)
-    for name, t in (
-        ("targets", tokens),
-        ("mask", mask),
-        ("logprobs", logprobs),
-        ("inside", inside),
-    ):
-        batch[name] = F.pad(t[:, 1:], (0, 1))
-    batch["advantage"] = (
-        batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
-    )
+    T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
+
+    # One row per episode, with zeros behind its end.
+    columns = {"targets": [], "mask": [], "logprobs": [], "inside": [], "real": []}
+    for episode in episodes:
+        tokens, mask, logprobs, _ = flatten(episode)
+        inside, real = predictable_tokens(episode), np.ones(len(episode))
+        for column, row in zip(columns.values(), (tokens, mask, logprobs, inside, real)):
+            column.append(np.pad(row, (0, T - len(row))))
+
+    def stack(name, dtype):
+        return torch.from_numpy(np.stack(columns[name]).astype(dtype))  # (B, T)
+
+    # Padding is no token: the routers do not count it as load.
+    batch = {"tokens": stack("targets", np.int64).masked_fill(stack("real", np.int64) == 0, -1)}
+
+    # What is said of a token belongs to the position before it, which predicts it.
+    for name in ("targets", "mask", "logprobs", "inside"):
+        values = stack(name, np.int64 if name == "targets" else np.float32)
+        batch[name] = F.pad(values[:, 1:], (0, 1))
+    weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)
+    batch["advantage"] = batch["mask"] * weights[:, None]
+
+    # Router replay. An episode without a record routes freely.
     batch["experts"] = None
-    known = [e.experts for e in episodes if e.experts is not None]
-    # an episode without a record routes freely, alone
-    if known:
-        records = [known[0][:0] if e.experts is None else e.experts for e in episodes]
-        pads = [np.pad(r, ((0, T - len(r)), (0, 0), (0, 0)), constant_values=-1) for r in records]
-        batch["experts"] = torch.from_numpy(np.stack(pads))
+    records = [episode.experts for episode in episodes if episode.experts is not None]
+    if records:
+        experts = np.full((len(episodes), T, *records[0].shape[1:]), -1, dtype=records[0].dtype)
+        for row, episode in zip(experts, episodes):
+            if episode.experts is not None:
+                row[: len(episode.experts)] = episode.experts
+        batch["experts"] = torch.from_numpy(experts)
     return batch
 
 
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
-    """-J of the batch, summed: the caller's `normaliser` is (rollouts) x L over all ranks and
-    micro-batches. logp (B, T) with gradient; the k1 penalty enters the advantage, token by token,
-    without gradient."""
+    """-J of the batch, summed. logp (B, T) with gradient; normaliser: (rollouts) x L over all ranks
+    and micro-batches; reference (B, T): log-probs under the reference policy.
+
+    There is no ratio and no clip: one update per batch. The gradient of A log pi is the policy
+    gradient."""
     advantage = batch["advantage"]
+    # The k1 penalty is part of the reward, token by token, so it has no gradient of its own.
     if beta:
-        advantage = advantage - beta * (logp.detach() - reference) * batch["mask"]
+        k1 = logp.detach() - reference
+        advantage = advantage - beta * k1 * batch["mask"]
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
@@ -1777,66 +1790,65 @@ def message(turn, tokenizer, flags, ids):
     (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
     calls that wait for their outputs."""
     sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
     words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
     entry = {
         "role": role,
         "content": words,
         "tokens": len(turn.tokens),
-        "sampled": sampled * (len(turn.tokens) - turn.head),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
     }
     if role != turn.role:
-        # query, summary, recent or hint: the harness speaks as the user
         entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [
-            {
-                "id": i,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(
-                        named(call.name, call.args) if call.given is None else call.given
-                    ),
-                },
-            }
-            for i, call in zip(ids, turn.calls)
-        ]
+        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
+
     if sampled:
-        entry["versions"] = (
-            sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
-        )
-        flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
-    return {**entry, "flags": flags} if flags else entry
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def tool_call(call, call_id):
+    """A call in the chat form"""
+    arguments = named(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def transcript(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
         ids = []
-        messages = [
-            message(turn, tokenizer, (flags or {}).get((e, i), []), ids)
-            for i, turn in enumerate(episode.turns)
-        ]
-        lines.append(
-            {
-                **about,
-                "task": chain.task.instance_id,
-                "level": chain.task.level,
-                "episode": e + 1,
-                "episodes": len(chain.episodes),
-                "reward": chain.reward,
-                "solved": bool(chain.solved),
-                "finished": chain.finished,
-                "messages": messages,
-            }
-        )
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
     return lines
 
 
@@ -1865,22 +1877,17 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or
     later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
     so that none is ever torn."""
+    kept = []
     try:
-        kept = (
-            [line for line in read_transcripts(path) if line["step"] < step]
-            if path.exists()
-            else []
-        )
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
     # something else lay there: no reason for a run to end, nor for its loss
     except (ValueError, KeyError, TypeError):
         path.replace(path.with_suffix(".old"))
-        kept = []
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
-    part.write_text(
-        "".join(
-            json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]
-        )
-    )
+    part.write_text("".join(row + "\n" for row in rows))
     part.replace(path)
 
 
@@ -1920,30 +1927,25 @@ def spoken(line):
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            words.append(
-                f"> {call['function']['name']} "
-                + " ".join(f"{name}={value}" for name, value in arguments.items())
-            )
-        versions = m.get("versions", [])
-        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
-        notes += (
-            ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[: len(versions)])]
-            if versions
-            else []
-        )
-        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
-        said.append(
-            (
-                f"{m.get('name', m['role']):>9}",
-                text,
-                m.get("sampled", 0),
-                notes + list(m.get("flags", [])),
-            )
-        )
+            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+            words.append(f"> {call['function']['name']} {pairs}")
+        text = "\n".join(word for word in words if word)
+
+        notes, versions = [], m.get("versions", [])
+        if m.get("sampled"):
+            notes.append(f"{m['sampled']} sampled")
+        if len(versions) == 1:
+            notes.append(f"policy {versions[0]}")
+        elif versions:
+            notes.append(f"policy {versions[0]}-{versions[-1]}")
+        notes += m.get("flags", [])
+        who = f"{m.get('name', m['role']):>9}"
+        # what is no letter alone, half of a pair, cannot be printed
+        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
     return said
 
 
-def inert(text):
+def escape_control_chars(text):
     """Control characters, spelled out: a transcript must not move the cursor."""
     return re.sub(
         r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text
@@ -1954,19 +1956,15 @@ def printed(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
-    said = [
-        inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))
-    ]
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    said = [escape_control_chars("  ".join(about))]
     for who, text, sampled, notes in spoken(line):
-        who, text, notes = (
-            inert(who),
-            inert(text).replace("\n", "\n" + " " * 11),
-            inert(", ".join(notes)),
-        )
-        said.append(
-            f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"
-            + (f"  \033[33m[{notes}]\033[0m" if notes else "")
-        )
+        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
+        brightness = 1 if sampled else 2
+        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        said.append(row)
     return "\n".join(said)
 
 
@@ -1978,10 +1976,12 @@ def show(line):
 
 
 def small_model(tokenizer, **sizes):
+    """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+        if p.ndim > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -2005,17 +2005,17 @@ def draw_estimates(path, n=200_000):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
-    figure, kl, x = (
-        Figure(figsize=(6, 4), layout="constrained"),
-        np.linspace(0.02, 2, 25),
-        torch.randn(n, dtype=torch.float64),
-    )
-    found = [
-        [float(k.var()) for k in kl_estimates(-(x**2) / 2, -((x - (2 * one) ** 0.5) ** 2) / 2)]
-        for one in kl
-    ]
+    kl = np.linspace(0.02, 2, 25)
+    x = torch.randn(n, dtype=torch.float64)  # samples of pi
+    variances = []
+    for nats in kl:
+        distance = (2 * nats) ** 0.5
+        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
+        variances.append([float(estimate.var()) for estimate in estimates])
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
         ax.plot(kl, variance, label=name)
     ax.set(
         yscale="log",
@@ -2031,23 +2031,28 @@ def draw_estimates(path, n=200_000):
 def demo():
     from synth_tasks import example_texts
 
+    # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in transcript(chain, tokenizer):
         show(line)
+
+    # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = max(
-        float(rescore(model, e).abs().max())
-        for c in group
-        for e in c.episodes
-        if any(t.role == "assistant" for t in e.turns)
-    )
-    flat = flatten(group[0].episodes[0])
+    worst = 0.0
+    for chain in group:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                worst = max(worst, float(rescore(model, episode).abs().max()))
+    rewards = [chain.reward for chain in group]
+    tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
-        f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
-        f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
+        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
+        f"from the cache equal the trainer's to {worst:.0e}."
     )
     draw_estimates(Path("out/rollout.png"))
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")

@@ -68,7 +68,7 @@ from published.families import read_config
 from published.grouped_query import config_of
 from published.safetensors import parse_json
 from muon import Muon, check_parameters, newton_schulz
-from command import checkpoints, checks, failures, flags, hardware, idle_flags, launch
+from command import checkpoint_files, checkpoints, checks, failures, flags, hardware, idle_flags, launch
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
@@ -191,9 +191,6 @@ class Config:
     replay: bool = True  # router replay
     # generation processes beside each training process; 0: it samples and updates in turn
     workers: int = 0
-    # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log:
-    # tools_s)
-    time_tools: bool = False
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
     # 1: advantages are divided by the group's standard deviation; like the next two left out by
@@ -917,10 +914,6 @@ class Reinforcement:
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        if config.time_tools:
-            self.workers.collect(asked)
-            run.gather([])  # for the slowest rank, as before
-            log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = fast_workers.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
@@ -1129,7 +1122,7 @@ class Reinforcement:
                     "cheats": rollout.cheats(c),
                     "suspicious": rollout.suspicious(c),
                     "reads": "read_file" in c.task.tools,
-                    "blind": rollout.blind(c),
+                    "blind": rollout.submitted_untested(c),
                     "probe": summarize.probe(c),
                     "decode_steps": c.steps,
                     "flaws": {
@@ -1262,7 +1255,7 @@ class Run:
         return rows[self.meshes.data_rank :: self.data]
 
     def sum(self, number):
-        return float(hsdp.total(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
+        return float(hsdp.all_reduce_sum(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
 
     def gather(self, items):
         """The items of all data ranks, on every rank."""
@@ -1277,7 +1270,7 @@ class Run:
         part = dict(batch)
         for name, value in batch.items():
             if torch.is_tensor(value):
-                value = value.to(self.device, non_blocking=True)  # see moe.to_device
+                value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
                 part[name] = hsdp.shard_sequence(value, self.meshes)
         length = batch["tokens"].shape[1]
         part["positions"] = hsdp.positions(length, self.meshes, self.device)
@@ -1510,7 +1503,7 @@ def train(config, interrupted, sources=None):
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
-    with hsdp.one_fate():
+    with hsdp.report_rank_failure():
         return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
 
 
@@ -1655,7 +1648,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            worst = balance(run.model, bias_rate(run), hsdp.total)
+            worst = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
@@ -1675,13 +1668,13 @@ def loop(run, source, optimizer, step, interrupted, out):
             try:
                 report(run, bar, log, log_file)
             except OSError as error:
-                problem = hsdp.explain_write_error(error)
+                problem = checkpoint_files.explain_write_error(error)
 
             # 6) Stop? A signal may reach one rank only, and only the first one writes the log: one
             #    sum tells all ranks of both.
             code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
             if code >= LOG_FAILED:
-                raise hsdp.SaveFailed(
+                raise checkpoint_files.SaveFailed(
                     f"{log_file}: step {step} could not be written: {problem}; what was saved "
                     "before is whole"
                 )

@@ -17,7 +17,11 @@ import rollout
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
+from fast import accelerate
 from fast import sampler as fast_sampler, workers
+from fast.gram_newton_schulz import gram_newton_schulz
+from fast.low_precision import FORMATS
+from published.grouped_query import config_of
 
 # Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
 # summation differ by percents.
@@ -54,7 +58,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
         dense_ffn=256,
         context=256,
     )
-    model = moe.Model(moe.ModelConfig(**{**sizes, **changes}))
+    model = accelerate(config_of({**sizes, **changes}).build_model())
     # The head begins as zeros, and zeros are equal everywhere.
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
@@ -99,14 +103,17 @@ def decoding_error(device, dtype):
     return relative_error(torch.cat(logits, 1), model.logits(model(tokens))[:, 150:])
 
 
+def orthogonalize_fast(gradient, dtype):
+    """As train.py does it"""
+    return muon.orthogonalize(gradient, dtype=dtype, iterate=gram_newton_schulz)
+
+
 def orthogonalize_error(device, dtype):
     worst = 0.0
     for shape in ((64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        expected = muon.orthogonalize(gradient, dtype=torch.float32)
-        worst = max(
-            worst, relative_error(muon.orthogonalize(gradient.to(device), dtype=dtype), expected)
-        )
+        expected = orthogonalize_fast(gradient, torch.float32)
+        worst = max(worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected))
     return worst
 
 
@@ -134,7 +141,7 @@ def quantization_differences(device, name):
         torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
         * torch.logspace(-6, 6, 64)[:, None]
     )
-    return count_different(moe.FORMATS[name](x.to(device)), moe.FORMATS[name](x))
+    return count_different(FORMATS[name](x.to(device)), FORMATS[name](x))
 
 
 def training_step_differences(device):

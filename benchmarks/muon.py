@@ -5,7 +5,7 @@ gathering everything.
     python -m benchmarks.muon --quick    one layer, two ranks; seconds: does it run?
 
 The floor is the matrix products of the plain Newton-Schulz iteration alone, in the batches that suit
-the machine. torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert as a
+the machine. Ours is muon.py with the iteration of fast/, as train.py takes it. torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert as a
 parameter of its own. Its length of an update is max(1, R/C)^0.5 and ours 0.2 max(R, C)^0.5, which
 costs the same.
 
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import make_parser, print_table
+from fast.gram_newton_schulz import gram_newton_schulz
 from muon import (
     Muon,
     cpu_chunk,
     fork_ranks,
-    layer_shapes,
     make_parameters,
     orthogonalize,
     shard,
@@ -106,7 +106,13 @@ def measure_one_device(shapes, products, weights, device, rounds):
     """-> seconds of one step: (the products alone, torch.optim.Muon, Muon). products, weights: the
     dtypes of the matrix products and of the parameters"""
     params = make_parameters(shapes, dtype=weights, device=device)
-    ours = Muon([dict(params=list(params.items()))], ns_dtype=products, lr=1e-3, weight_decay=0.1)
+    ours = Muon(
+        [dict(params=list(params.items()))],
+        ns_dtype=products,
+        newton_schulz=gram_newton_schulz,
+        lr=1e-3,
+        weight_decay=0.1,
+    )
     theirs = torch.optim.Muon(
         split_matrices(make_parameters(shapes, dtype=weights, device=device)),
         lr=1e-3,
@@ -178,9 +184,12 @@ def redundant_step(params, optimizer):
             stride=momentum.stride(),
         ).full_tensor()
         update = distribute_tensor(
-            orthogonalize(whole), momentum.device_mesh, momentum.placements, src_data_rank=None
+            orthogonalize(whole, iterate=gram_newton_schulz),
+            momentum.device_mesh,
+            momentum.placements,
+            src_data_rank=None,
         )
-        length = 1e-3 * step_scale("rms", *p.shape[-2:])
+        length = 1e-3 * step_scale(*p.shape[-2:])
         p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
 
 
@@ -188,7 +197,9 @@ def measure_rank(rank, world, shapes, redundant):
     """-> CPU seconds (all threads, gloo's too) of one rank's step, after two to warm up, and its
     traffic"""
     params = make_parameters(shapes, shard(world))
-    optimizer = Muon([dict(params=list(params.items()), weight_decay=0.1)], check_gradients=True)
+    optimizer = Muon(
+        [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
+    )
     seconds = []
     with torch.no_grad():
         for _ in range(5):
@@ -249,3 +260,24 @@ def main(argv):
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
+    """The matrices of a small MoE decoder, heads and experts stacked."""
+    one = {
+        "wq": (heads, dim // heads, dim),
+        "wk": (heads, dim // heads, dim),
+        "wv": (heads, dim // heads, dim),
+        "wo": (dim, dim),
+        "gate": (experts, hidden, dim),
+        "up": (experts, hidden, dim),
+        "down": (experts, dim, hidden),
+        "shared.gate": (hidden, dim),
+        "shared.up": (hidden, dim),
+        "shared.down": (dim, hidden),
+    }
+    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}

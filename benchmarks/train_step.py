@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import make_parser, median_seconds, print_table
+from fast import accelerate
+from fast.cpu_kernels import grouped_swiglu, looped_swiglu
 from moe import (
     FFN,
     Cache,
@@ -32,8 +34,6 @@ from moe import (
     ModelConfig,
     MoE,
     fast_dtype,
-    grouped_swiglu,
-    looped_swiglu,
 )
 from published.loading import load_model
 
@@ -73,7 +73,7 @@ def bench_layers(device, sizes):
     torch.manual_seed(0)
     config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=sizes.F, shared=0)
     # The weights of experts in the dtype of the products, and once more in fp32, cast at every use.
-    moe, moe_fp32 = MoE(config).to(device), MoE(config).to(device)
+    moe, moe_fp32 = (accelerate(MoE(config)).to(device) for _ in range(2))
     moe.experts.to(dtype)
     dense = FFN(D, K * sizes.F).to(device, dtype)
     x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
@@ -117,7 +117,7 @@ def bench_layers(device, sizes):
 
 def bench_laptop_model(device, sizes):
     dtype = fast_dtype(device)
-    model = Model(ModelConfig()).to(device).compute(dtype)
+    model = accelerate(Model(ModelConfig())).to(device).compute(dtype)
     tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)
 
     def train():
@@ -188,7 +188,7 @@ def build_both(device, dtype):
         theirs[kind] = model.to(device)
     with tempfile.TemporaryDirectory() as folder:
         theirs["eager"].save_pretrained(folder)
-        ours = load_model(folder, dtype, device).compute(dtype)
+        ours = accelerate(load_model(folder, dtype, device)).compute(dtype)
     return theirs, ours
 
 
@@ -227,7 +227,7 @@ def bench_training(theirs, ours, device, sizes):
 def bench_generation(theirs, ours, device, sizes, rows=16):
     """Greedy decoding behind prompts of several lengths, against generate()"""
     new = sizes.new_tokens
-    theirs, ours = theirs["grouped_mm"].eval(), ours.side_by_side().eval()
+    theirs, ours = theirs["grouped_mm"].eval(), ours.fuse_weights().eval()
     generate = partial(
         theirs.generate,
         max_new_tokens=new,

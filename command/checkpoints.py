@@ -55,7 +55,7 @@ def compared_values(config):
 def open_checkpoint(path):
     """What a checkpoint says of itself: configuration, model, tokenizer, step, source"""
     try:
-        return hsdp.peek(path)
+        return hsdp.load_extra(path)
     except ValueError as error:
         usage_error(str(error))
 

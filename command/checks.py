@@ -204,11 +204,6 @@ def check_together(config, given, stage, sizes, window):
             "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's "
             "mean; take more, or --feedback"
         )
-    if config.time_tools and (config.workers or config.imitate or config.tasks):
-        usage_error(
-            "--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools "
-            "answered is remembered there"
-        )
     if stage == "rl" and config.cp > 1:
         usage_error(
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "

@@ -22,7 +22,7 @@ STAGES_AND_FLAGS = {
     "balance_rate micro_tokens recompute save_every",
     "sft": "demos restless hints neutral_hints short context_loss copy_loss",
     "sft rl": "sloppy levels habits harden documented",
-    "rl": "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm "
+    "rl": "tasks_per_step group kl length replay workers staleness std_norm length_norm "
     "mask_overlong reward imitate feedback placebo divergence teacher teacher_rate length_penalty "
     "penalty_k penalty_q full_price learn_summaries curriculum easy hardest",
     "rl eval": "tasks temperature draft distinct",

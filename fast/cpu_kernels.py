@@ -35,6 +35,13 @@ def round_up(number, multiple=64):
     return -(-number // multiple) * multiple
 
 
+def to_device(numbers, device):
+    """A list of numbers -> a tensor there. Not torch.tensor(numbers, device=...): that waits until
+    the GPU has done all it was asked before. From ordinary memory a copy that does not wait is
+    safe, since CUDA takes the numbers before it returns."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
+
+
 def slice_rows(number, size):
     return [slice(i, i + size) for i in range(0, number, size)]
 

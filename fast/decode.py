@@ -32,8 +32,9 @@ from fast.cpu_kernels import (
     TargetLogprobs,
     attend_in_blocks,
     round_up,
+    to_device,
 )
-from moe import Attention, Block, Model, MoE, apply_rotary_emb, linear, to_device
+from moe import Attention, Block, Model, MoE, apply_rotary_emb, linear
 from published.grouped_query import GroupedQueryAttention, VariantModel
 
 # ---------------------------------------------------------------- experts

@@ -6,6 +6,7 @@ a DeepSeek: a VariantConfig says in which, and VariantModel is built of the subc
     grouped-query attention   k_t, v_t of a few heads, each shared by several query heads; the cache
                               holds both. Biases (Qwen2) or norms of every head (Qwen3)
     softmax routing           s = softmax(W_router x), and no bias that balances (Qwen3-MoE)
+    groups of experts         a token chooses among the experts of its best groups (DeepSeek-V3)
     tied embeddings           the output head is the embedding
     YaRN's temperature        on cos and sin, where a whole head is turned, not on the scores
 
@@ -32,6 +33,10 @@ class VariantConfig(ModelConfig):
     qkv_bias: bool = False  # gqa: (Qwen2)
     tie: bool = False  # the head's weight is the embedding's
     scoring: str = "sigmoid"  # or "softmax" (Qwen3-MoE)
+    # experts stand in groups and a token chooses among its best ones (DeepSeek-V3: 8 groups, best
+    # 4)
+    n_group: int = 1
+    topk_group: int = 1
     yarn_amplitude: float = 1.0  # factor on cos and sin, where Qwen puts the temperature
 
     def __post_init__(self):
@@ -47,6 +52,14 @@ class VariantConfig(ModelConfig):
         assert self.attention == "gqa" or not (
             self.qk_norm or self.qkv_bias
         ), "qk_norm and qkv_bias are for gqa"
+        size, rest = divmod(self.experts, self.n_group)
+        assert self.n_group == 1 or (
+            rest == 0 and size > 1
+        ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
+        assert self.active <= size * self.topk_group <= self.experts, (
+            f"topk_group={self.topk_group} of n_group={self.n_group} groups "
+            f"of {size} experts must hold active={self.active}"
+        )
 
     @property
     def entry_width(self):
@@ -74,10 +87,8 @@ def config_of(values):
     """{field: value}, as a checkpoint keeps a model's configuration -> ModelConfig where the model
     has the Kimi shape, else VariantConfig. Runs of earlier versions name all fields of both."""
     if all(values.get(name, default) == default for name, default in KIMI_SHAPE.items()):
-        known = {field.name for field in fields(ModelConfig)}
-        values = {name: value for name, value in values.items() if name in known | {"kv_heads"}}
-        values.pop("kv_heads", None)
-        return ModelConfig(**values)
+        own = {name: values[name] for name in values if name not in {"kv_heads", *KIMI_SHAPE}}
+        return ModelConfig(**own)
     return VariantConfig(**values)
 
 
@@ -145,13 +156,31 @@ class GroupedQueryAttention(moe.Attention):
         return repeated.split((self.head_dim, c.v_dim), -1)
 
 
-class SoftmaxRouter(moe.Router):
+class VariantRouter(moe.Router):
+    def __init__(self, config):
+        super().__init__(config)
+        self.softmax = config.scoring == "softmax"
+        self.n_group, self.topk_group = config.n_group, config.topk_group
+
     def score(self, x):
+        if not self.softmax:
+            return super().score(x)
         return nn.functional.linear(x.float(), self.weight.float()).softmax(1)
 
+    def limit(self, biased):
+        """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
+        A group is worth its two best experts."""
+        if self.n_group == 1:
+            return biased
+        groups = biased.unflatten(1, (self.n_group, -1))
+        group_scores = groups.topk(2)[0].sum(-1)  # (M, groups)
+        kept = group_scores.topk(self.topk_group)[1]
+        out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+        return biased.masked_fill(out.repeat_interleave(groups.shape[2], 1), -torch.inf)
 
-def softmax_mixture(config):
-    return moe.MoE(config, router=SoftmaxRouter)
+
+def variant_mixture(config):
+    return moe.MoE(config, router=VariantRouter)
 
 
 class VariantModel(moe.Model):
@@ -162,8 +191,7 @@ class VariantModel(moe.Model):
 
     def make_block(self, config, dense):
         attention = GroupedQueryAttention if config.attention == "gqa" else moe.Attention
-        mixture = softmax_mixture if config.scoring == "softmax" else moe.MoE
-        return moe.Block(config, dense, attention, mixture)
+        return moe.Block(config, dense, attention, variant_mixture)
 
     def angles(self, positions):
         cos, sin = super().angles(positions)

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moe import Model, ModelConfig
+import fast
+from published.grouped_query import config_of
 from rollout import Limits, Tokenizer, agent, flatten
 from summarize import Compact
 from synth_tasks import example_texts
@@ -50,28 +51,22 @@ def policy(seed=0, **changes):
     """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
     end."""
     torch.manual_seed(seed)
-    model = Model(
-        ModelConfig(
-            **{
-                **dict(
-                    vocab=TRAINED.vocab,
-                    dim=32,
-                    layers=3,
-                    heads=2,
-                    kv_lora=16,
-                    qk_nope=8,
-                    qk_rope=8,
-                    v_dim=16,
-                    dense_ffn=48,
-                    experts=6,
-                    active=2,
-                    expert_ffn=16,
-                    context=160,
-                ),
-                **changes,
-            }
-        )
+    sizes = dict(
+        vocab=TRAINED.vocab,
+        dim=32,
+        layers=3,
+        heads=2,
+        kv_lora=16,
+        qk_nope=8,
+        qk_rope=8,
+        v_dim=16,
+        dense_ffn=48,
+        experts=6,
+        active=2,
+        expert_ffn=16,
+        context=160,
     )
+    model = fast.accelerate(config_of({**sizes, **changes}).build_model())
     with torch.no_grad():
         for p in model.parameters():
             if p.abs().sum() == 0:

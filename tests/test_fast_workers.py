@@ -274,6 +274,30 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
     assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
 
 
+def test_the_plain_form_of_generation_yields_the_same_groups(tmp_path):
+    """One process samples and updates in turn, with the plain sampler: the same tokens and counts
+    under two versions of the weights, log-probs within 1e-5"""
+    settings = dict(tokenizer=TRAINED, group=2, limits=Limits(400, 3, 24), temperature=0.9)
+    plain = rollout.InTurn(Model(CONFIG), **settings)
+    fast = fast_workers.Workers(
+        0, dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", **settings)
+    )
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
+    for version in (0, 1):
+        publisher.publish(version, weights(version))
+        plain.publish(version, weights(version))
+        found, twins = (
+            source.collect(source.submit(REAL[:2], [0, 1], version)) for source in (plain, fast)
+        )
+        for group, twin_group in zip(found, twins):
+            assert len(group) == 2
+            for chain, twin in zip(group, twin_group):
+                same(chain, twin)
+                assert (chain.stats, chain.files) == (twin.stats, twin.files)
+        for groups in (found, twins):
+            assert not fast_workers.staleness(groups, version).any()
+
+
 def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
     def fails(self, i):
         raise EOFError("the server that forks is gone")

@@ -22,13 +22,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fast
 import feedback_distill
 import hsdp
 import moe
 import rollout
 import synth_tasks
 import train
-from fast import sampler as fast_sampler, workers
+from fast import low_precision, sampler as fast_sampler, workers
 
 CARD = "cuda:0"
 # it is null, as is every other
@@ -199,7 +200,7 @@ def run_backward(loss):
 
 def test_a_backward_node_by_node_is_that_of_the_engine():
     torch.manual_seed(0)
-    model = moe.Model(
+    model = fast.accelerate(
         moe.ModelConfig(
             vocab=64,
             dim=32,
@@ -212,7 +213,7 @@ def test_a_backward_node_by_node_is_that_of_the_engine():
             experts=4,
             expert_ffn=32,
             dense_ffn=64,
-        )
+        ).build_model()
     )
     for p in model.parameters():
         if not p.any():
@@ -306,7 +307,7 @@ def count_step(card, stage, run, optimizer, source):
     _, found["clip"] = counted(card, lambda: hsdp.clip_grad_norm(run.model, 1.0))
     optimizer.step()  # the first one also makes its plan
     _, found["optimizer"] = counted(card, optimizer.step)
-    _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.total))
+    _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.all_reduce_sum))
     return found
 
 
@@ -404,7 +405,7 @@ def test_small_formats_divide_by_numbers_on_the_card(card):
                 divisors.append(args[1])
             return operator(*args, **(kwargs or {}))
 
-    for quantise in (moe.nvfp4, moe.mxfp8):
+    for quantise in (low_precision.nvfp4, low_precision.mxfp8):
         with Divisors():
             quantise(torch.zeros(4, 64, device=CARD))
     assert len(divisors) > 4 and all(

@@ -745,6 +745,6 @@ def test_a_generation_process_ends_with_its_trainer_in_the_middle_of_a_job():
 def busy_generation(watched):
     import threading
 
-    threading.Thread(target=workers.end_with, args=(watched,), daemon=True).start()
+    threading.Thread(target=workers.exit_with_trainer, args=(watched,), daemon=True).start()
     while True:
         sum(range(1000))

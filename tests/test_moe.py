@@ -36,7 +36,7 @@ from moe import (
     rope_frequencies,
     speculate,
 )
-from published.grouped_query import VariantConfig, config_of
+from published.grouped_query import VariantConfig, VariantRouter, config_of
 
 SMALL = ModelConfig(
     vocab=61,
@@ -562,7 +562,7 @@ def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
     torch.manual_seed(4)
     sizes = dict(experts=12, n_group=4, topk_group=2, active=3)
     router, free = (
-        Router(dataclasses.replace(SMALL, **s))
+        VariantRouter(VariantConfig(**{**vars(SMALL), **s}))
         for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1})
     )
     router.bias.copy_(torch.randn(12) * 0.1)

@@ -1296,7 +1296,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
         expert_ffn=16,
         context=4096,
     )
-    train.write_checkpoint(tmp_path / "in", train.Model(sizes))
+    train.write_checkpoint(tmp_path / "in", sizes.build_model())
     (tmp_path / "in" / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     )

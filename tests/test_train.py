@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import fast
 import hsdp
 import train
 from command import checkpoints, flags, idle_flags
@@ -254,6 +255,7 @@ def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
         (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
         (["--distinct=2", "--tasks=T"], "go with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
+        (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
         (["--kl=1", "--length_norm=1"], "go with --kl=0"),
         (["--imitate=1", "--std_norm=1"], "for rollouts"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
@@ -586,7 +588,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
-    assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+    assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -851,52 +853,6 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
         assert levels.pop() == list(range(expected))
 
 
-def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(
-    run, tmp_path, monkeypatch, capsys
-):
-    assert "--workers=0" in refused(
-        [*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys
-    )
-    real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
-    monkeypatch.setattr(
-        train.synth_tasks.Sandbox,
-        "run",
-        lambda *words, **more: commands.append(words) or real(*words, **more),
-    )
-    collect = train.rollout.Workers.collect
-    monkeypatch.setattr(
-        train.rollout.Workers,
-        "collect",
-        lambda self, asked: played.append(collect(self, asked)) or played[-1],
-    )
-    for name, timed in (("plain", 0), ("timed", 1)):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=2",
-                "--group=2",
-                "--warmup=0",
-                f"--time_tools={timed}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{name}",
-            ]
-        )
-        got.append((len(commands), weights(tmp_path / name / "rl")))
-        commands.clear()
-    tokens = [
-        [turn.tokens for group in groups for chain in group for turn in chain.turns]
-        for groups in played
-    ]
-    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
-    assert got[0][0] == got[1][0] > 0 and all(
-        torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1]
-    )
-    log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
-    assert "tools_s" not in log[0] and log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
-
-
 @pytest.mark.parametrize("full_price", [False, True])
 def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(
     full_price,
@@ -1033,7 +989,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
+    assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
@@ -1093,7 +1049,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, train.Model(sizes))
+    train.write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -1111,7 +1067,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
     # where it began is not forgotten
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
-    assert hsdp.peek(out / "rl")["config"]["init_from"] == str(folder)
+    assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
     train.main([*common, *rl])
     capsys.readouterr()
@@ -1174,7 +1130,7 @@ def published(tmp_path):
         expert_ffn=16,
         context=1024,
     )
-    folder, model = tmp_path / "published", train.Model(sizes)
+    folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
     train.write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
@@ -1225,7 +1181,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
     )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
-    config = hsdp.peek(out / "rl")["config"]
+    config = hsdp.load_extra(out / "rl")["config"]
     assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
         str(published),
         1e-6,
@@ -1280,7 +1236,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         ]
     )
     assert {
-        hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+        hsdp.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
     } == {str(published)}
 
 
@@ -1501,7 +1457,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
 def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
     run,
 ):
-    tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     found = {}
     for short in (0, 1):
         config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8, short=short)
@@ -1976,7 +1932,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
     monkeypatch.setattr(train, "balance", note)
     train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
     log = json.loads((tmp_path / "rl.jsonl").read_text())
-    config = hsdp.peek(tmp_path / "rl")["config"]
+    config = hsdp.load_extra(tmp_path / "rl")["config"]
     assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
     assert all(
@@ -1991,7 +1947,7 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
         "pretrain",
     )
     torch.manual_seed(0)
-    model = train.Model(train.model_config(config, 64)).train()
+    model = fast.accelerate(train.model_config(config, 64).build_model()).train()
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
