@@ -52,6 +52,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from published.grouped_query import config_of
+from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
@@ -236,17 +237,15 @@ def unfinished(folder):
 
 def load(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
-    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
-    """
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
+    `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = (
-        rollout.Tokenizer(**extra["tokenizer"]),
-        config_of(extra["model"]).build_model(),
-    )
+    tokenizer = make_tokenizer(**extra["tokenizer"])
+    model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
     if not plain:
         fast.accelerate(model)
