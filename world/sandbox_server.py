@@ -70,8 +70,8 @@ def traffic():  # what went over the network, which holds its ports for a minute
 
 
 def forbidden():
-    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's are
-    # within reach), no io_uring, no prlimit of another process, no socket to the hypervisor
+    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's
+    # are within reach), no io_uring, no prlimit of another process, no socket to the hypervisor
     numbers = {
         "x86_64": (0xC000003E, 302, 41, 101, 248, 249, 250),
         "aarch64": (0xC00000B7, 261, 198, 117, 217, 218, 219),
