@@ -9,7 +9,8 @@ Composer 2, harder ones both selected and created during the run; and the model 
 leftover type-checking cache gave away a deleted signature, compiled bytecode was decompiled.
 Derived: a task is valid if
 
-    tests(original) all pass,   tests(original - feature) fail in the feature's own tests and in no other.
+    tests(original) all pass
+    tests(original - feature) fail in the feature's own tests and in no other
 
 Two kinds of codebases go through the same deletion (`delete_feature`) and the same gate
 (`tests_lost`): small generated ones, the gym of the laptop-sized model (`make_task`), and any
@@ -327,7 +328,8 @@ def assemble(rng, level, functions, cases, chosen):
 def micro_outcomes(files, tests):
     """{test: "passed" or "failed"} of a generated codebase, by what its own suite prints."""
     result = run_trusted(files)
-    # check.py names each function that a test misses or finds wrong; a suite that breaks counts none
+    # check.py names each function that a test misses or finds wrong. A suite that breaks counts
+    # none.
     if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
         return dict.fromkeys(tests, "failed")
     red = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}

@@ -168,6 +168,13 @@ def test_train_and_heldout_share_no_composition_no_name_and_no_task():
     assert not {name for _, name in train} & {name for _, name in heldout}
 
 
+def test_the_expert_reads_in_the_prompt_what_the_level_says():
+    for level, dials in enumerate(st.LEVELS):
+        for seed in range(5):
+            prompt = make_task(level, seed).problem_statement
+            assert world_expert.read_prompt(prompt) == (dials["named"], dials["where"])
+
+
 def test_a_wrong_constant_is_never_accepted(sandbox):
     for i in range(12):
         task = make_task(0, i)

@@ -57,7 +57,10 @@ from world.task import Result
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 
 
-BUILTINS = "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask unset wait".split()
+BUILTINS = (
+    "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask "
+    "unset wait"
+).split()
 
 
 SYSTEM = (
@@ -82,11 +85,7 @@ NETWORK = (
 )
 
 
-# No command waits until a cage stands and Python has started: cages stand ready, and the server in
-# each forks (Cursor's environments fork snapshots of memory). A server is the first of its process
-# namespace and serves one command at a time: it looks on, kills whatever is left, and tells how it
-# ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it
-# is this very interpreter, in the state in which it started.
+# The program in the cage: its text is given to the Python there.
 SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
 """tools.py: the tools, as the agent calls them.
 
-A tool is one function with its docstring. Its first parameter is the workspace; the other parameters
-are the arguments that the agent gives, all of them texts. What is known of a tool anywhere comes
-from this function:
+A tool is one function with its docstring. Its first parameter is the workspace; the others are the
+arguments that the agent gives, all of them texts. What is known of a tool anywhere comes from this
+function:
 
     its name and arguments    the prompt's list of tools, the check of a call, the detectors' hints
     its docstring             what a published model is told of it (`tool_schema`)
