@@ -1038,7 +1038,7 @@ def memory(config, shapes, layout, step, recompute=False):
         (c.active + c.shared) * (2 * c.dim + 4 * c.expert_ffn)
     )
     each = [dense] * c.dense_layers + [moe] * (c.layers - c.dense_layers)
-    # moe.TargetLogprobs: a stretch of rows at a time
+    # fast.cpu_kernels.TargetLogprobs: a stretch of rows at a time
     scores = 8 * min(step.tokens * c.vocab, 1 << 26)
     kinds["activations (estimate)"] = (
         step.tokens * ((max if recompute else sum)(each) + 4 * c.dim * c.layers) + scores
