@@ -27,9 +27,8 @@ whole sequence).
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value
 dims, C latent dims, E experts, K chosen experts, F expert width, M = B * T tokens, S keys.
 
-    python moe.py            trains 150 steps on real Python twice: expert load with and without the balancing bias (a figure),
-                             what the small formats cost, how often the draft is right
-    python moe.py --bench    tokens/s, grouped_mm against the loop, MoE against a dense layer of equal active FLOPs; transformers, if there
+    python moe.py    trains 150 steps on real Python twice: expert load with and without the
+                     balancing bias (a figure), and how often the draft is right
 """
 
 import argparse
@@ -711,15 +710,10 @@ def fast_dtype(device):
 
 def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
-    model = Model(config)
-    total = sum(p.numel() for p in model.parameters())
-    idle = (
-        3
-        * config.dim
-        * config.expert_ffn
-        * (config.experts - config.active)
-        * max(0, config.layers - config.dense_layers)
-    )
+    total = sum(p.numel() for p in config.build_model().parameters())
+    expert = 3 * config.dim * config.expert_ffn
+    moe_layers = max(0, config.layers - config.dense_layers)
+    idle = moe_layers * (config.experts - config.active) * expert
     return total, total - idle
 
 
@@ -735,29 +729,37 @@ def python_bytes(limit=1_000_000):
 
 def train_small(config, data, rate, steps=150):
     """Next-byte prediction -> the model, losses, and loads (steps, E) of the first MoE layer as
-    shares. Adam by hand: torch.optim would load the compiler first, which takes as long as the
-    training."""
+    shares"""
     torch.manual_seed(0)
-    model, losses, loads = Model(config), [], []
+    model = Model(config)
     parameters = list(model.parameters())
-    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    means = [torch.zeros_like(p) for p in parameters]
+    squares = [torch.zeros_like(p) for p in parameters]
+    router = next(block.ffn.router for block in model.layers if isinstance(block.ffn, MoE))
+    losses, loads = [], []
     for step in range(1, steps + 1):
-        rows = torch.stack([data[i : i + 65] for i in torch.randint(len(data) - 65, (4,)).tolist()])
-        hidden = model(rows[:, :-1])
-        loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), rows[:, 1:].flatten())
-        grads = torch.autograd.grad(
-            loss + (mtp_loss(model, rows[:, :-1], hidden) if config.mtp else 0), parameters
-        )
+        # Four stretches of the text, from anywhere.
+        starts = torch.randint(len(data) - 65, (4,)).tolist()
+        rows = torch.stack([data[i : i + 65] for i in starts])
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+
+        hidden = model(tokens)
+        loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), targets.flatten())
+        whole = loss + mtp_loss(model, tokens, hidden) if config.mtp else loss
+        gradients = torch.autograd.grad(whole, parameters)
+
+        # Adam by hand: torch.optim would load the compiler first, which takes as long as the
+        # training.
         with torch.no_grad():
-            for p, g, m, v in zip(parameters, grads, first, second):
-                m.lerp_(g, 0.1), v.lerp_(g * g, 0.05)
-                p.addcdiv_(
-                    m, (v / (1 - 0.95**step)).sqrt_().add_(1e-8), value=-3e-3 / (1 - 0.9**step)
-                )
-        load = next(b.ffn.router.load for b in model.layers if isinstance(b.ffn, MoE))
-        loads.append(load / load.sum())
-        balance(model, rate)
+            for p, g, mean, square in zip(parameters, gradients, means, squares):
+                mean.lerp_(g, 0.1)
+                square.lerp_(g * g, 0.05)
+                deviation = (square / (1 - 0.95**step)).sqrt_().add_(1e-8)
+                p.addcdiv_(mean, deviation, value=-3e-3 / (1 - 0.9**step))
+
         losses.append(loss.item())
+        loads.append(router.load / router.load.sum())
+        balance(model, rate)
     return model.eval(), losses, torch.stack(loads)
 
 
@@ -771,48 +773,42 @@ def draw_loads(runs, path):
 
     figure, axes = plt.subplots(1, len(runs), figsize=(9, 3.2), sharey=True, layout="constrained")
     for ax, (name, (_, losses, loads)) in zip(axes, runs.items()):
+        loss, busiest = sum(losses[-20:]) / 20, loads[-20:].mean(0).max()
         ax.stackplot(range(len(loads)), loads.T.numpy())
-        ax.set(
-            title=f"{name}: loss {sum(losses[-20:]) / 20:.2f}, busiest expert {loads[-20:].mean(0).max():.0%}",
-            xlabel="step",
-            xlim=(0, len(loads) - 1),
-            ylim=(0, 1),
-        )
+        ax.set(title=f"{name}: loss {loss:.2f}, busiest expert {busiest:.0%}", xlabel="step")
+        ax.set(xlim=(0, len(loads) - 1), ylim=(0, 1))
     axes[0].set_ylabel("share of the tokens, expert by expert")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
+DEMO = ModelConfig(
+    vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=32
+)
+
+
 def demo():
     torch.set_num_threads(1)
-    config = ModelConfig(
-        vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=32
-    )
     data, runs = python_bytes(), {}
     for name, rate, mtp in (("without balancing", 0.0, 0), ("with the bias", 2e-2, 1)):
-        runs[name] = model, losses, loads = train_small(replace(config, mtp=mtp), data, rate)
+        runs[name] = model, losses, loads = train_small(replace(DEMO, mtp=mtp), data, rate)
         shares = " ".join(f"{x:.2f}" for x in loads[-20:].mean(0).sort(descending=True)[0])
         print(
-            f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   shares of the last 20 steps: {shares}"
+            f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   "
+            f"shares of the last 20 steps: {shares}"
         )
     draw_loads(runs, Path("out/moe.png"))
-    from fast.low_precision import price_of_precision
-
-    costs = price_of_precision(model, data[:512].view(8, 64))
-    print(
-        "relative error of the expert outputs: "
-        + ", ".join(f"{name} {error:.1%}" for name, error in costs.items())
-    )
     text, right = speculate(model, data[:64], 100)
     print(
-        f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, {1 + right:.2f} bytes per pass; it goes on with "
-        f"{bytes(text)[:24]!r}"
+        f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, "
+        f"{1 + right:.2f} bytes per pass; it goes on with {bytes(text)[:24]!r}"
     )
-    total, active = parameters_per_token(config)
-    busiest = [loads[-20:].mean(0).max() for _, _, loads in runs.values()]
+    total, active = parameters_per_token(DEMO)
+    before, after = (loads[-20:].mean(0).max() for _, _, loads in runs.values())
     print(
-        f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves the choice takes the busiest of "
-        f"{config.experts} experts from {busiest[0]:.0%} to {busiest[1]:.0%} of the tokens (even: {1 / config.experts:.0%}); out/moe.png"
+        f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves the "
+        f"choice takes the busiest of {DEMO.experts} experts from {before:.0%} to {after:.0%} of the "
+        f"tokens (even: {1 / DEMO.experts:.0%}); out/moe.png"
     )
 
 

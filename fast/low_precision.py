@@ -18,13 +18,17 @@ Left out: a backward in the small formats (Cursor computes it in MXFP8). The gra
 products of the rounded values, and passes straight through the rounding.
 
 Letters: R rows, C columns (the axis that is summed over), M rows sorted by expert, E experts.
+
+    python -m fast.low_precision    trains a small model and prints what each format costs
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+import moe
 from fast.cpu_kernels import FastExperts, grouped_swiglu
 
 # ---------------------------------------------------------------- the formats
@@ -215,3 +219,16 @@ def price_of_precision(model, tokens):
         name: float((multiply().float() - exact).norm() / exact.norm())
         for name, multiply in kinds.items()
     }
+
+
+def main():
+    torch.set_num_threads(1)
+    data = moe.python_bytes()
+    model = moe.train_small(replace(moe.DEMO, mtp=1), data, rate=2e-2)[0]
+    costs = price_of_precision(model, data[:512].view(8, 64))
+    found = ", ".join(f"{name} {error:.1%}" for name, error in costs.items())
+    print(f"relative error of the expert outputs: {found}")
+
+
+if __name__ == "__main__":
+    main()
