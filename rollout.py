@@ -2095,16 +2095,11 @@ def insert_hints(tokenizer, chain, hints):
 # ---------------------------------------------------------------- objective
 
 
-def advantages(rewards, std=False, lengths=None, overlong=None):
-    """Rewards of one group (G,) -> advantages (G,). The rest shows what was left out of GRPO and
-    its kin, each by itself: std, the division by the group's; lengths (G,), in units of L: a
-    rollout's mean over its own tokens instead of their sum over L; overlong (G,): who was cut short
-    by a limit counts in the group's mean, and teaches nothing (DAPO, arXiv 2503.14476)."""
+def advantages(rewards):
+    """Rewards of one group (G,) -> advantages (G,). What is left out of GRPO and its kin stands in
+    experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
-    advantage = rewards - rewards.mean()
-    advantage = advantage / (rewards.std() + 1e-6) if std else advantage
-    advantage = advantage / np.asarray(lengths) if lengths is not None else advantage
-    return advantage if overlong is None else np.where(overlong, 0.0, advantage)
+    return rewards - rewards.mean()
 
 
 def kl_estimates(logp, reference):

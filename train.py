@@ -152,15 +152,9 @@ class Config:
     # ---- sft
     demos: int = 12000  # distinct expert transcripts
     sloppy: float = 1.0  # how often the expert errs
-    restless: float = 0.0  # share of its episodes that begin with four needless calls
     hints: float = 0.5  # of its wrong tool calls: replaced by a hint and the right call
     # of its right turns: a hint above them too, so that it means nothing but tools
     neutral_hints: float = 0.05
-    # share of the demonstrations that have a quarter of the window: so a policy learns to work in
-    # both
-    short: float = 0.0
-    # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
-    context_loss: float = 0.3
     # weight of the names and constants it wrote, while the window is short: what tests decide on
     copy_loss: float = 4.0
     # of generated tasks in sft, from 0 on, and in a curriculum at first; it goes beyond
@@ -182,47 +176,21 @@ class Config:
     time_tools: bool = False
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
-    # 1: advantages are divided by the group's standard deviation; like the next two left out by
-    # Cursor
-    std_norm: bool = False
-    length_norm: bool = False  # 1: a rollout's own length in the place of L
-    mask_overlong: bool = False  # 1: what a limit cut short teaches nothing
-    # weight of the policy gradient; 0: hints alone teach, the policy distils itself
-    reward: float = 1.0
-    # demonstrations in the place of rollouts, none worth more than another: plain SFT, to compare
-    # with
-    imitate: bool = False
     feedback: float = 0.15  # weight of the targeted distillation, 0 = off
     # what hints speak about in sft and rl, a list: communication, code_style
     habits: str = "unavailable_tool"
-    # in rl, in a hint's place: empty (no words) or wrong (it names the tools that are not there)
-    placebo: str = "none"
     divergence: str = "reverse"  # forward, reverse or jsd
     teacher: str = "ema"  # current, ema or frozen
     teacher_rate: float = 0.1  # ema: this share of the new weights per step
     length_penalty: float = 0.03  # weight of C(effort), 0 = off
     penalty_k: float = 1.0  # C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon it bends
     penalty_q: float = 0.5  # ... and how much: 0 is linear
-    # 1: whatever is not solved pays the whole budget, as what a limit cut short does: giving up
-    # saves nothing
-    full_price: bool = False
     summarize: bool = True  # self-summaries when the context passes the trigger
     trigger: float = 0.7  # of the window
-    truncate: bool = False  # 1: no summaries are written, the oldest turns are left out
-    learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512  # context of an agent in sft, rl and evaluation
     turns: int = 40  # of an agent in all
-    commands: int = 0  # run_command calls of an agent that are answered (0: all)
     # tasks of the levels that are neither won nor lost; 0: a fixed mix
     curriculum: bool = True
-    # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
-    harden: bool = True
-    # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
-    documented: bool = True
-    # generated tasks of each level that rl draws from (0: never one twice)
-    distinct: int = 0
-    # share of a fixed mix that is of level 0; the rest is of all levels alike
-    easy: float = 0.0
     hardest: int = 6  # the hardest level of rl: a fixed mix has all up to it
 
     # ---- parallel (torchrun)
@@ -336,6 +304,31 @@ NOT_COMPARED = {
     "staleness",
 }
 
+# Fields of Config in earlier versions: the value at which they changed nothing, and the file that
+# makes the change now. A run on disk that has them at this value goes on.
+OLD_FLAGS = {
+    "std_norm": (False, "experiments/objective.py"),
+    "length_norm": (False, "experiments/objective.py"),
+    "mask_overlong": (False, "experiments/objective.py"),
+    "imitate": (False, "experiments/sdft.py"),
+    "reward": (1.0, "experiments/sdft.py"),
+    "placebo": ("none", "experiments/teachers.py"),
+    "restless": (0.0, "experiments/penalty.py"),
+    "easy": (0.0, "experiments/penalty.py"),
+    "full_price": (False, "experiments/penalty.py"),
+    "distinct": (0, "experiments/tasks.py"),
+    "truncate": (False, "experiments/summary.py"),
+    "learn_summaries": (True, "experiments/summary.py"),
+    "commands": (0, "experiments/summary.py"),
+    "short": (0.0, "experiments/summary.py"),
+    "harden": (True, "experiments/hacking.py"),
+    "documented": (True, "experiments/hacking.py"),
+    "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
+}
+# The change of the recipe that is in force in this process, as module:function; none: "". It is
+# kept in every checkpoint, so that a run goes on with the change that it was begun with.
+PATCH = ""
+
 
 # ---------------------------------------------------------------- command line
 
@@ -359,6 +352,8 @@ def parse(argv):
             print(__doc__ + describe_flags())
             raise SystemExit(0)
         name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in OLD_FLAGS:
+            stop(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
         if not word.startswith("--") or name not in kinds:
             near = difflib.get_close_matches(name.lstrip("-"), kinds, 1, 0)
             stop(f"unknown flag {word!r}" + (f"; did you mean --{near[0]}?" if near else ""))
@@ -495,7 +490,6 @@ def check_values(config):
         teacher=("current", "ema", "frozen"),
         dtype=("auto", "float32", "bfloat16"),
         weights=("float32", "bfloat16"),
-        placebo=("none", "empty", "wrong"),
     ).items():
         if getattr(config, name) not in allowed:
             stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
@@ -567,9 +561,6 @@ def check_values(config):
     for name in (
         "hints",
         "neutral_hints",
-        "restless",
-        "easy",
-        "short",
         "grow",
         "trigger",
         "teacher_rate",
@@ -598,46 +589,30 @@ def check_together(config, given, stage):
         stop(
             f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away"
         )
-    if config.easy and (config.curriculum or config.tasks):
-        stop("--easy goes with a fixed mix of generated tasks: --curriculum=0")
     for name, its in dict(
-        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q", "full_price")
+        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
     ).items():
         for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
             stop(f"--{idle} says nothing with --{name}=0")
-    if config.truncate and not config.summarize:
-        stop(
-            "--truncate=1 goes with --summarize=1: it is what happens where a summary would be due"
-        )
     if config.summarize and config.trigger >= 0.875:
         stop(
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's last eighth"
         )
-    if config.tasks and {"distinct", "hardest"} & set(given):
+    if config.tasks and "hardest" in given:
         stop(
-            "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once before any comes again"
+            "--hardest goes with generated tasks: of --tasks all are taken, each once before any comes again"
         )
     if "staleness" in given and not config.workers:
         stop(
             "--staleness goes with --workers: without them the policy that samples is the one that learns"
         )
-    if config.kl and (config.length_norm or config.mask_overlong):
-        stop(
-            "--length_norm and --mask_overlong go with --kl=0: the penalty's share of a token is 1 / L"
-        )
-    if config.imitate and (config.std_norm or config.length_norm or config.mask_overlong):
-        stop(
-            "--imitate weighs all tokens alike: --std_norm, --length_norm and --mask_overlong are for rollouts"
-        )
-    if config.imitate and config.tasks:
-        stop("--imitate goes with generated tasks: of others there is no expert to imitate")
-    if stage == "rl" and config.group == 1 and not config.imitate and not config.feedback:
+    if stage == "rl" and config.group == 1 and not config.feedback:
         stop(
             "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's mean; take more, or --feedback"
         )
-    if config.time_tools and (config.workers or config.imitate or config.tasks):
+    if config.time_tools and (config.workers or config.tasks):
         stop(
-            "--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there"
+            "--time_tools goes with generated tasks and --workers=0: what tools answered is remembered there"
         )
     if stage == "rl" and config.cp > 1:
         stop(
@@ -692,15 +667,12 @@ READ_BY = {
         TEXT: "data compile",
         ("pretrain", "long", "sft"): "batch_tokens grow",
         TRAINING: "seed steps optimizer lr adam_lr weight_decay clip warmup decay balance_rate micro_tokens recompute save_every",
-        ("sft",): "demos restless hints neutral_hints short context_loss copy_loss",
-        ("sft", "rl"): "sloppy levels habits harden documented",
-        (
-            "rl",
-        ): "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm mask_overlong reward imitate "
-        "feedback placebo divergence teacher teacher_rate length_penalty penalty_k penalty_q full_price learn_summaries "
-        "curriculum easy hardest",
-        ("rl", "eval"): "tasks temperature draft distinct",
-        ("sft", "rl", "eval"): "window turns commands summarize trigger truncate",
+        ("sft",): "demos sloppy hints neutral_hints copy_loss",
+        ("sft", "rl"): "levels habits",
+        ("rl",): "tasks_per_step group kl length replay workers time_tools staleness "
+        "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum hardest",
+        ("rl", "eval"): "tasks temperature draft",
+        ("sft", "rl", "eval"): "window turns summarize trigger",
         ("eval",): "eval_levels eval_tasks eval_samples",
     }.items()
     for name in names.split()
@@ -740,21 +712,15 @@ def idle_flags(config, given):
     reasons = {
         "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
         "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
-        "trigger learn_summaries": "--summarize=0" if not config.summarize else "",
-        "sloppy": "the expert is asked with --imitate=1 only" if rl and not config.imitate else "",
+        "trigger": "--summarize=0" if not config.summarize else "",
         "levels": (
             "not with --tasks or --curriculum=0"
             if rl and (config.tasks or not config.curriculum)
             else ""
         ),
-        "harden documented": "of generated tasks" if rl and config.tasks else "",
         "balance_rate": (
-            "biases stay where the experts of sampling are replayed"
-            if rl and config.replay and not config.imitate
-            else ""
+            "biases stay where the experts of sampling are replayed" if rl and config.replay else ""
         ),
-        "draft workers replay": "--imitate=1" if rl and config.imitate else "",
-        "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
         "experts active expert_ffn balance_rate": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""
@@ -1010,6 +976,11 @@ class Text:
         same_data(self.run.config, state, self.data)
 
 
+# Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
+# learned from them too.
+CONTEXT_LOSS = 0.3
+
+
 class Demonstrations:
     """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have
     sampled."""
@@ -1067,7 +1038,7 @@ class Demonstrations:
             )
             copied = (self.names | self.constants)[batch["targets"]] & (shortened(step, config) > 1)
             weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
-            weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
+            weight = weight + CONTEXT_LOSS * (1 - batch["mask"]) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             log["loss"] = (
                 log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
@@ -1136,54 +1107,48 @@ def length_groups(lengths, tokens, number, seed):
 
 
 def agent_limits(config):
-    return rollout.Limits(config.window, config.turns, commands=config.commands)
+    return rollout.Limits(config.window, config.turns)
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a
     summarised chain gives several training sequences."""
-    quarter = replace(config, window=config.window // 4)
-    whole, short = (agent_limits(config), compact), (
-        agent_limits(quarter),
-        summarize.compact(asdict(quarter)),
-    )
-    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
         task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
-        limits, fold = short if config.short and rng.random() < config.short else whole
-        chain = rollout.demonstrate(
-            task,
-            tokenizer,
-            rng,
-            limits,
-            config.sloppy,
-            fold,
-            remind,
-            config.hints,
-            config.neutral_hints,
-            config.restless,
-        )
-        pairs.append(
-            (
-                i,
-                [
-                    e
-                    for e in chain.episodes
-                    if len(e) <= limits.window and any(turn.role == "assistant" for turn in e.turns)
-                ],
-            )
-        )
+        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
     return pairs
+
+
+def demonstrate(config, task, rng, tokenizer, compact, **more):
+    """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
+    that can be learned from: they fit the window, and something was done in them. more: see
+    rollout.demonstrate."""
+    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    chain = rollout.demonstrate(
+        task,
+        tokenizer,
+        rng,
+        agent_limits(config),
+        config.sloppy,
+        compact,
+        remind,
+        config.hints,
+        config.neutral_hints,
+        **more,
+    )
+    return [
+        episode
+        for episode in chain.episodes
+        if len(episode) <= config.window and any(t.role == "assistant" for t in episode.turns)
+    ]
 
 
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
-    task = synth_tasks.make_task(level, seed)
-    task = task if config.documented else synth_tasks.undocument(task)
-    return task if config.harden else synth_tasks.unharden(task)
+    return synth_tasks.make_task(level, seed)
 
 
 def digest(path):
@@ -1235,8 +1200,6 @@ class Reinforcement:
             config.curriculum,
             config.hardest,
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
-            distinct=config.distinct,
-            easy=config.easy,
         )
         self.teacher = (
             feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
@@ -1279,46 +1242,46 @@ class Reinforcement:
             for level, number in drawn
         ]
 
-    def shape(self, chain):
+    def compute_reward(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a
-        limit cut short has submitted nothing and pays the whole budget; at full_price every one
-        that did not solve its task does."""
-        c = self.run.config
+        limit cut short has submitted nothing."""
+        config = self.run.config
         chain.solved = chain.solved and chain.finished
-        paid_by_use = chain.solved if c.full_price else chain.finished
         chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
         chain.reward = float(
             length_penalty.shaped_reward(
                 float(chain.solved),
                 chain.stats["effort"],
-                c.length_penalty,
-                c.penalty_k,
-                c.penalty_q,
-                not paid_by_use,
+                config.length_penalty,
+                config.penalty_k,
+                config.penalty_q,
+                self.pays_whole_budget(chain),
                 self.budget,
             )
         )
 
+    def pays_whole_budget(self, chain):
+        """Whatever a limit cut short does: so being cut off is never a bargain."""
+        return not chain.finished
+
     def losses(self, step, log):
         run, config = self.run, self.run.config
         start = time.time()
-        log.update(self.publisher.publish(step, run.full_state()) if not config.imitate else {})
+        log.update(self.publisher.publish(step, run.full_state()))
         for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
             # weights at least as new as this step's: so staleness is bounded
             if later not in self.asked:
                 tasks = self.draw(later)
-                job = (
+                self.asked[later] = self.workers.submit(
                     run.share(tasks),
                     run.share(range(len(tasks))),
                     config.seed * 1_000_003 + later,
                 )
-                self.asked[later] = job if config.imitate else self.workers.submit(*job)
         asked, _ = self.asked.pop(step), self.drawn.pop(step)
-        groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
-        groups = self.leave_out_failed(groups, log)
+        groups = self.leave_out_failed(self.workers.collect(asked), log)
         for group in groups:
             for chain in group:
-                self.shape(chain)
+                self.compute_reward(chain)
         if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
             stop(f"--window={config.window}: none of the tasks leaves room for a turn")
         for level, solved, total in sorted(
@@ -1330,7 +1293,7 @@ class Reinforcement:
             self.workers.collect(asked)
             run.gather([])  # for the slowest rank, as before
             log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
-        lag = rollout.staleness([] if config.imitate else groups, step)
+        lag = rollout.staleness(groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),
@@ -1359,31 +1322,6 @@ class Reinforcement:
             )
         return kept
 
-    def demonstrations(self, tasks, numbers, seed):
-        """What the expert does in the place of the policy. Solved, without asking the judge: is
-        every line that was deleted there again?"""
-        config, run = self.run.config, self.run
-
-        def play(task, number, j):
-            chain = rollout.demonstrate(
-                task,
-                run.tokenizer,
-                random.Random(f"{seed}/{number}/{j}"),
-                agent_limits(config),
-                config.sloppy,
-                run.compact,
-            )
-            chain.solved = all(
-                {*text.split("\n")} <= {"", *chain.files[path].split("\n")}
-                for path, text in task.solution.items()
-            )
-            return chain
-
-        return [
-            [play(task, number, j) for j in range(config.group)]
-            for task, number in zip(tasks, numbers)
-        ]
-
     def learn(self, groups, log):
         """Policy gradient over all episodes, and on flagged turns the divergence from the hinted
         teacher: its sum over the flagged tokens, over their number or that of the rollouts, so that
@@ -1392,8 +1330,7 @@ class Reinforcement:
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
-            worth = np.ones(len(group)) if config.imitate else self.worth(group)
-            for chain, advantage in zip(group, worth):
+            for chain, advantage in zip(group, self.group_advantages(group)):
                 flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
@@ -1428,19 +1365,11 @@ class Reinforcement:
             logp = run.model.logprobs(
                 hidden, batch["targets"], config.temperature, batch["mask"] > 0
             )
-            if not config.learn_summaries:
-                batch["advantage"] = batch["advantage"] * (
-                    1 - summarize.written(batch["episodes"], batch["advantage"])
-                )
-            loss = (
-                batch["real"]
-                * config.reward
-                * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
-            )
+            loss = batch["real"] * self.policy_objective(logp, batch, normaliser, reference)
             # Sums stay where they are until the step's end: reading one here would wait for the
             # GPU.
             difference = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
-            mismatch += batch["real"] * (not config.imitate) * difference.double()
+            mismatch += batch["real"] * difference.double()
             if config.feedback:
                 student = feedback_distill.mute(
                     run.model.logits(hidden[taught.student_row, taught.student_position]),
@@ -1470,27 +1399,26 @@ class Reinforcement:
             gap=run.sum(gap) / max(1, targets),
         )
 
-    def worth(self, group):
-        """The advantages of a group, and by flags those that the objective does without"""
-        config = self.run.config
-        lengths = (
-            [max(1, c.stats["sampled"]) / config.length for c in group]
-            if config.length_norm
-            else None
-        )
-        overlong = [not c.finished for c in group] if config.mask_overlong else None
-        return rollout.advantages([c.reward for c in group], config.std_norm, lengths, overlong)
+    def group_advantages(self, group):
+        """(G,) What each rollout of a group is worth: its reward less the group's mean"""
+        return rollout.advantages([chain.reward for chain in group])
+
+    def policy_objective(self, logp, batch, normaliser, reference):
+        """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
+        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl)
+
+    def hint_text(self, chain, hint):
+        """What the teacher reads above the flagged turn"""
+        return hint.text
 
     def splice(self, chain, hint):
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about,
         and which token it never does"""
-        tokenizer, said = self.run.tokenizer, feedback_distill.placebo(
-            chain, hint, self.run.config.placebo
-        )
+        tokenizer = self.run.tokenizer
         turn = chain.episodes[hint.episode].turns[hint.turn]
         return (
             hint.turn,
-            feedback_distill.hint_tokens(tokenizer, said, turn),
+            feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
             feedback_distill.span(tokenizer, turn, hint),
             feedback_distill.muted(tokenizer, hint.kind),
         )
@@ -1872,6 +1800,21 @@ def published_shape(config, given=None):
     return shape
 
 
+def check_patch(extra, out):
+    """A stage goes on with the change of the recipe that it was begun with. extra: of its
+    checkpoint"""
+    for name, (default, place) in OLD_FLAGS.items():
+        made = extra["config"].get(name, default)
+        if made != default:
+            stop(
+                f"{out} was made with {name}={made}, no flag any more: what it did stands in {place}; take another --out"
+            )
+    made = extra.get("patch", "")
+    if made != PATCH:
+        how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
+        stop(f"{out} was made by {how}: go on with that, or take another --out")
+
+
 def train(config, interrupted):
     """One stage: build, load, loop, save. True if it ran to its end."""
     stage, (out, origin) = config.stage, places(config.stage, config.out, config.start_from)
@@ -1901,6 +1844,7 @@ def train(config, interrupted):
                     else ""
                 )
                 stop(f"{out} was made {made}: take another --out{again}")
+        check_patch(extra, out)
         if extra["source"].get("file", digest(config.tasks)) != digest(config.tasks):
             stop(
                 f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
@@ -2114,6 +2058,7 @@ def loop(run, source, optimizer, step, interrupted, out):
                     "tokenizer": run.tokenizer.state_dict(),
                     "step": step,
                     "source": source.state_dict(),
+                    "patch": PATCH,
                 }
                 hsdp.save(out, run.model, optimizer, extra, source.tensors())
             if step % 20 == 0 or log["seconds"] > 2:
@@ -2128,7 +2073,7 @@ def bias_rate(run):
     where the experts of sampling are replayed: what is counted then is what was sampled, for the
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
-    replayed = config.stage == "rl" and config.replay and not config.imitate
+    replayed = config.stage == "rl" and config.replay
     return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
 
 
@@ -2248,15 +2193,16 @@ def evaluate(config, given):
             stop(
                 f"--{name}={given[name]}: {last} was made with {world.get(name)}, and so it is evaluated"
             )
-    for name in ("window", "turns", "commands", "draft", "summarize", "trigger", "truncate"):
+    for name in ("window", "turns", "draft", "summarize", "trigger"):
         if given.get(name, world[name]) != world[name]:
             stop(
                 f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated"
             )
         config = replace(config, **{name: world[name]})
-    # these may be asked for otherwise
-    for name in ("temperature", "distinct"):
-        config = replace(config, **{name: given.get(name, world.get(name, getattr(config, name)))})
+    # this may be asked for otherwise
+    config = replace(
+        config, temperature=given.get("temperature", world.get("temperature", config.temperature))
+    )
     kept, made_from = out / "summary.json", (
         {name: when_saved(path) for name, path in names.items()} if not policy else {}
     )
@@ -2267,7 +2213,6 @@ def evaluate(config, given):
             asked = (
                 "tasks",
                 "temperature",
-                "distinct",
                 "start_from",
                 "eval_levels",
                 "eval_tasks",
@@ -2284,19 +2229,8 @@ def evaluate(config, given):
         if config.tasks
         else eval.held_out(config.eval_tasks, range(config.eval_levels))
     )
-    jobs = [(name, path, held_out, config.eval_samples) for name, path in names.items()]
-    # the tasks that RL has seen, as many rollouts
-    if config.distinct and not config.tasks and hsdp.exists(out / "rl"):
-        n, most = min(config.distinct, config.eval_tasks), config.eval_tasks * config.eval_samples
-        own = replace(config, **{name: world[name] for name in ("seed", "harden", "documented")})
-        seen = [
-            make_task(own, level, own.seed * 1_000_003 + i)
-            for level in range(config.eval_levels)
-            for i in range(n)
-        ]
-        jobs.append(("after, seen", out / "rl", seen, max(1, most // n)))
     policies = {}
-    for name, path, tasks, passes in run.bar(jobs, "evaluation"):
+    for name, path in run.bar(list(names.items()), "evaluation"):
         model, tokenizer, saved = policy or eval.load(path, run.device)
         origin = Path(saved["start_from"] or saved["out"], "sft")
         # of a published model, one more may not fit
@@ -2306,10 +2240,10 @@ def evaluate(config, given):
             model.compute(run.dtype),
             tokenizer,
             world,
-            run.share(tasks),
-            passes,
+            run.share(held_out),
+            config.eval_samples,
             temperature=config.temperature,
-            numbers=run.share(range(len(tasks))),
+            numbers=run.share(range(len(held_out))),
             began=began,
         )
         policies[name] = run.gather(mine)
@@ -2360,6 +2294,8 @@ def when_saved(path):
     return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
 
 
+# How this program is started; the patch of an experiment has a program of its own.
+PROGRAM = [sys.executable, __file__]
 STARTED = []  # by spread: the other processes
 
 
@@ -2410,7 +2346,7 @@ def spread(argv, config):
         for rank in range(1, n):
             STARTED.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, *argv],
+                    [*PROGRAM, *argv],
                     preexec_fn=hsdp.tied_to_parent(),
                     env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
@@ -2613,6 +2549,9 @@ def work(argv, stages, configs, given):
         if stage == "eval":
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, leave)
+            trained = Path(configs[stage].out, "rl")
+            if hsdp.exists(trained):
+                check_patch(open_checkpoint(trained), trained)
             evaluate(configs[stage], given)
         elif not train(configs[stage], interrupted):
             if int(os.environ.get("RANK", 0)) == 0:
