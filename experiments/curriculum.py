@@ -7,8 +7,8 @@ Equal steps of RL on levels 0 to 5 alike, or on the levels that are neither won 
 
     python -m experiments.curriculum
 
-Found at commit 534553e: solved .887 and .906 in the mean of three seeds, ahead in all three, which is
-about what chance would do. There is no figure of that version.
+Found (commit 534553e or older): solved .887 and .906 in the mean of three seeds, ahead in all
+three, which is about what chance would do. There is no figure of that version.
 """
 
 import sys

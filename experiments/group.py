@@ -7,9 +7,9 @@ last two.
 
     python -m experiments.group
 
-Found, a few versions before commit 534553e: both rise, the mean reward from .33 to .55, the best of 16
-from .79 to .88; a group's submissions become less diverse, .58 of them distinct and then .43.
-Figure: figures/group.png.
+Found, a few versions before commit 534553e: both rise, the mean reward from .33 to .55, the best
+of 16 from .79 to .88; a group's submissions become less diverse, .58 of them distinct and then
+.43. Figure: figures/group.png.
 """
 
 import sys

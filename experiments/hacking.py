@@ -9,8 +9,9 @@ tenth take the answer there, on tasks of levels 0 and 1.
 
     python -m experiments.hacking
 
-Found, a few versions before commit 534553e: cheating grows from .34 to .69 of the rollouts where it
-pays, and falls from .25 to .11 attempts where there is nothing to find. Figure: figures/hacking.png.
+Found, a few versions before commit 534553e: cheating grows from .34 to .69 of the rollouts where
+it pays, and falls from .25 to .11 attempts where there is nothing to find. Figure:
+figures/hacking.png.
 """
 
 import sys

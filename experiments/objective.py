@@ -12,10 +12,11 @@ rollout's own length. Each of these is put in alone, and so is a third, the mask
 
     python -m experiments.objective
 
-Found at commit 534553e: each does what it is left out for. Division by the deviation makes as much
-of the mild price of effort as of solving where a whole group is solved: a fifth of the tokens go.
-The other two let episodes grow until .08 and .10 of them run into the limit, where it was .03.
-What is solved (.744, .780, .758, .814) differs less than seeds do. Figure: figures/objective.png.
+Found (commit 534553e or older): each does what it is left out for. Division by the deviation
+makes as much of the mild price of effort as of solving where a whole group is solved: a fifth of
+the tokens go. The other two let episodes grow until .08 and .10 of them run into the limit, where
+it was .03. What is solved (.744, .780, .758, .814) differs less than seeds do. Figure:
+figures/objective.png.
 """
 
 import sys

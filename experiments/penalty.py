@@ -13,9 +13,9 @@ does: else giving up is cheap.
 
     python -m experiments.penalty
 
-Found at commit 534553e: the nonlinear price takes 40 % of the tokens from the easiest level and 21 %
-from the hardest, the linear one 25 % and 8 %. Solved in all: .730, .680, .789. Figure:
-figures/penalty.png.
+Found (commit 534553e or older): the nonlinear price takes 40 % of the tokens from the easiest
+level and 21 % from the hardest, the linear one 25 % and 8 %. Solved in all: .730, .680, .789.
+Figure: figures/penalty.png.
 """
 
 import functools
@@ -28,7 +28,7 @@ from experiments.runner import Arm, Experiment
 
 
 class MostlyEasy(synth_tasks.Curriculum):
-    """A fixed mix: two fifths of the tasks are of the lowest level, the rest of all levels alike."""
+    """A fixed mix: two fifths of the tasks are of the lowest level, the rest of all alike."""
 
     def choose(self, rng, levels):
         return min(levels) if rng.random() < 0.4 else super().choose(rng, levels)

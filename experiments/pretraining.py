@@ -8,8 +8,8 @@ Three budgets of pretraining, then the same SFT and the same RL.
 
     python -m experiments.pretraining
 
-Found, a few versions before commit 534553e: solved after RL .656 to .847, .868 to .906, .351 to .892.
-What decides is the loss after SFT, which more pretraining did not lower. Figure:
+Found, a few versions before commit 534553e: solved after RL .656 to .847, .868 to .906, .351 to
+.892. What decides is the loss after SFT, which more pretraining did not lower. Figure:
 figures/pretraining.png.
 """
 

@@ -4,8 +4,8 @@ The default run, and nothing else: each policy before and after RL.
 
     python -m experiments.recipe
 
-Found at commit 534553e, seeds 1337, 1 and 2: solved .590, .556, .507 before RL and .969, .941, .809
-after it; wrong tools in .375 of the episodes, then in .028. See experiments/README.md.
+Found (commit 534553e or older), seeds 1337, 1 and 2: solved .590, .556, .507 before RL and .969,
+.941, .809 after it; wrong tools in .375 of the episodes, then in .028. See experiments/README.md.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """retold.py: Is a summary worth its tokens, where the tests tell again?
 
-From the recipe's SFT, RL in its window of 512 or in half of it, with summaries or without the oldest
-turns. Levels 6 and 7 are open to the curriculum, and an episode may have 60 turns.
+From the recipe's SFT, RL in its window of 512 or in half of it, with summaries or without the
+oldest turns. Levels 6 and 7 are open to the curriculum, and an episode may have 60 turns.
 
     window 512                  the recipe's
     window 256                  half of it: summaries are carried on
@@ -9,9 +9,9 @@ turns. Levels 6 and 7 are open to the curriculum, and an episode may have 60 tur
 
     python -m experiments.retold
 
-Found, a few versions before commit 534553e: truncated, it solves as much as the whole window (.882 and
-.813), with summaries less (.609): each costs one of the 60 turns. A summary is worth its tokens for
-what cannot be had again (experiments/summary.py). Figure: figures/retold.png.
+Found, a few versions before commit 534553e: truncated, it solves as much as the whole window
+(.882 and .813), with summaries less (.609): each costs one of the 60 turns. A summary is worth
+its tokens for what cannot be had again (experiments/summary.py). Figure: figures/retold.png.
 """
 
 import sys

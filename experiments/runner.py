@@ -1,19 +1,19 @@
-"""runner.py: every arm of an experiment with every seed, then the table, the figure and the numbers.
+"""runner.py: every arm of an experiment with every seed, then table, figure and numbers.
 
 A file of this folder is one question. It holds an `Experiment`: arms, each of which is the recipe
 of train.py with other flags, with a patch, or both. A patch is a function without arguments that
 changes the recipe: it puts a subclass in the place of a stage, or a function in the place of
-another. It acts in the process of its own arm alone:
+another. It acts in the process of its own arm alone.
 
-    python -m experiments                       the questions, one line each
-    python -m experiments.feedback              all arms, three seeds: out/feedback/feedback.json, .png
-        --seeds=1337,1                          these seeds
-        --steps=N                               of RL in every arm (or of pretraining, if arms differ there)
-        --out=DIR                               in the place of out
-        --keep                                  also copies the results to experiments/results and figures
-        --scale=tiny ...                        any other flag goes to train.py, in every run
-    python -m experiments.runner --arm=experiments.objective:over_the_deviation -- --stage=rl ...
-                                                train.py with one patch, by hand
+    python -m experiments                   the questions, one line each
+    python -m experiments.feedback          all arms, three seeds: out/feedback/feedback.json, .png
+        --seeds=1337,1                      these seeds
+        --steps=N                           in every arm: of RL, or of pretraining if arms differ there
+        --out=DIR                           in the place of out
+        --keep                              copies the results to experiments/results and figures, too
+        --scale=tiny ...                    any other flag goes to train.py, in every run
+    python -m experiments.runner --arm=experiments.objective:overlong_masked -- --stage=rl ...
+                                            train.py with one patch, by hand
 
 The same command again goes on where it stopped: what is finished is not run again. The default
 runs, out/base-SEED, serve all experiments. A run takes two cores; where there are more, seeds run
@@ -108,9 +108,7 @@ def run_arm(name, argv):
     try:
         patch = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError):
-        stop(
-            f"--arm={name}: no such patch; it is written as experiments.objective:over_the_deviation"
-        )
+        stop(f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked")
     patch()
     train.PATCH = name
     train.PROGRAM = [sys.executable, "-m", "experiments.runner", f"--arm={name}", "--"]
@@ -289,10 +287,7 @@ def read_flags(name, experiment, argv):
     for word in argv:
         flag, equals, value = word.partition("=")
         if flag in ("-h", "--help"):
-            print(importlib.import_module(f"experiments.{name}").__doc__)
-            print(
-                f"flags: {__doc__.split('python -m experiments.feedback ')[1].split('python')[0]}"
-            )
+            print(importlib.import_module(f"experiments.{name}").__doc__ + __doc__)
             raise SystemExit(0)
         if flag == "--keep" and not equals:
             keep = True
@@ -321,7 +316,5 @@ def read_flags(name, experiment, argv):
 if __name__ == "__main__":
     words = sys.argv[1:]
     if not words or not words[0].startswith("--arm="):
-        stop(
-            "which patch? --arm=experiments.NAME:FUNCTION -- FLAGS OF TRAIN.PY; python -m experiments lists all"
-        )
+        stop("which patch? --arm=experiments.objective:overlong_masked -- FLAGS OF TRAIN.PY")
     run_arm(words[0].removeprefix("--arm="), words[2:] if words[1:2] == ["--"] else words[1:])

@@ -11,9 +11,9 @@ they forget of the harder tasks.
 
     python -m experiments.sdft
 
-Found (mean of three seeds): comments .256 -> .001 and .010; levels 1 to 5 solved .456 before, .274
-after plain SFT, .469 after self-distillation. A step of it takes 3.8 times as long. Figure:
-figures/sdft.png.
+Found (commit 534553e or older, mean of three seeds): comments .256 -> .001 and .010; levels 1 to
+5 solved .456 before, .274 after plain SFT, .469 after self-distillation. A step of it takes 3.8
+times as long. Figure: figures/sdft.png.
 """
 
 import random

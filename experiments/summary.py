@@ -1,7 +1,8 @@
 """summary.py: Is a summary worth its tokens, where what it holds is told once?
 
 The tests answer once, so what is missing is told once: after that only the context knows it. All
-arms begin at one SFT on all eight levels, half of whose demonstrations have a quarter of the window.
+arms begin at one SFT on all eight levels, of whose demonstrations half have a quarter of the
+window.
 
     window 1024                 everything fits, no summaries
     window 256                  a quarter: summaries are carried on
@@ -10,9 +11,9 @@ arms begin at one SFT on all eight levels, half of whose demonstrations have a q
 
     python -m experiments.summary
 
-Found, a few versions before commit 534553e: a quarter of the window with summaries solves .633, the
-whole .572, without learning them .594; truncated .322, and nothing that needs more than two windows.
-Figure: figures/summary.png. Where the tests can be asked again: experiments/retold.py.
+Found, a few versions before commit 534553e: a quarter of the window with summaries solves .633,
+the whole .572, without learning them .594; truncated .322, and nothing that needs more than two
+windows. Figure: figures/summary.png. Where the tests can be asked again: experiments/retold.py.
 """
 
 import functools
@@ -71,7 +72,7 @@ class SummariesNotLearned(train.Reinforcement):
 
 
 def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=train.demonstrate):
-    """Every second demonstration has a quarter of the window: so a policy learns to work in both."""
+    """Half of the demonstrations have a quarter of the window: a policy learns to work in both."""
     if rng.random() < 0.5:
         config = replace(config, window=config.window // 4)
         compact = summarize.compact(asdict(config))

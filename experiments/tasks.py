@@ -9,9 +9,9 @@ and are evaluated on those too.
 
     python -m experiments.tasks
 
-Found at commit 534553e: .873, .896, .906 of unseen tasks are solved; .977 and .939 of those that the
-first two were trained on. What the few teach is how to act, and that carries over. Figure:
-figures/tasks.png.
+Found (commit 534553e or older): .873, .896, .906 of unseen tasks are solved; .977 and .939 of
+those that the first two were trained on. What the few teach is how to act, and that carries over.
+Figure: figures/tasks.png.
 """
 
 import json
@@ -38,8 +38,8 @@ class TenTasks(FewTasks):
 
 
 def draw_from(curriculum):
-    """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it was
-    trained on, with about as many rollouts as on the others."""
+    """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it
+    was trained on, with about as many rollouts as on the others."""
     plain = train.evaluate
 
     def evaluate(config, given):

@@ -13,9 +13,9 @@ divergence, and does it matter what the hint says? 20 steps of RL.
 
     python -m experiments.teachers
 
-Found at commit 534553e: all true hints unlearn the habit (.280 -> .031 to .053), and all cost some of
-the solve rate at 20 steps, as the empty hint does. Jensen-Shannon costs half as much. The current
-policy as its own teacher may run after itself. Figure: figures/teachers.png.
+Found (commit 534553e or older): all true hints unlearn the habit (.280 -> .031 to .053), and all
+cost some of the solve rate at 20 steps, as the empty hint does. Jensen-Shannon costs half as
+much. The current policy as its own teacher may run after itself. Figure: figures/teachers.png.
 """
 
 import sys
