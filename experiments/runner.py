@@ -8,9 +8,9 @@ another. It acts in the process of its own arm alone.
     python -m experiments                   the questions, one line each
     python -m experiments.feedback          all arms, three seeds: out/feedback/feedback.json, .png
         --seeds=1337,1                      these seeds
-        --steps=N                           in every arm: of RL, or of pretraining if arms differ there
+        --steps=N                           in every arm: of RL, or of pretraining if that differs
         --out=DIR                           in the place of out
-        --keep                              copies the results to experiments/results and figures, too
+        --keep                              copies the results to experiments/results and figures
         --scale=tiny ...                    any other flag goes to train.py, in every run
     python -m experiments.runner --arm=experiments.objective:overlong_masked -- --stage=rl ...
                                             train.py with one patch, by hand

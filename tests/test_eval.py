@@ -255,16 +255,6 @@ def test_passes_of_a_task_are_one_pair():
     assert (pair["tasks"], pair["won"], pair["lost"], pair["difference"]) == (2, 1, 1, 0)
 
 
-def test_the_spread_over_seeds_is_the_samples():
-    import statistics
-
-    for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
-        text = evaluation.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
-        assert f"({statistics.stdev(values):.3f})" in text
-    text = evaluation.compare("x", {"arm": [{"end": {"solved": 0.25}}]})
-    assert "0.250" in text and "(0" not in text and "one seed" in text
-
-
 @pytest.mark.parametrize(
     "value, form, text",
     [

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -231,18 +232,25 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
     assert summarize.compact({**config, "summarize": False}) is None
 
 
-def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run):
+def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
     tokenizer = rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.compact(vars(config))
+    real, seen = rollout.demonstrate, []
 
-    def demonstrations():
+    def demonstrate(task, tokenizer, rng, limits, sloppy, compact, *more, **others):
+        seen.append((limits.window, compact.window, compact.trigger))
+        return real(task, tokenizer, rng, limits, sloppy, compact, *more, **others)
+
+    monkeypatch.setattr(rollout, "demonstrate", demonstrate)
+    for patch, least, most in ((lambda: None, 0, 0), (summary.told_once_in_two_windows, 8, 24)):
+        patch()
+        seen.clear()
         pairs = train.make_demonstrations(config, tokenizer, compact, range(32), lambda i, _: i)
-        return [max(len(episode) for episode in episodes) for _, episodes in pairs]
-
-    assert sum(longest <= 512 for longest in demonstrations()) < 12
-    summary.told_once_in_two_windows()
-    assert sum(longest <= 512 for longest in demonstrations()) > 14
+        assert set(seen) <= {(2048, 2048, 1024), (512, 512, 256)}
+        assert least <= seen.count((512, 512, 256)) <= most
+        for (window, *_), (_, episodes) in zip(seen, pairs):
+            assert episodes and max(map(len, episodes)) <= window
 
 
 @pytest.mark.parametrize(
@@ -455,6 +463,14 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     assert numbers["solved"] == 2 * ["0.700", "(0.141)"]
     assert numbers["seconds a step"] == 2 * ["2.000", "(1.414)"]
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
+
+
+def test_the_spread_over_seeds_is_the_samples():
+    for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
+        text = tables.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
+        assert f"({statistics.stdev(values):.3f})" in text
+    text = tables.compare("x", {"arm": [{"end": {"solved": 0.25}}]})
+    assert "0.250" in text and "(0" not in text and "one seed" in text
 
 
 def test_differences_are_of_runs_of_one_seed():
