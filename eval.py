@@ -22,7 +22,9 @@ Left out: latency (our hardware is not theirs) and real user sessions.
 """
 
 import argparse
+import contextlib
 import errno
+import hashlib
 import io
 import json
 import math
@@ -31,6 +33,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +47,14 @@ import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, effort
-from moe import Model, ModelConfig
+from published.grouped_query import config_of
+import fast
+from fast.sampler import Sampler as FastSampler
+from fast.workers import generation_model
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import Refusal
+from world.task_file import read_tasks
 
 LEVELS = range(6)
 
@@ -211,7 +221,7 @@ def last_stage(folder):
 def unfinished(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
-    extra = hsdp.peek(folder)
+    extra = hsdp.load_extra(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
     return (
         f"unfinished: step {step} of {steps}"
@@ -223,15 +233,16 @@ def unfinished(folder):
 def made_by(folder):
     """ "" of a checkpoint of the plain recipe; of an experiment's arm what changed the recipe, since
     here its policy acts without that change"""
-    patch = hsdp.peek(folder).get("patch", "")
+    patch = hsdp.load_extra(folder).get("patch", "")
     return f"made by {patch}" if patch else ""
 
 
-def load(folder, device="cpu"):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample, tokenizer,
-    configuration. Whoever shows what it does says so where its stage is `unfinished`."""
+def load(folder, device="cpu", plain=False):
+    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
+    """
     path = last_stage(folder)
-    extra = hsdp.peek(path)
+    extra = hsdp.load_extra(path)
     # than these knobs: had them so
     older = {"draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
@@ -241,9 +252,25 @@ def load(folder, device="cpu"):
             raise ValueError(
                 f"{path} was made with {name}={config[name]}, no flag any more: see experiments/summary.py"
             )
-    tokenizer, model = rollout.Tokenizer(**extra["tokenizer"]), Model(ModelConfig(**extra["model"]))
+    tokenizer, model = (
+        rollout.Tokenizer(**extra["tokenizer"]),
+        config_of(extra["model"]).build_model(),
+    )
     hsdp.load(path, model)
+    if not plain:
+        fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
+
+
+def make_sampler(model, tokenizer, config, temperature):
+    """A sampler of this policy: the plain one if the run is plain, else its fast twin, which takes
+    a copy of the weights rounded to the dtype of the products"""
+    options = dict(window=config["window"], temperature=temperature)
+    if config.get("plain"):
+        return rollout.Sampler(model, tokenizer, **options)
+    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
+    copy.load_state_dict(model.state_dict())
+    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
 
 
 def attempt(
@@ -264,20 +291,9 @@ def attempt(
     moved from it. hints: see heeded."""
     compact = summarize.compact(config)
     limits = rollout.Limits(config["window"], config["turns"])
-    lean = rollout.generation_model(model.config, model.dtype, model.embed.weight.device)
-    lean.load_state_dict(model.state_dict())
     temperature = config["temperature"] if temperature is None else temperature
-    sampler = rollout.Sampler(
-        lean,
-        tokenizer,
-        rows=96,
-        window=config["window"],
-        temperature=temperature,
-        draft=config["draft"],
-    )
-    groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, synth_tasks.Sandbox(), compact, numbers
-    )
+    sampler = make_sampler(model, tokenizer, config, temperature)
+    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
     if lost:
@@ -343,17 +359,9 @@ def mismatch(model, tokenizer, config, tasks):
     trainer's own, and in fp32"""
     found, limits = {}, rollout.Limits(config["window"], config["turns"])
     for dtype in (torch.bfloat16, torch.float32):
-        lean = rollout.generation_model(model.config, dtype)
-        lean.load_state_dict(model.state_dict())
-        sampler = rollout.Sampler(
-            lean,
-            tokenizer,
-            window=config["window"],
-            temperature=config["temperature"],
-            draft=config["draft"],
-        )
+        sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, synth_tasks.Sandbox(), summarize.compact(config)
+            sampler, tasks, 1, 0, limits, Sandbox(), summarize.compact(config)
         )
         episodes = [
             e
@@ -704,6 +712,163 @@ def write_json(policies, path, extra=None):
     path.write_text(json.dumps(data, indent=1))
 
 
+# ---------------------------------------------------------------- the stage `eval` of train.py
+
+
+def find_policies(config, given, sizes, load_published):
+    """What a run has to evaluate: its policies before and after RL, before any training the
+    published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
+    configuration that the last one was made with, the published model as `load` gives it or None).
+
+    config: that of the command; given: the flags that were typed; sizes: names of those that are
+    the model's shape; load_published: called without arguments, gives the model of --init_from.
+    Window, turns, ... are those the policies were made with. Refusal where a flag says otherwise,
+    or where there is nothing to evaluate."""
+    out, published = Path(config.out), None
+
+    # Before RL: the run's own SFT, or the one from which its RL began.
+    trained = hsdp.exists(out / "rl")
+    before = out / "sft"
+    if not hsdp.exists(before):
+        begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
+        before = Path(config.start_from or begun or config.out) / "sft"
+    paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
+    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    if not paths and config.init_from and not config.start_from:
+        published = load_published()
+        paths = {"published": Path(config.init_from)}
+    if not paths:
+        raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+
+    # What is shown belongs to what was run: a stage that is not at its end is called so.
+    labelled = {}
+    for name, path in paths.items():
+        label = "" if published else unfinished(path)
+        labelled[f"{name} ({label})" if label else name] = path
+
+    # One model, one window, one limit of turns, ... for all of them: those of the last one.
+    last = list(labelled.values())[-1]
+    made = published[2] if published else load(last)[2]
+    if config.init_from not in ("", made["init_from"]):
+        raise Refusal(
+            f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
+            "leave the flag away"
+        )
+    rules = ["window", "turns", "draft", "summarize", "trigger"]
+    shape = [] if published else sorted({*sizes, "vocab", "yarn"})
+    for name in shape + rules:
+        # A run older than a flag was made with its default.
+        before = made.get(name, getattr(type(config), name))
+        if given.get(name, before) != before:
+            raise Refusal(
+                f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
+            )
+    as_made = {name: made[name] for name in rules}
+    # This may be asked for otherwise.
+    temperature = made.get("temperature", config.temperature)
+    as_made["temperature"] = given.get("temperature", temperature)
+    return replace(config, **as_made), labelled, made, published
+
+
+def evaluate(run, config, paths, made, published, describe_cost):
+    """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
+    share of the tasks. config, paths, made, published: see find_policies; run: train.py's;
+    describe_cost: called on every rank at the end, gives a line on what the command took."""
+    out = Path(config.out)
+    trained = hsdp.exists(out / "rl")
+    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
+    run.say(f"evaluated: {told}" + f"; there is no {out}/rl" * (not trained))
+
+    # The same evaluation of the same checkpoints again: its table is there already.
+    made_from = {} if published else {name: when_saved(path) for name, path in paths.items()}
+    kept = find_kept_table(config, made_from) if trained else ""
+    if kept:
+        return run.say(kept)
+
+    # Tasks that no policy has seen.
+    held = held_out(config.eval_tasks, range(config.eval_levels))
+    if config.tasks:
+        held = read_tasks(config.tasks)
+
+    policies = {}
+    for name, path in run.bar(list(paths.items()), "evaluation"):
+        model, tokenizer, saved = published or load(path, run.device, config.plain)
+        # How far RL has moved the policy from where it began. (Of a published model, one more may
+        # not fit.)
+        began, origin = None, Path(saved["start_from"] or saved["out"], "sft")
+        if saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]:
+            began = load(origin, run.device, config.plain)[0].compute(run.dtype)
+        mine = attempt(
+            model.compute(run.dtype),
+            tokenizer,
+            {**made, "plain": config.plain},
+            run.share(held),
+            config.eval_samples,
+            temperature=config.temperature,
+            numbers=run.share(range(len(held))),
+            began=began,
+        )
+        policies[name] = run.gather(mine)
+    cost = describe_cost()
+    if run.rank == 0:
+        write_evaluation(config, policies, made_from, cost)
+
+
+def find_kept_table(config, made_from):
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
+    empty text"""
+    path = Path(config.out, "summary.json")
+    asked = ["tasks", "temperature", "start_from"]
+    asked += ["eval_levels", "eval_tasks", "eval_samples"]
+    # A full disk may have left half of it.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        done = json.loads(path.read_text())
+        same = all(done["config"][name] == getattr(config, name) for name in asked)
+        if same and done["file"] == digest_file(config.tasks) and done["made_from"] == made_from:
+            return done["table"]
+    return ""
+
+
+def write_evaluation(config, policies, made_from, cost):
+    """Table, summary.json, figures of {name: records}"""
+    out = Path(config.out)
+    text = table(policies, "given" if config.tasks else "held-out") + f"\n{cost}"
+    logs = {stage: lines_of(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
+    extra = {
+        "table": text,
+        "config": asdict(config),
+        "stages": {stage: lines[-1] for stage, lines in logs.items() if lines},
+        "file": digest_file(config.tasks),
+        "made_from": made_from,
+    }
+
+    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not
+    # cost it.
+    print(f"\n{text}\n")
+    try:
+        write_json(policies, out / "summary.json", extra)
+    except OSError as error:
+        print(
+            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
+    problems = [draw_safely(draw, policies, out), draw_safely(draw_training, logs, out)]
+    figures = ", ".join(sorted(path.name for path in out.glob("*.png")))
+    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+
+
+def when_saved(path):
+    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
+    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
+
+
+def digest_file(path):
+    """Of the bytes of a file; "" of none"""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -711,14 +876,14 @@ def expert_records(sloppy, tasks):
     """The scripted expert as a policy, graded by the real judge."""
     tokenizer, sandbox, records = (
         rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        synth_tasks.Sandbox(),
+        Sandbox(),
         [],
     )
     for task in tasks:
         chain = rollout.demonstrate(
             task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
         )
-        chain.solved = synth_tasks.judge(task, chain.files, sandbox).solved
+        chain.solved = judge(task, chain.files, sandbox).solved
         records.append(record(chain))
     return records
 
@@ -829,7 +994,7 @@ def main(argv):
     policies = {}
     try:
         tasks = (
-            synth_tasks.read_tasks(args.tasks)
+            read_tasks(args.tasks)
             if args.tasks
             else held_out(args.number, range(args.levels), args.split)
         )

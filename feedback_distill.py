@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout import find_calls, hint_turn, read_json_object, spoken_text
-from synth_tasks import ARGUMENTS
+from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
 KNOBS = "divergence", "teacher", "teacher_rate"
@@ -293,8 +293,8 @@ class Hint:
     text: str
 
 
-def detect(chain, rules=RULES, critic=None, per_chain=None):
-    """-> the first `per_chain` Hints of a chain, at most one per turn. `rules`: a dict of
+def detect(chain, rules=RULES, critic=None):
+    """-> the Hints of a chain, at most one per turn. `rules`: a dict of
     functions, or names out of RULES. `critic`, any function (chain, episode, turn) -> text or None,
     is asked instead of the rules: a model, for instance."""
     unknown = [name for name in rules if name not in RULES and not isinstance(rules, dict)]
@@ -313,7 +313,7 @@ def detect(chain, rules=RULES, critic=None, per_chain=None):
                 if turn.role == "assistant"
             )
             hints += [Hint(e, i, kind, text) for kind, text in said if text][:1]
-    return hints[:per_chain]
+    return hints
 
 
 # ---------------------------------------------------------------- splicing and packing
@@ -367,7 +367,6 @@ class Targets:
     hint: torch.Tensor  # (N,) index into `hinted` of the hint it belongs to
     # (N,) a token that the hint says nothing about, -1 = none: see mute
     muted: torch.Tensor
-    skipped: int = 0  # hints that did not fit the window
     real_tokens: int = 0  # of the teacher's input, without padding
 
     def __len__(self):
@@ -380,32 +379,27 @@ class Targets:
         )
 
 
-def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
+def pack(episodes, hinted, keep_empty=False):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
     any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
     speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
-    places: (row, first position) of each episode in that batch, default (index, 0). Each hint gets
-    a row of its own, since a second hint in the same row would change the context by more than
+    Each hint gets a row of its own, since a second hint in the same row would change the context by more than
     itself. An empty hint says nothing and is dropped, which makes its loss exactly 0;
     keep_empty=True keeps it as a placebo (what an EMA teacher teaches without a hint). Without any
     hint one row of one token remains: all ranks run the same forward."""
-    rows, columns, skipped = [], [], 0
+    rows, columns = [], []
     for index, (episode, turn, hint, *about) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
         cut = splice(episodes[episode], turn, hint)
-        if window and len(cut.teacher) > window:
-            skipped += 1
-            continue
-        r, first = places[episode] if places else (episode, 0)
         n = np.arange(*(about[0] if about else (cut.targets,)))
         columns.append(
             np.stack(
                 [
                     0 * n + len(rows),
                     n + cut.above + cut.hint,
-                    0 * n + r,
-                    n + first + cut.above,
+                    0 * n + episode,
+                    n + cut.above,
                     np.array(cut.student)[cut.above + 1 + n],
                     0 * n + index,
                     0 * n + (about[1] if len(about) > 1 else -1),
@@ -415,11 +409,9 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
         rows.append(cut.teacher)
     S = max(map(len, rows), default=1)
     # (R, S)
-    tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])
+    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])
     columns = np.concatenate(columns, 1) if columns else np.zeros((7, 0))
-    return Targets(
-        tokens, *torch.from_numpy(columns.astype(np.int64)), skipped, sum(map(len, rows))
-    )
+    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss
@@ -494,11 +486,6 @@ def feedback_loss(student, teacher, count, **options):
         if len(student)
         else student.sum() * 0
     )
-
-
-def coefficient(step, final, warmup):
-    """Weight of the feedback loss at a step counted from 0: linear up to `final`."""
-    return final * min(1.0, (step + 1) / max(warmup, 1))
 
 
 # ---------------------------------------------------------------- teacher
@@ -705,9 +692,9 @@ def teach(model, words, rng, held_out, steps=20):
         student = logits_at(
             model, toy_batch(chains)[0], targets.student_row, targets.student_position
         )
-        loss = coefficient(step, 1.0, 5) * feedback_loss(
-            student, teacher(targets), len(targets), token_cap=10.0
-        )
+        # The first steps are small.
+        warmup = min(1.0, (step + 1) / 5)
+        loss = warmup * feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,7 +3,8 @@ sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
 message; hidden tests give the reward. This file holds the tokenizer, the transcript, the tools, the
-sampler and the policy-gradient objective.
+agent, a sampler in its plain form (one agent after the other, one token at a time) and the
+policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
@@ -12,23 +13,14 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
 Seed names of the tools: read_file, edit_file, run_command, search_codebase.
 
     A_i = r_i - mean_group(r)
-    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)        t over sampled tokens, stop tokens included; L constant
-    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is part of the reward
+    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
+          t over sampled tokens, stop tokens included; L constant
+    k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is
+          part of the reward
 
 Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
 no clip: one update per batch, so the sampling policy is the policy. Left out: branching
 environments and semantic search.
-
-Asynchronous (stated: generation workers beside the trainer; weights sent every step as compressed
-deltas against the previous upload, a full one now and then, swapped in mid-rollout, so that later
-tokens are fresher; off-policyness is kept small, not corrected). Ours: files in a folder, xor and
-zlib, a bound on staleness. What it costs: with stale tokens J's gradient is that of the current
-policy at an older one's samples, and k1 is no longer unbiased.
-
-Speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
-is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
-batch (n-grams, as in suffix decoding, arXiv 2411.04975). It decides how many tokens a step yields,
-never which: every place draws with the random number that is its own, drafted or not.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
@@ -38,33 +30,23 @@ addressed in the form that it is used to: see Chat.
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
 
-    python rollout.py                 one group sampled from an untrained model and one demonstration, printed with masks
-    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left there, in colour, with masks and flags
-    python rollout.py --bench         decoding against re-running the full forward, its matrix products alone, static batching
+    python rollout.py       one group sampled from an untrained model and one demonstration, printed
+                            with masks
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left
+                            there, in colour, with masks and flags
 """
 
 import argparse
-import atexit
 import base64
-import contextlib
-import hashlib
 import json
 import math
-import multiprocessing
 import os
-import queue
 import random
 import re
-import signal
 import sys
-import tempfile
-import threading
-import time
 import unicodedata
-import zlib
 from bisect import bisect
 from collections import Counter, defaultdict
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -74,26 +56,17 @@ import regex  # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import Cache, Model, ModelConfig, divide_by_temperature, fast_dtype, to_device
-from synth_tasks import (
-    ARGUMENTS,
-    HINTED,
-    SUMMARIZE,
-    Action,
-    Rehearsal,
-    Sandbox,
-    Task,
-    Workspace,
-    audit,
-    call_tool,
-    changes,
-    expert,
-    judge,
-    make_task,
-)
-from world.machine import MachineFailure, is_machine_failure, owned_directory, try_again
+from moe import Cache, Model, ModelConfig, divide_by_temperature
+from synth_tasks import make_task
+from world.audit import audit, changes
+from world.expert import Rehearsal, expert
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import HINTED, SUMMARIZE, Action, Task
+from world.tools import ARGUMENTS, call_tool, tool_schema
+from world.workspace import Workspace
+from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -151,12 +124,6 @@ def train_bpe(texts, vocab):
     return ranks
 
 
-PURPOSE = {
-    "read_file": "Shows a file.",
-    "run_command": "Runs a command in the repository and shows what it prints.",
-    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
-    "search_codebase": "Shows the lines that hold the query.",
-}
 CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
 
 
@@ -729,13 +696,16 @@ def flatten(episode):
     T"""
     tokens, mask, logprobs, index = [], [], [], []
     for i, turn in enumerate(episode.turns):
+        # The head of a turn is the harness's. Behind it, the tokens of an assistant were sampled.
         sampled = turn.role == "assistant"
         n = len(turn.tokens) - turn.head
         tokens += turn.tokens
         mask += [0] * turn.head + [int(sampled)] * n
-        logprobs += [0.0] * turn.head + (
-            turn.logprobs.tolist() if sampled and turn.logprobs is not None else [0.0] * n
-        )
+        logprobs += [0.0] * turn.head
+        if sampled and turn.logprobs is not None:
+            logprobs += turn.logprobs.tolist()
+        else:
+            logprobs += [0.0] * n
         index += [i] * len(turn.tokens)
     return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
 
@@ -797,17 +767,8 @@ def opening(tokenizer, task):
     its own way, too."""
     turn = make_turn(tokenizer, "user", task.problem_statement)
     if tokenizer.chat:
-        kind = lambda names: {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in names},
-            "required": [*names],
-        }
-        tools = [
-            {"name": tool, "description": PURPOSE[tool], "parameters": kind(ARGUMENTS[tool])}
-            for tool in task.tools
-        ]
         lines, form = [
-            json.dumps({"type": "function", "function": tool}) for tool in tools
+            json.dumps({"type": "function", "function": tool_schema(tool)}) for tool in task.tools
         ], tokenizer.chat.opening
         turn.tokens[:0] = tokenizer.spell(
             form, tools=("," if "[{tools}]" in form else "\n").join(lines)
@@ -1159,8 +1120,8 @@ class Request:
 
 @dataclass
 class Work:
-    """Tools to run outside the model; slow ones (a process is started) run in a thread while other
-    rows decode."""
+    """Tools to run outside the model. slow: a process is started, so that others may be sampled
+    meanwhile."""
 
     calls: list
     run: callable
@@ -1173,95 +1134,100 @@ def leaves_room(tokenizer, task, limits):
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
-    """A coroutine. It yields a Request and is sent (body, logprobs, versions), yields a Work and is
-    sent nothing, and so on; it returns its Chain; versions may be one number for all of a body.
+    """A coroutine: one agent works on one task. It yields a Request and is sent (body, logprobs,
+    versions), yields a Work and is sent nothing, and so on; it returns its Chain. versions may be
+    one number for all of a body.
+
     `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn;
     the summary is then sampled in the same context, and a new episode starts from task + summary
     (or, where it truncates, at once from task + newest turns)."""
     chain = Chain(task, [Episode([opening(tokenizer, task)])])
-    lead = lambda: tokenizer.lead(chain.episodes[-1].turns[-1].role)
-    # what a new episode starts from
-    begun = lambda: [t for turn in chain.episodes[-1].turns for t in turn.tokens] + lead()
-    fresh, restart, wants_summary, ran, number = begun(), True, False, 0, 0
+    pending = context_tokens(tokenizer, chain.episodes[-1])  # what the sampler has not read yet
+    restart = True  # the pending tokens begin a new context
+    summarizing = False  # the next turn is a summary
+    call_number = 0  # calls that stand in the context
+    commands_run = 0
+
     for _ in range(limits.turns):
-        episode, head = chain.episodes[-1], lead()
-        left = limits.window - len(episode) - len(head)
-        if left < 2:
+        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
+        episode = chain.episodes[-1]
+        prompt = tokenizer.lead(episode.turns[-1].role)
+        room = limits.window - len(episode) - len(prompt)
+        if room < 2:
             break
-        body, logprobs, versions = yield Request(
-            fresh, restart, min(limits.turn, left), wants_summary, number
-        )
-        # a demonstration may write too much: the window holds
-        body, logprobs, restart = body[:left], logprobs[:left], False
-        versions = np.resize(versions, len(body))
+        most = min(limits.turn, room)
+        body, logprobs, versions = yield Request(pending, restart, most, summarizing, call_number)
+        restart = False
+
+        # 2) It is kept token for token. (A demonstration may write more than the window holds.)
+        body, logprobs = body[:room], logprobs[:room]
         text, calls = read_action(tokenizer, body)
-        thinking = calls[0].start if calls else 0
         turn = Turn(
-            "assistant", [*head, *body], text, calls, thinking, logprobs, versions, len(head)
+            "assistant",
+            [*prompt, *body],
+            text,
+            calls,
+            thinking=calls[0].start if calls else 0,
+            logprobs=logprobs,
+            versions=np.resize(versions, len(body)),
+            head=len(prompt),
         )
         episode.turns.append(turn)
-        # ran out of room inside a turn: none of its calls is run
+
+        # 3) A turn without a stop token ran out of room: none of its calls is run, and the agent
+        #    has submitted nothing.
         if body[-1] not in tokenizer.ends:
-            turn.calls = [
-                replace(call, output="", error="failed") for call in calls if not wants_summary
-            ]
+            cut_off = [] if summarizing else calls
+            turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
-        if wants_summary:
-            turn.calls, restart, wants_summary, number = [], True, False, 0
+
+        # 4) A summary ends the episode, and the next one starts from it.
+        if summarizing:
+            turn.calls = []
             chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
-            fresh = begun()
+            pending = context_tokens(tokenizer, chain.episodes[-1])
+            restart, summarizing, call_number = True, False, 0
             continue
+
+        # 5) A turn without calls is the final message: the work is submitted.
         if not calls:
             chain.finished = True
             break
-        number = number_calls(tokenizer, calls, number)
-        for call in calls:
-            # how it was called no longer matters: there is no such tool
-            if call.name and call.name not in task.tools:
-                call.output, call.error = "", ""
-        commands = [call for call in calls if call.name == "run_command" in task.tools]
-        for call in commands[max(0, limits.commands - ran) :] if limits.commands else ():
-            call.output, call.error = "No more commands.", "failed"
-        ran += len(commands)
-        yield Work(calls, lambda: run_tools(workspace, calls, chain), bool(commands))
-        # what the tools say now is not what this agent's work does
+
+        # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
+        #    not what this agent's work does.
+        call_number = number_calls(tokenizer, calls, call_number)
+        commands = refuse_calls(task, limits, calls, commands_run)
+        commands_run += commands
+        yield Work(calls, lambda: run_tools(workspace, calls, chain), slow=commands > 0)
         if chain.failure:
             break
-        room = (
-            min(limits.window // 3, compact.room(tokenizer, chain))
-            if compact
-            else limits.window // 3
-        )
-        outputs = [
-            make_turn(
-                tokenizer,
-                "tool",
-                call.output,
-                room // len(calls),
-                (call.name, i, len(calls), call.id),
-            )
-            for i, call in enumerate(calls)
-        ]
-        episode.turns += outputs
-        fresh = [t for turn in outputs for t in turn.tokens] + lead()
+
+        # 7) Their outputs share a third of the window at most.
+        room = limits.window // 3
+        if compact:
+            room = min(room, compact.room(tokenizer, chain))
+        added = []
+        for i, call in enumerate(calls):
+            answers = call.name, i, len(calls), call.id
+            added.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+        episode.turns += added
+
+        # 8) Is the context nearly full? Then a summary is asked for, or the oldest turns are left
+        #    out.
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
-            fresh, restart = begun(), True
-        elif query:
+            pending = context_tokens(tokenizer, chain.episodes[-1])
+            restart = True
+            continue
+        if query:
             episode.turns.append(query)
-            fresh, wants_summary = [
-                t for turn in [*outputs, query] for t in turn.tokens
-            ] + lead(), True
-    for episode in chain.episodes:
-        # outputs that overflowed the context: no one has read them
-        while len(episode) > limits.window and len(episode.turns) > 1:
-            episode.turns.pop()
-    if len(chain.episodes) > 1 and not any(
-        turn.role == "assistant" for turn in chain.episodes[-1].turns
-    ):
-        # the last turn allowed was a summary: nothing came of it
-        chain.episodes.pop()
+            added.append(query)
+            summarizing = True
+        pending = context_tokens(tokenizer, Episode(added))
+
+    leave_out_unread(chain, limits)
     try:
         chain.files = workspace.files()
     except MachineFailure as failure:
@@ -1269,312 +1235,201 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     return chain
 
 
+def context_tokens(tokenizer, episode):
+    """The tokens of these turns, and what the harness writes before the policy's next turn"""
+    tokens = []
+    for turn in episode.turns:
+        tokens += turn.tokens
+    return tokens + tokenizer.lead(episode.turns[-1].role)
+
+
+def refuse_calls(task, limits, calls, commands_run):
+    """Marks the calls of a turn that are not to run: commands beyond the limit -> how many commands
+    the turn holds"""
+    commands = []
+    for call in calls:
+        # How it was called no longer matters: there is no such tool, and its answer will say so.
+        if call.name and call.name not in task.tools:
+            call.output, call.error = "", ""
+        elif call.name == "run_command":
+            commands.append(call)
+    if limits.commands:
+        allowed = max(0, limits.commands - commands_run)
+        for call in commands[allowed:]:
+            call.output, call.error = "No more commands.", "failed"
+    return len(commands)
+
+
+def leave_out_unread(chain, limits):
+    """A chain ends with turns that the policy has read or written itself."""
+    # Outputs that overflowed the context were never fed.
+    for episode in chain.episodes:
+        while len(episode) > limits.window and len(episode.turns) > 1:
+            episode.turns.pop()
+    # Where the last turn allowed was a summary, nothing came of it.
+    roles = [turn.role for turn in chain.episodes[-1].turns]
+    if len(chain.episodes) > 1 and "assistant" not in roles:
+        chain.episodes.pop()
+
+
 # ---------------------------------------------------------------- sampling
 
 
-def choose(logits, uniform, temperature=1.0, top_p=1.0):
+def choose(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
-    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite; top_p from 0 (the
-    likeliest token alone) to 1: else a ValueError."""
-    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1"
-        )
+    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
+    ValueError."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
-    if top_p < 1:
-        ordered, where = p.sort(-1, descending=True)
-        # keep the token that crosses the line
-        cut = ordered.cumsum(-1) - ordered >= top_p
-        cut[:, 0] = False  # and the first one always
-        p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
-        p = p / p.sum(-1, keepdim=True)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)  # (B, V)
+
+    # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
+    # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
-    # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
     tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
 
 
-class Row:
-    """One sequence in the sampler. context[:cached] is in the cache; the rest waits to be fed."""
+class Context:
+    """What a model has read of one episode: tokens, its cache of their keys and values, and the
+    experts that each of them took."""
 
-    def __init__(self, order, agent, seed, shape):
-        self.order, self.agent, self.rng = order, agent, np.random.default_rng(seed)
-        self.context, self.cached, self.body, self.logprobs, self.versions = [], 0, [], [], []
-        self.room, self.work, self.chain, self.sampling, self.records = 0, None, None, False, []
-        # context[:known] is in the sampler's book
-        self.shape, self.draws, self.known, self.steps = shape, [], 0, 0
+    def __init__(self, model, window):
+        self.tokens = []
+        self.cached = 0  # tokens[:cached] are in the cache
+        self.cache = Cache(model, 1, window + 2)
+        self.experts = []  # arrays (N, L, K)
 
-    def take(self, request):
-        if request.restart:
-            self.context, self.cached, self.known = [], 0, 0
-            self.records.append(np.full(self.shape, -1, dtype=np.int16))
-        self.context += request.tokens
-        self.room, self.body, self.logprobs, self.versions, self.sampling = (
-            request.room,
-            [],
-            [],
-            [],
-            True,
-        )
-
-    def draw(self, n):
-        """The row's next n uniform numbers, not used up"""
-        self.draws += self.rng.random(max(0, n - len(self.draws))).tolist()
-        return self.draws[:n]
-
-    def write(self, tokens, logprobs, version):
-        self.steps += 1
-        del self.draws[: len(tokens)]
-        self.context += tokens
-        self.body += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-
-
-# how many tokens of a context's end a draft is looked up by, the longest that is known
-ENDINGS = 8, 4, 2
+    def experts_of(self, length):
+        """-> (length, L, K) int16, -1 where a token was not fed; None without MoE layers"""
+        if not self.experts:
+            return None
+        known = np.concatenate(self.experts)[:length]
+        return np.pad(known, ((0, length - len(known)), (0, 0), (0, 0)), constant_values=-1)
 
 
 class Sampler:
-    """Continuous batching over a latent cache: rows of the batch are filled from a queue as soon as
-    one ends, and tools run in threads while others decode. Turn boundaries are handled every
-    `stride` steps: prefills are batched. Each row draws from its own generator, and up to `draft`
-    tokens are guessed ahead."""
+    """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rows=96,
-        window=512,
-        temperature=1.0,
-        top_p=1.0,
-        stride=4,
-        draft=3,
-        threads=max(4, os.cpu_count() or 1),
-    ):
-        self.model, self.tokenizer, self.window, self.stride, self.draft = (
-            model.eval(),
-            tokenizer,
-            window,
-            stride,
-            draft,
-        )
-        self.temperature, self.top_p, self.version, self.rows = temperature, top_p, 0, rows
-        # called between decode steps: newer weights may be taken there
-        self.refresh = lambda: None
+    Each agent draws with random numbers of its own, one per token: what it samples does not depend
+    on who else is sampled. What the plain form costs is time. A step that decodes one token reads
+    all weights of the model, and would read them once for a batch of 64 agents too."""
+
+    def __init__(self, model, tokenizer, window=512, temperature=1.0):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.window = window
+        self.temperature = temperature
         self.device = model.embed.weight.device
-        self.pool = ThreadPoolExecutor(threads)
-        self.cache, self.steps, self.fed = None, 0, 0
+        self.version = 0  # of the weights: how many updates they have seen
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain
-        ends (to judge it). patient: at a boundary all wait for the tools begun before. Who decodes
-        beside whom decides how sums round: so a run can be repeated exactly. Otherwise only those
-        wait whose tool it is: right for tools that take longer than a few steps."""
-        self.patient, self.book = patient, {}
-        if self.cache is None:
-            self.cache = Cache(self.model, self.rows, self.window + 2)
-        queue, rows, done = list(enumerate(zip(agents, seeds)))[::-1], [], {}
-        while queue or rows:
-            rows = self.turn(rows, queue, done, on_end)
-            self.prefill(
-                [row for row in rows if row.sampling and len(row.context) - row.cached > 1], rows
-            )
-            for _ in range(self.stride if rows else 0):
-                self.refresh()
-                self.step(rows)
-        for _, judged in done.values():
-            judged.result()
-        return [done[i][0] for i in range(len(done))]
+        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+        every agent waits for its tools."""
+        chains = []
+        for agent, seed in zip(agents, seeds):
+            chains.append(self.play(agent, np.random.default_rng(seed)))
+            on_end(chains[-1])
+        return chains
 
-    def turn(self, rows, queue, done, on_end):
-        """Collect finished tools, move every agent that is due, retire the ended ones, admit new
-        ones."""
-        busy = (
-            [] if self.patient else [row.work for row in rows if row.work and not row.work.done()]
-        )
-        if busy and len(busy) == len(rows):
-            wait(busy, return_when=FIRST_COMPLETED)  # there is nothing else to do
-        for row in [
-            row
-            for row in rows
-            if not row.sampling and (self.patient or not row.work or row.work.done())
-        ]:
-            if row.work is not None:
-                row.work.result()
-                row.work = None
-                self.advance(row, None)
-            else:
-                self.advance(
-                    row,
-                    (row.body, np.array(row.logprobs, dtype=np.float32), np.array(row.versions)),
-                )
-        for i in reversed(range(len(rows))):
-            if rows[i].chain is not None:
-                done[rows[i].order] = rows[i].chain, self.pool.submit(on_end, rows[i].chain)
-                last = rows.pop()
-                # the cache's live rows stay a prefix
-                if i < len(rows):
-                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
-                    rows[i] = last
-        while queue and len(rows) < self.rows:
-            order, (agent, seed) = queue.pop()
-            block = [b.ffn.router.k for b in self.model.layers if hasattr(b.ffn, "router")]
-            row = Row(order, agent, seed, (self.window + 1, len(block), max(block, default=0)))
-            self.advance(row, None)
-            if row.chain is None:
-                rows.append(row)
-            # the task alone does not fit the window
-            else:
-                done[order] = row.chain, self.pool.submit(on_end, row.chain)
-        return rows
-
-    def advance(self, row, message):
-        try:
-            request = row.agent.send(message)
-        except StopIteration as end:
-            row.chain, row.sampling = end.value, False
-            row.chain.steps = row.steps
-            for episode, record in zip(row.chain.episodes, row.records):
-                episode.experts = record[: len(episode)]
-            return
-        if isinstance(request, Request):
-            row.take(request)
-        elif request.slow:
-            row.work = self.pool.submit(request.run)  # collected at the next boundary
-        else:
-            request.run()
-            self.advance(row, None)
-
-    def prefill(self, waiting, rows):
-        """Feed all but the last pending token of each row. Rows that start with the same prompt
-        share one prefill."""
-        same, where = {}, {id(row): i for i, row in enumerate(rows)}
-        for row in waiting:
-            key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
-            same.setdefault(key, []).append(row)
-        heads = [group[0] for group in same.values()]
-        while heads:
-            batch, heads = heads[:32], heads[32:]  # so attention's scores stay small
-            chunks, record = [row.context[row.cached : -1] for row in batch], []
-            self.fed += sum(map(len, chunks))
-            self.model.prefill(
-                chunks,
-                self.cache,
-                [where[id(row)] for row in batch],
-                [row.cached for row in batch],
-                record,
-            )
-            self.keep(batch, record, [len(chunk) for chunk in chunks])
-        for head, *others in same.values():
-            for row in others:
-                self.cache.data[:, where[id(row)]] = self.cache.data[:, where[id(head)]]
-                row.cached, row.records[-1][:] = head.cached, head.records[-1]
-
-    def keep(self, batch, record, lengths, width=None):
-        """Note which experts every fed token took, and move the rows' cache ends. In the record, a
-        row has `width` tokens (None: as many as it keeps), one row behind the other."""
-        # (N, L, K)
-        record, at = torch.cat(record).cpu().numpy().swapaxes(0, 1) if record else None, 0
-        for row, n in zip(batch, lengths):
-            if record is not None:
-                row.records[-1][row.cached : row.cached + n] = record[at : at + n]
-            row.cached, at = row.cached + n, at + (width or n)
-
-    def guess(self, row):
-        """What followed the longest known ending of this context where it was last read or written,
-        in any row: a draft of the next tokens. Siblings of a group write much the same, and code
-        repeats itself."""
-        text, draft = row.context, []
-        if len(self.book) > 1 << 20:  # some 200 MB
-            self.book.clear()
-        for end in range(row.known, len(text)):
-            self.book.update((tuple(text[end - n : end]), text[end]) for n in ENDINGS if n <= end)
-        row.known = len(text)
-        while len(draft) < min(self.draft, row.room - len(row.body) - 1):
-            last = text[-max(ENDINGS) :] + draft
-            token = next(
-                (self.book[key] for n in ENDINGS if (key := tuple(last[-n:])) in self.book), None
-            )
-            if token is None or token in self.tokenizer.ends:
+    def play(self, agent, rng):
+        """Answers what one agent asks for, until it returns its Chain."""
+        contexts = []  # one per episode
+        answer, steps = None, 0
+        while True:
+            # The agent goes on until it asks for something, or ends.
+            try:
+                request = agent.send(answer)
+            except StopIteration as end:
+                chain = end.value
                 break
-            draft.append(token)
-        return draft
+            # Tools need no model.
+            if isinstance(request, Work):
+                request.run()
+                answer = None
+                continue
+            # A turn is sampled behind what the model has read, or in a new context.
+            if request.restart:
+                contexts.append(Context(self.model, self.window))
+            contexts[-1].tokens += request.tokens
+            answer = self.sample_turn(contexts[-1], request.room, rng)
+            steps += len(answer[0])
+        # The experts that each token took are part of the record: training replays them.
+        chain.steps = steps
+        for episode, context in zip(chain.episodes, contexts):
+            episode.experts = context.experts_of(len(episode))
+        return chain
 
-    def ahead(self, rows):
-        """The rows that are sampling come first, each with its place in the cache -> how many they
-        are"""
-        live = sum(row.sampling for row in rows)
-        idle, late = [i for i in range(live) if not rows[i].sampling], [
-            i for i in range(live, len(rows)) if rows[i].sampling
-        ]
-        for i, j in zip(idle, late):
-            rows[i], rows[j] = rows[j], rows[i]
-        if idle:
-            used = self.cache.data[:, :, : max(row.cached for row in rows)]
-            used[:, idle + late] = used[:, late + idle]
-        return live
+    def sample_turn(self, context, room, rng):
+        """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
+        body, logprobs = [], []
+        while len(body) < room:
+            logits = self.next_token_logits(context)
+            uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
+            token, logprob = choose(logits, uniform, self.temperature)
+            body.append(int(token))
+            logprobs.append(float(logprob))
+            context.tokens.append(body[-1])
+            if body[-1] in self.tokenizer.ends:
+                break
+        return body, np.array(logprobs, dtype=np.float32), np.full(len(body), self.version)
 
-    def company(self, live, rows):
-        """How many rows are fed: few different shapes again, but the last few go on alone"""
-        return live + -live % min(live, 8)
+    def next_token_logits(self, context):
+        """Feeds the tokens that are not in the cache yet -> logits (1, V) of what follows the last
+        of them"""
+        tokens = torch.tensor([context.tokens[context.cached :]], device=self.device)  # (1, N)
+        chosen = []  # of each MoE layer (1, N, K)
+        hidden = self.model.decode(tokens, context.cache, slice(0, 1), [context.cached], chosen)
+        if chosen:
+            experts = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
+            context.experts.append(experts.cpu().numpy().astype(np.int16))
+        context.cached = len(context.tokens)
+        return self.model.logits(hidden[0, -1:])
 
-    def step(self, rows):
-        """Speculative decoding: every row that is sampling is fed its last token and a draft of the
-        next ones, and each place is sampled. As long as a draft says what was drawn there, the next
-        draw stands too; so drafts change the number of steps and nothing else (but how bf16
-        rounds). Rows that only fill up the number re-feed their last token: the same entry again
-        (or, of weights that came meanwhile, theirs)."""
-        live = self.ahead(rows)
-        if not live:
-            return
-        drafts = [self.guess(row) for row in rows[:live]]
-        # fewer would not pay for a wider step
-        wide = sum(map(len, drafts)) >= live
-        drafts, width = drafts if wide else [()] * live, 1 + self.draft * wide
-        number = min(self.company(live, rows), self.rows)
-        position = [row.cached - (not row.sampling) for row in rows[:number]]
-        tokens = [
-            [row.context[p], *draft]
-            for row, p, draft in zip(rows, position, drafts + [()] * (number - live))
-        ]
-        tokens += [[0]] * (number - len(tokens))  # nobody's rows
-        position += [0] * (number - len(position))
-        tokens = to_device([words + [0] * (width - len(words)) for words in tokens], self.device)
-        record = []
-        hidden = self.model.decode(tokens, self.cache, slice(0, number), position, record)
-        self.steps, self.fed = self.steps + 1, self.fed + tokens.numel()
-        places = to_device(
-            [(i, j) for i, draft in enumerate(drafts) for j in range(1 + len(draft))], self.device
-        ).T
-        uniform = to_device(
-            [u for row, draft in zip(rows, drafts) for u in row.draw(1 + len(draft))], self.device
+
+class InTurn:
+    """Where the rollouts of training come from when one process samples and updates in turn. The
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
+
+    restarts = 0  # of processes that died
+
+    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
+        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
+        self.group = group
+        self.limits = limits
+        self.compact = compact
+        self.sandbox = Sandbox()
+
+    def publish(self, version, weights):
+        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
+        self.sampler.model.load_state_dict(weights)
+        self.sampler.version = version
+        return {}
+
+    def submit(self, tasks, numbers, seed):
+        return tasks, numbers, seed
+
+    def collect(self, submitted):
+        """-> a group of chains per task"""
+        tasks, numbers, seed = submitted
+        return rollouts(
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
-        drawn = choose(self.model.logits(hidden[*places]), uniform, self.temperature, self.top_p)
-        # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
-        token, logp = torch.stack([t.double() for t in drawn]).tolist()
-        token = list(map(int, token))
-        stand = []
-        for row, draft in zip(rows, drafts):
-            n = 1 + next(
-                (j for j, (t, guess) in enumerate(zip(token, draft)) if t != guess), len(draft)
-            )
-            row.write(token[:n], logp[:n], self.version)
-            row.sampling = token[n - 1] not in self.tokenizer.ends and len(row.body) < row.room
-            del token[: 1 + len(draft)], logp[: 1 + len(draft)]
-            stand.append(n)
-        self.keep(rows[:live], record, stand, width)
+
+    def close(self):
+        pass
 
 
 # ---------------------------------------------------------------- rollouts and demonstrations
 
 
-def at_work(task, tokenizer, sandbox, limits, compact):
+def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
     """An agent in a workspace of its own, made when it begins and gone when it ends"""
     try:
         workspace = try_again(lambda: Workspace(task, sandbox))
@@ -1586,381 +1441,101 @@ def at_work(task, tokenizer, sandbox, limits, compact):
         return chain
 
 
-def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
-    """`group` chains per task -> list of groups. The hidden tests of each task set chain.solved and
-    chain.reward. The chance of chain j of a task is drawn from (seed, the task's number, j). A
-    chain that the machine failed is played once more; where it fails again, chain.failure says why,
-    and it is neither right nor wrong: leave it out (see judged)."""
+def grade(chain, sandbox):
+    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward. The
+    audit looks for cheats."""
+    chain.stats = effort_counts(chain)
+    if chain.failure:
+        return
+    try:
+        verdict = judge(chain.task, chain.files, sandbox)
+        chain.solved, chain.reward = verdict.solved, float(verdict.solved)
+        # Here the audit runs beside the sampling, and in the processes that sample.
+        audited(chain, verdict)
+    except (MachineFailure, OSError, MemoryError) as failure:
+        if not is_machine_failure(failure):
+            raise
+        chain.failure = str(failure)
 
-    def grade(chain):
-        chain.stats = effort_counts(chain)
-        if chain.failure:
-            return
-        try:
-            verdict = judge(chain.task, chain.files, sandbox)
-            chain.solved, chain.reward = verdict.solved, float(verdict.solved)
-            # here it runs beside the sampling, and in the processes that sample
-            audited(chain, verdict)
-        except (MachineFailure, OSError, MemoryError) as failure:
-            if not is_machine_failure(failure):
-                raise
-            chain.failure = str(failure)
+
+def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
+    """`group` chains per task -> list of groups, graded. The chance of chain j of a task is drawn
+    from (seed, the task's number, j). A chain that the machine failed is played once more; where it
+    fails again, chain.failure says why, and it is neither right nor wrong: leave it out (see
+    judged)."""
+    # Tests of a real repository take long, so nobody waits for them but who asked.
+    patient = not any("repo" in task.meta for task in tasks)
 
     def play(places):
-        agents = [
-            at_work(task, sampler.tokenizer, sandbox, limits, compact) for _, task, _ in places
-        ]
+        agents, seeds = [], []
+        for number, task, j in places:
+            agents.append(agent_in_workspace(task, sampler.tokenizer, sandbox, limits, compact))
+            seeds.append((seed, number, j))
         try:
-            return sampler.run(
-                agents,
-                [(seed, number, j) for number, _, j in places],
-                grade,
-                patient=not any("repo" in task.meta for task in tasks),
-            )
+            return sampler.run(agents, seeds, lambda chain: grade(chain, sandbox), patient=patient)
         finally:
+            # After an error, agents are under way: their workspaces go.
             for one in agents:
-                # those that an error has left under way
                 one.close()
 
-    places = [
-        (number, task, j)
-        for number, task in zip(numbers or range(len(tasks)), tasks)
-        for j in range(group)
-    ]
+    places = []
+    for number, task in zip(numbers or range(len(tasks)), tasks):
+        places += [(number, task, j) for j in range(group)]
     chains = play(places)
+
+    # What the machine failed at gets one more try.
     failed = [i for i, chain in enumerate(chains) if chain.failure]
-    for i, chain in zip(failed, play([places[i] for i in failed]) if failed else ()):
-        chains[i] = chain
+    if failed:
+        for i, chain in zip(failed, play([places[i] for i in failed])):
+            chains[i] = chain
     return [chains[i : i + group] for i in range(0, len(chains), group)]
 
 
 def judged(groups):
     """-> (the groups without the chains that the machine failed, those chains). A group of which
     nothing is left is left out."""
-    kept = [[chain for chain in group if not chain.failure] for group in groups]
-    return [group for group in kept if group], [
-        chain for group in groups for chain in group if chain.failure
-    ]
+    kept, failed = [], []
+    for group in groups:
+        kept.append([chain for chain in group if not chain.failure])
+        failed += [chain for chain in group if chain.failure]
+    return [group for group in kept if group], failed
 
 
 def failures_line(lost, total):
     """What a log says of chains that the machine failed: how many, of how many, and at what most of
     them."""
     cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
-    return f"{len(lost)} of {total} rollouts were lost to this machine, twice each, and count for nothing: {cause}"
-
-
-def generation_model(config, dtype, device="cpu"):
-    """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
-    fp32."""
-    model = Model(config).to(device).compute(dtype)
-    for name, p in model.named_parameters():
-        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
-            p.data = p.data.to(dtype)
-    return model.side_by_side().eval()
-
-
-# ---------------------------------------------------------------- weights on their way, and processes that sample
-
-
-def planes(tensor):
-    """The bits of a tensor -> uint8 (bytes per number, numbers): high bytes hardly change, so they
-    lie together when compressed."""
     return (
-        tensor.detach()
-        .cpu()
-        .flatten()
-        .view(torch.uint8)
-        .reshape(tensor.numel(), tensor.element_size())
-        .T
+        f"{len(lost)} of {total} rollouts were lost to this machine, twice each, "
+        f"and count for nothing: {cause}"
     )
-
-
-def encode_delta(old, new):
-    """{name: tensor} twice, of equal names, shapes and dtypes -> bytes: the bits that differ,
-    compressed. An exclusive or is undone exactly whatever the numbers are, zeros of either sign
-    included, and is zero where nothing changed."""
-    return zlib.compress(
-        b"".join((planes(old[name]) ^ planes(new[name])).numpy().tobytes() for name in new), 1
-    )
-
-
-def apply_delta(old, delta):
-    """-> new, bit for bit as it was given to encode_delta(old, new)"""
-    data, at, new = torch.frombuffer(bytearray(zlib.decompress(delta)), dtype=torch.uint8), 0, {}
-    if len(data) != sum(tensor.nbytes for tensor in old.values()):
-        raise ValueError(
-            f"a delta of {len(data)} bytes for weights of {sum(tensor.nbytes for tensor in old.values())}"
-        )
-    for name, tensor in old.items():
-        bits = planes(tensor) ^ data[at : at + tensor.nbytes].view(
-            tensor.element_size(), tensor.numel()
-        )
-        new[name] = bits.T.contiguous().flatten().view(tensor.dtype).view(tensor.shape)
-        at += tensor.nbytes
-    return new
-
-
-def zeros(weights):
-    """What a base is encoded against: its delta then holds all bits."""
-    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
-
-
-def fingerprint(weights):
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in weights.items():
-        digest.update(
-            f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-            + planes(tensor).numpy().tobytes()
-        )
-    return digest.digest()
-
-
-class Publisher:
-    """The trainer's end: every version of the weights is a file in a folder, as what changed since
-    the version before, or now and then, for a process that starts late, as a base. Numbers are
-    rounded as the sampler holds them (bf16 matrices) before they are compared: more than 98 % of
-    Cursor's bf16 weights are equal from step to step (stated), and here the log says how many.
-    shared: other processes read the folder, each in its own time; else whoever reads it has read
-    all but the newest."""
-
-    def __init__(self, folder, config, dtype, every=20, shared=True):
-        self.kinds = {
-            name: tensor.dtype
-            for name, tensor in generation_model(config, dtype).state_dict().items()
-        }
-        self.folder, self.every, self.shared, self.sent, self.count, self.base = (
-            Path(folder),
-            every,
-            shared,
-            None,
-            0,
-            0,
-        )
-
-    def publish(self, version, weights):
-        """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the
-        upload"""
-        new = {
-            name: weights[name].detach().to("cpu", kind, copy=True)
-            for name, kind in self.kinds.items()
-        }
-        base = self.count % self.every == 0
-        data = fingerprint(new) + encode_delta(zeros(new) if base else self.sent, new)
-        (self.folder / "part").write_bytes(data)
-        (self.folder / "part").replace(self.folder / f"{version:08d}.{'base' if base else 'delta'}")
-        same = sum(int((self.sent[name] == t).sum()) for name, t in new.items()) if self.sent else 0
-        if base or not self.shared:
-            # the last base and what followed stay for whoever is reading them
-            for path in self.folder.iterdir():
-                path.unlink() if int(path.stem) < (self.base if self.shared else version) else None
-            self.base = version if base else self.base
-        self.sent, self.count = new, self.count + 1
-        return {
-            "sync_bytes": len(data),
-            "sync_full": sum(t.nbytes for t in new.values()),
-            "sync_same": same / sum(t.numel() for t in new.values()),
-        }
-
-
-def pending(folder, version):
-    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order; a newer
-    base makes the rest needless."""
-    names = sorted(
-        name for name in os.listdir(folder) if name != "part" and int(name[:8]) > version
-    )
-    bases = [i for i, name in enumerate(names) if name.endswith("base")]
-    return names[bases[-1] :] if bases else names
-
-
-class Generator:
-    """Samples groups with the newest weights in the folder: the inside of a generation process, or,
-    with no workers, of the trainer itself. `options` are the Sampler's."""
-
-    def __init__(
-        self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
-    ):
-        self.sampler = Sampler(
-            generation_model(config, dtype, device), tokenizer, window=limits.window, **options
-        )
-        self.sampler.refresh, self.sampler.version = self.refresh, -1
-        self.folder, self.group, self.limits, self.compact, self.sandbox = (
-            folder,
-            group,
-            limits,
-            compact,
-            Sandbox(),
-        )
-
-    def refresh(self):
-        """Take what is new. Sequences under way go on with the new weights and the entries that old
-        ones left in the cache (ours: feeding them again would cost a prefill of everything)."""
-        for name in pending(self.folder, self.sampler.version):
-            data, held = Path(self.folder, name).read_bytes(), self.sampler.model.state_dict()
-            new = apply_delta(zeros(held) if name.endswith("base") else held, data[16:])
-            if fingerprint(new) != data[:16]:
-                raise ValueError(f"{name}: what arrived are not the trainer's weights")
-            self.sampler.model.load_state_dict(new)
-            self.sampler.version = int(name[:8])
-
-    def __call__(self, tasks, numbers, seed):
-        self.refresh()
-        return rollouts(
-            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
-        )
-
-
-def end_with(trainer):
-    """Ends this process as soon as the other end of a pipe is closed, be it in the middle of a job:
-    nobody waits for its groups. What it leaves behind is removed when the next run begins."""
-    with contextlib.suppress(EOFError, OSError):
-        trainer.recv()
-    os._exit(1)
-
-
-def work(pipe, trainer, settings):
-    """The life of a generation process: jobs in, groups out, until the trainer is gone. trainer:
-    the end of a pipe on which nothing is ever sent."""
-    threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    # and then the workspaces are removed
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    torch.set_num_threads(1)
-    generator = Generator(**settings)
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(generator(*job))
-
-
-class Workers:
-    """n generation processes, or with n = 0 the same in this one, when the result is asked for.
-    Each process is tended by a thread here. They are forked from a server that has no threads of
-    its own: forking a trainer can copy a held lock."""
-
-    def __init__(self, n, settings):
-        self.n, self.settings, self.jobs, self.restarts, self.processes = (
-            n,
-            settings,
-            queue.SimpleQueue(),
-            0,
-            {},
-        )
-        # of each process, the pipe that ends with this one
-        self.lives = {}
-        self.generator, self.closed = None if n else Generator(**settings), False
-        self.context = multiprocessing.get_context("forkserver") if n else None
-        if n:
-            self.context.set_forkserver_preload(["rollout"])
-            # The folder of the server's socket, too, has to go when this process is killed. There
-            # is no public way to say where.
-            settings_of_process = getattr(multiprocessing.current_process(), "_config", {})
-            if "tempdir" not in settings_of_process:
-                self.sockets = owned_directory("sockets", tempfile.gettempdir())
-                # the path of a socket has 104 bytes
-                if len(self.sockets.name) < 70:
-                    settings_of_process["tempdir"] = self.sockets.name
-        for i in range(n):
-            threading.Thread(target=self.tend, args=(i,), daemon=True).start()
-        atexit.register(self.close)
-
-    def submit(self, tasks, numbers, seed):
-        """Deal the tasks to the processes -> [(future, job)], for collect"""
-        share = max(1, self.n)
-        dealt = [(Future(), (tasks[i::share], numbers[i::share], seed)) for i in range(share)]
-        for one in dealt if self.n else ():
-            self.jobs.put(one)
-        return dealt
-
-    def collect(self, dealt):
-        """-> groups, in the order of the tasks"""
-        parts = [future.result() if self.n else self.generator(*job) for future, job in dealt]
-        return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
-
-    def start(self, i):
-        pipe, theirs = self.context.Pipe()
-        # our end goes when this process does
-        watched, self.lives[i] = self.context.Pipe(duplex=False)
-        process = self.context.Process(
-            target=work, args=(theirs, watched, self.settings), daemon=True
-        )
-        process.start()
-        self.processes[i] = process
-        # or its death would not be the end of the pipe
-        theirs.close(), watched.close()
-        return pipe
-
-    def tend(self, i):
-        """One job at a time. A process that dies is replaced and its job begun again: the same
-        prompts and the same draws, since a rollout is a function of (seed, task number, j) and of
-        the weights."""
-        pipe = None
-        while True:
-            future, job = self.jobs.get()
-            for _ in range(3):
-                try:
-                    pipe = pipe or self.start(i)
-                    pipe.send(job)
-                    future.set_result(pipe.recv())
-                    break
-                except (EOFError, OSError):
-                    if self.closed:
-                        return
-                    self.restarts, pipe = self.restarts + 1, None
-                # what cannot be sent or read is no reason to wait for ever
-                except Exception as error:
-                    future.set_exception(error)
-                    break
-            else:
-                future.set_exception(
-                    RuntimeError(
-                        "a generation process died three times on the same tasks; its own words are above"
-                    )
-                )
-
-    def close(self):
-        self.closed = True
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            process.join(5)
-
-
-def staleness(groups, version):
-    """-> for every sampled token, how many updates older than `version` the policy was that sampled
-    it"""
-    turns = [
-        turn
-        for group in groups
-        for chain in group
-        for turn in chain.turns
-        if turn.role == "assistant"
-    ]
-    return version - np.concatenate([np.zeros(0, dtype=int), *(turn.versions for turn in turns)])
 
 
 def effort_counts(chain):
     """The six quantities the length penalty weighs, and the counts the tables show, over the whole
     chain."""
-    mine = [turn for turn in chain.turns if turn.role == "assistant"]
-    tokens = lambda turns: sum(len(turn.tokens) - turn.head for turn in turns)
-    calls = [call for turn in mine for call in turn.calls]
-    acting, silent = [t for t in mine if t.calls], [t for t in mine if not t.calls]
+
+    def count_tokens(turns):
+        return sum(len(turn.tokens) - turn.head for turn in turns)
+
+    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    acting = [turn for turn in own if turn.calls]
+    silent = [turn for turn in own if not turn.calls]  # summaries and the final message
     final = silent[-1:] if chain.finished else []
+    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    calls = [call for turn in own for call in turn.calls]
     thinking = sum(turn.thinking for turn in acting)
     return dict(
-        thinking_tokens=thinking + tokens(silent) - tokens(final),
-        call_tokens=tokens(acting) - thinking,
-        output_tokens=tokens(t for t in chain.turns if t.role == "tool"),
-        final_tokens=tokens(final),
+        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        call_tokens=count_tokens(acting) - thinking,
+        output_tokens=count_tokens(outputs),
+        final_tokens=count_tokens(final),
         calls=len(calls),
-        turns=len(mine),
-        sampled=tokens(mine),
+        turns=len(own),
+        sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
-        context=max(len(e) for e in chain.episodes),
-        total=sum(len(e) for e in chain.episodes),
+        context=max(len(episode) for episode in chain.episodes),
+        total=sum(len(episode) for episode in chain.episodes),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
         finished=chain.finished,
@@ -2055,18 +1630,22 @@ def suspicious(chain):
     return not cheats(chain) and any(finding.severity == "suspicious" for finding in audited(chain))
 
 
-def blind(chain):
+def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
+    if not chain.finished or "run_command" not in chain.task.tools:
+        return False
     green = False
-    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
-        if call.name == "edit_file":
-            green = False
-        elif call.name == "run_command" and call.args == [chain.task.test_command]:
-            green = "passed" in call.output and not re.search(
-                r"[1-9]\d* (failed|error)", call.output
-            )
-    return chain.finished and "run_command" in chain.task.tools and not green
+    for turn in chain.turns:
+        for call in turn.calls:
+            if call.error:
+                continue
+            if call.name == "edit_file":
+                green = False
+            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                green = "passed" in call.output and not red
+    return not green
 
 
 def hint_turn(tokenizer, text, turn):
@@ -2079,16 +1658,15 @@ def hint_turn(tokenizer, text, turn):
 
 def insert_hints(tokenizer, chain, hints):
     """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = -1
+    number = 0
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
-            number += turn.role == "assistant"
-            turns += (
-                [hint_turn(tokenizer, hints[number], turn), turn]
-                if turn.role == "assistant" and number in hints
-                else [turn]
-            )
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
         episode.turns = turns
 
 
@@ -2096,27 +1674,30 @@ def insert_hints(tokenizer, chain, hints):
 
 
 def advantages(rewards):
-    """Rewards of one group (G,) -> advantages (G,). What is left out of GRPO and its kin stands in
-    experiments/objective.py."""
+    """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean. What is
+    left out of GRPO and its kin stands in experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
     return rewards - rewards.mean()
 
 
 def kl_estimates(logp, reference):
-    """k1, k2, k3 per token for x ~ pi with r = ref / pi (Technical Report 4.1: k1 is kept, k3's
-    variance explodes)."""
+    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
+    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
     log_r = reference - logp
-    return -log_r, log_r**2 / 2, log_r.exp() - 1 - log_r
+    k1 = -log_r
+    k2 = log_r**2 / 2
+    k3 = log_r.exp() - 1 - log_r
+    return k1, k2, k3
 
 
-def targets_of(episode):
+def predictable_tokens(episode):
     """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak
     there, and another does"""
-    known, at = np.ones(len(episode)), 0
-    for turn, after in zip(episode.turns, episode.turns[1:]):
-        at += len(turn.tokens)
-        if turn.open and after.role not in ("assistant", "recent"):
-            known[at] = 0
+    known, start = np.ones(len(episode)), 0
+    for turn, following in zip(episode.turns, episode.turns[1:]):
+        start += len(turn.tokens)
+        if turn.open and following.role not in ("assistant", "recent"):
+            known[start] = 0
     return known
 
 
@@ -2126,46 +1707,52 @@ def pack(episodes, advantage, multiple=1):
     logprobs, advantage, inside (1 = there is a target); experts (B, T, L, K) or None. T is a
     multiple of `multiple`. Where the policy would go on by itself and a user's word stands (a
     query, a hint), there is no target: it would be learnt as the policy's own."""
-    T = -(-max(len(e) for e in episodes) // multiple) * multiple
-    flat = [flatten(e) for e in episodes]
-    fill = lambda rows, dtype: torch.from_numpy(
-        np.stack([np.pad(r, (0, T - len(r))) for r in rows]).astype(dtype)
-    )
-    tokens, mask, logprobs = (
-        fill([f[i] for f in flat], kind)
-        for i, kind in enumerate((np.int64, np.float32, np.float32))
-    )
-    real = fill([np.ones(len(f[0])) for f in flat], np.int64) > 0
-    # no token: the routers do not count it as load
-    batch = {"tokens": tokens.masked_fill(~real, -1)}
-    inside = fill([targets_of(e) for e in episodes], np.float32)
-    for name, t in (
-        ("targets", tokens),
-        ("mask", mask),
-        ("logprobs", logprobs),
-        ("inside", inside),
-    ):
-        batch[name] = F.pad(t[:, 1:], (0, 1))
-    batch["advantage"] = (
-        batch["mask"] * torch.tensor(np.asarray(advantage), dtype=torch.float32)[:, None]
-    )
+    T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
+
+    # One row per episode, with zeros behind its end.
+    columns = {"targets": [], "mask": [], "logprobs": [], "inside": [], "real": []}
+    for episode in episodes:
+        tokens, mask, logprobs, _ = flatten(episode)
+        inside, real = predictable_tokens(episode), np.ones(len(episode))
+        for column, row in zip(columns.values(), (tokens, mask, logprobs, inside, real)):
+            column.append(np.pad(row, (0, T - len(row))))
+
+    def stack(name, dtype):
+        return torch.from_numpy(np.stack(columns[name]).astype(dtype))  # (B, T)
+
+    # Padding is no token: the routers do not count it as load.
+    batch = {"tokens": stack("targets", np.int64).masked_fill(stack("real", np.int64) == 0, -1)}
+
+    # What is said of a token belongs to the position before it, which predicts it.
+    for name in ("targets", "mask", "logprobs", "inside"):
+        values = stack(name, np.int64 if name == "targets" else np.float32)
+        batch[name] = F.pad(values[:, 1:], (0, 1))
+    weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)
+    batch["advantage"] = batch["mask"] * weights[:, None]
+
+    # Router replay. An episode without a record routes freely.
     batch["experts"] = None
-    known = [e.experts for e in episodes if e.experts is not None]
-    # an episode without a record routes freely, alone
-    if known:
-        records = [known[0][:0] if e.experts is None else e.experts for e in episodes]
-        pads = [np.pad(r, ((0, T - len(r)), (0, 0), (0, 0)), constant_values=-1) for r in records]
-        batch["experts"] = torch.from_numpy(np.stack(pads))
+    records = [episode.experts for episode in episodes if episode.experts is not None]
+    if records:
+        experts = np.full((len(episodes), T, *records[0].shape[1:]), -1, dtype=records[0].dtype)
+        for row, episode in zip(experts, episodes):
+            if episode.experts is not None:
+                row[: len(episode.experts)] = episode.experts
+        batch["experts"] = torch.from_numpy(experts)
     return batch
 
 
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
-    """-J of the batch, summed: the caller's `normaliser` is (rollouts) x L over all ranks and
-    micro-batches. logp (B, T) with gradient; the k1 penalty enters the advantage, token by token,
-    without gradient."""
+    """-J of the batch, summed. logp (B, T) with gradient; normaliser: (rollouts) x L over all ranks
+    and micro-batches; reference (B, T): log-probs under the reference policy.
+
+    There is no ratio and no clip: one update per batch. The gradient of A log pi is the policy
+    gradient."""
     advantage = batch["advantage"]
+    # The k1 penalty is part of the reward, token by token, so it has no gradient of its own.
     if beta:
-        advantage = advantage - beta * (logp.detach() - reference) * batch["mask"]
+        k1 = logp.detach() - reference
+        advantage = advantage - beta * k1 * batch["mask"]
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
@@ -2177,66 +1764,65 @@ def message(turn, tokenizer, flags, ids):
     (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
     calls that wait for their outputs."""
     sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
     words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
     entry = {
         "role": role,
         "content": words,
         "tokens": len(turn.tokens),
-        "sampled": sampled * (len(turn.tokens) - turn.head),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
     }
     if role != turn.role:
-        # query, summary, recent or hint: the harness speaks as the user
         entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [
-            {
-                "id": i,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(
-                        named(call.name, call.args) if call.given is None else call.given
-                    ),
-                },
-            }
-            for i, call in zip(ids, turn.calls)
-        ]
+        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
+
     if sampled:
-        entry["versions"] = (
-            sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
-        )
-        flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
-    return {**entry, "flags": flags} if flags else entry
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def tool_call(call, call_id):
+    """A call in the chat form"""
+    arguments = named(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def transcript(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
         ids = []
-        messages = [
-            message(turn, tokenizer, (flags or {}).get((e, i), []), ids)
-            for i, turn in enumerate(episode.turns)
-        ]
-        lines.append(
-            {
-                **about,
-                "task": chain.task.instance_id,
-                "level": chain.task.level,
-                "episode": e + 1,
-                "episodes": len(chain.episodes),
-                "reward": chain.reward,
-                "solved": bool(chain.solved),
-                "finished": chain.finished,
-                "messages": messages,
-            }
-        )
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
     return lines
 
 
@@ -2265,22 +1851,17 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or
     later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
     so that none is ever torn."""
+    kept = []
     try:
-        kept = (
-            [line for line in read_transcripts(path) if line["step"] < step]
-            if path.exists()
-            else []
-        )
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
     # something else lay there: no reason for a run to end, nor for its loss
     except (ValueError, KeyError, TypeError):
         path.replace(path.with_suffix(".old"))
-        kept = []
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
-    part.write_text(
-        "".join(
-            json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]
-        )
-    )
+    part.write_text("".join(row + "\n" for row in rows))
     part.replace(path)
 
 
@@ -2320,30 +1901,25 @@ def spoken(line):
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            words.append(
-                f"> {call['function']['name']} "
-                + " ".join(f"{name}={value}" for name, value in arguments.items())
-            )
-        versions = m.get("versions", [])
-        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
-        notes += (
-            ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[: len(versions)])]
-            if versions
-            else []
-        )
-        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
-        said.append(
-            (
-                f"{m.get('name', m['role']):>9}",
-                text,
-                m.get("sampled", 0),
-                notes + list(m.get("flags", [])),
-            )
-        )
+            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+            words.append(f"> {call['function']['name']} {pairs}")
+        text = "\n".join(word for word in words if word)
+
+        notes, versions = [], m.get("versions", [])
+        if m.get("sampled"):
+            notes.append(f"{m['sampled']} sampled")
+        if len(versions) == 1:
+            notes.append(f"policy {versions[0]}")
+        elif versions:
+            notes.append(f"policy {versions[0]}-{versions[-1]}")
+        notes += m.get("flags", [])
+        who = f"{m.get('name', m['role']):>9}"
+        # what is no letter alone, half of a pair, cannot be printed
+        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
     return said
 
 
-def inert(text):
+def escape_control_chars(text):
     """Control characters, spelled out: a transcript must not move the cursor."""
     return re.sub(
         r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text
@@ -2354,19 +1930,15 @@ def printed(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
-    said = [
-        inert("  ".join(f"{name} {value}" for name, value in line.items() if name != "messages"))
-    ]
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    said = [escape_control_chars("  ".join(about))]
     for who, text, sampled, notes in spoken(line):
-        who, text, notes = (
-            inert(who),
-            inert(text).replace("\n", "\n" + " " * 11),
-            inert(", ".join(notes)),
-        )
-        said.append(
-            f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"
-            + (f"  \033[33m[{notes}]\033[0m" if notes else "")
-        )
+        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
+        brightness = 1 if sampled else 2
+        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        said.append(row)
     return "\n".join(said)
 
 
@@ -2374,14 +1946,16 @@ def show(line):
     print(printed(line))
 
 
-# ---------------------------------------------------------------- demo and bench
+# ---------------------------------------------------------------- demo
 
 
 def small_model(tokenizer, **sizes):
+    """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+        if p.ndim > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -2405,17 +1979,17 @@ def draw_estimates(path, n=200_000):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
-    figure, kl, x = (
-        Figure(figsize=(6, 4), layout="constrained"),
-        np.linspace(0.02, 2, 25),
-        torch.randn(n, dtype=torch.float64),
-    )
-    found = [
-        [float(k.var()) for k in kl_estimates(-(x**2) / 2, -((x - (2 * one) ** 0.5) ** 2) / 2)]
-        for one in kl
-    ]
+    kl = np.linspace(0.02, 2, 25)
+    x = torch.randn(n, dtype=torch.float64)  # samples of pi
+    variances = []
+    for nats in kl:
+        distance = (2 * nats) ** 0.5
+        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
+        variances.append([float(estimate.var()) for estimate in estimates])
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
         ax.plot(kl, variance, label=name)
     ax.set(
         yscale="log",
@@ -2431,184 +2005,31 @@ def draw_estimates(path, n=200_000):
 def demo():
     from synth_tasks import example_texts
 
+    # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in transcript(chain, tokenizer):
         show(line)
+
+    # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
-    sampler = Sampler(model, tokenizer, rows=8, window=256)
+    sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = max(
-        float(rescore(model, e).abs().max())
-        for c in group
-        for e in c.episodes
-        if any(t.role == "assistant" for t in e.turns)
-    )
-    flat = flatten(group[0].episodes[0])
+    worst = 0.0
+    for chain in group:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                worst = max(worst, float(rescore(model, episode).abs().max()))
+    rewards = [chain.reward for chain in group]
+    tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
-        f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
-        f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
+        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
+        f"from the cache equal the trainer's to {worst:.0e}."
     )
     draw_estimates(Path("out/rollout.png"))
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
-
-
-def errand(rng):
-    """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth
-    of a second."""
-    fresh, restart = rng.integers(0, 256, 60).tolist(), True
-    for _ in range(rng.integers(1, 10)):
-        yield Request(fresh, restart, int(min(60, 1 + rng.exponential(12))))
-        slow = bool(rng.random() < 1 / 3)
-        yield Work([], lambda: time.sleep(0.1 * slow), slow)
-        fresh, restart = rng.integers(0, 256, 20).tolist(), False
-    return Chain(None, [])
-
-
-class Static(Sampler):
-    """What continuous batching is measured against: a batch begins together, each turn waits for
-    the longest and for the slowest tool, and a new batch for the last to end; who waits is fed with
-    the others. (Rows that ended are taken out, which is kind to it.)"""
-
-    def company(self, live, rows):
-        return len(rows) + -len(rows) % 8
-
-    def turn(self, rows, queue, done, on_end):
-        if not any(row.sampling for row in rows):
-            rows = super().turn(rows, [] if rows else queue, done, on_end)
-            while any(row.work for row in rows):
-                rows = super().turn(rows, [], done, on_end)
-        return rows
-
-
-class Products(TorchDispatchMode):
-    """Keeps the matrix products of what runs under it, with their operands; in inference mode they
-    pass here undecomposed."""
-
-    NAMES = (
-        "linear",
-        "matmul",
-        "einsum",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "_grouped_mm",
-        "scaled_dot_product_attention",
-    )
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in self.NAMES:
-            self.kept.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-def products(step):
-    """-> a function that does again only the matrix products (attention's own included) of
-    `step()`"""
-    with Products() as mode:
-        mode.kept = []
-        step()
-    assert mode.kept, "no matrix product was seen"
-    return lambda: [function(*args, **kwargs) for function, args, kwargs in mode.kept]
-
-
-def best_times(candidates, rounds, budget=5.0):
-    """{name: function} -> {name: least seconds}. They take turns, so that a machine's moods fall on
-    all; one that used its budget of seconds stops."""
-    spent = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, one in candidates.items():
-            if sum(spent[name]) < budget:
-                start = time.perf_counter()
-                one()
-                spent[name].append(time.perf_counter() - start)
-    return {name: min(times[1:] or times) for name, times in spent.items()}
-
-
-def bench():
-    # as in train.py's processes: one for each core
-    torch.set_num_threads(1)
-    letters, pairs = {bytes([b]): b for b in range(256)}, {
-        bytes(divmod(i, 256)): i for i in range(256, 1014)
-    }
-    tokenizer, rows, length, window, dtype = (
-        Tokenizer(letters | pairs),
-        32,
-        256,
-        512,
-        fast_dtype("cpu"),
-    )
-    # train.py's, of 1,024 tokens
-    model = small_model(tokenizer, kv_lora=128, qk_nope=32).compute(dtype)
-    lean = generation_model(model.config, dtype)
-    lean.load_state_dict(model.state_dict())
-    tokens, start = torch.randint(0, 256, (rows, length + 4)), torch.full((rows,), length)
-    cache = Cache(lean, rows, window + 2)
-
-    def step(width):
-        hidden = lean.decode(
-            tokens[:, length : length + width], cache, slice(0, rows), start
-        ).flatten(0, 1)
-        return choose(lean.logits(hidden), torch.rand(len(hidden)))
-
-    one, four = (lambda: step(1)), (lambda: step(4))
-    full = lambda: choose(model.logits(model(tokens[:, : length + 1])[:, -1]), torch.rand(rows))
-    with torch.inference_mode():
-        lean.decode(tokens[:, :length], cache, slice(0, rows), torch.zeros(rows, dtype=torch.long))
-        seconds = best_times(
-            {
-                "from the latent cache": one,
-                "its matrix products alone": products(one),
-                "with 3 drafts, none right": four,
-                "its matrix products": products(four),
-                "full forward per token": full,
-            },
-            100,
-        )
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {1e3 * t:8.2f} ms a step {rows / t:9,.0f} tokens/s   {rows} sequences of {length} tokens, {dtype}"
-        )
-    cached, alone, drafted, its, full = seconds.values()
-    print(
-        f"the cache does {full / cached:.1f}x the tokens/s of the full forward; a step takes {cached / alone:.2f}x its matrix products, "
-        f"with a draft {drafted / its:.2f}x\nits own and {drafted / cached:.2f}x the other: that many tokens a step and drafts pay\n"
-    )
-    kinds, sampled = {"continuous batching": Sampler, "static batching": Static}, {}
-    work = lambda name: lambda: sampled.update(
-        {name: sum(len(body) for body in bodies(kinds[name](lean, tokenizer, rows, 1024), 96))}
-    )
-    seconds = best_times({name: work(name) for name in kinds}, 2)
-    # bf16 rounds by the batch: now and then a rollout is another one
-    for name, t in seconds.items():
-        print(
-            f"{name:27s} {t:8.2f} s {sampled[name] / t:14,.0f} tokens/s   96 episodes with tool calls in {rows} rows"
-        )
-    ours, other = (sampled[name] / t for name, t in seconds.items())
-    print(f"continuous batching does {ours / other:.1f}x the tokens/s of static batching")
-
-
-def bodies(sampler, n):
-    """Run n errands -> every body that was sampled"""
-    got = []
-
-    def overheard(play):
-        asked = next(play)
-        while True:
-            answer = yield asked
-            got.append(answer[0]) if answer else None
-            try:
-                asked = play.send(answer)
-            except StopIteration as end:
-                return end.value
-
-    sampler.run(
-        [overheard(errand(np.random.default_rng(i))) for i in range(n)],
-        list(range(n)),
-        patient=isinstance(sampler, Static),
-    )
-    return got
 
 
 def refuse(text):
@@ -2617,11 +2038,12 @@ def refuse(text):
 
 
 def main(argv):
+    if "--bench" in argv:
+        refuse("--bench has moved: python -m benchmarks.decode")
     parser = argparse.ArgumentParser(
         description="A demonstration and a group of rollouts.", allow_abbrev=False
     )
     parser.error = refuse
-    parser.add_argument("--bench", action="store_true", help="measure decoding")
     parser.add_argument(
         "--replay",
         metavar="FILE",
@@ -2633,12 +2055,8 @@ def main(argv):
     given = parser.parse_args(argv)
     if given.line is not None and given.replay is None:
         refuse("--line goes with --replay=FILE")
-    if given.bench and given.replay is not None:
-        refuse("--bench or --replay=FILE, not both")
     if given.replay == "":
         refuse("--replay= names no file")
-    if given.bench:
-        return bench()
     if given.replay is None:
         try:
             return demo()

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rollout import Limits, Tokenizer, demonstrate, frame, make_turn
-from synth_tasks import SUMMARIZE, make_task
+from synth_tasks import make_task
+from world.task import SUMMARIZE
 
 QUERY = "Summarize."
 

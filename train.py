@@ -1,46 +1,46 @@
 """train.py: the whole recipe. One loop; a stage only says where the batch and the loss come from.
 
-    pretrain   next-token prediction on real Python (the standard library of this machine, or --data=DIR), short window
+    pretrain   next-token prediction on real Python (the standard library of this machine, or
+               --data=DIR), short window
     long       the same with the window stretched by YaRN
     sft        transcripts of a competent but sloppy expert in generated codebases
-    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as reward, textual feedback
-               distilled into the flagged turn, a nonlinear price on effort, self-summaries, a
-               curriculum
+    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as
+               reward, textual feedback distilled into the flagged turn, a nonlinear price on
+               effort, self-summaries, a curriculum
     eval       held-out tasks before and after RL: table, summary.json, figures
 
 Composer 2.5's order of things (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477):
 continued pretraining at a short window, a long-context extension, a short SFT, reinforcement
 learning. All sizes, rates and step counts here are ours.
 
-    python train.py                                          everything, at the scale this machine carries
-    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run     one stage, one technique off
-    python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
-    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2     many GPUs, the same script (cp: not in rl)
+    python train.py                      everything, at the scale this machine carries
+    python train.py --resume             go on after Ctrl-C, SIGTERM or kill -9
+    python train.py --help --stage=rl    every flag, with its value in that stage
 
-Left out: data mixing, deduplication, multi-token prediction, and every private number.
+    one stage, one technique off:
+    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run
+
+    many GPUs, the same script (--cp: not in rl):
+    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2
+
+In this file: the configuration, where each stage's batches and losses come from, what the stages
+share (Run), the one loop, its log. What surrounds a run (flags, checks, launch, lock, signals,
+messages) stands in command/, the stage eval in eval.py.
+
+Left out: data mixing, deduplication, and every private number.
 """
 
 import contextlib
-import ctypes
-import difflib
-import errno
 import gc
 import hashlib
-import inspect
 import json
-import math
 import os
 import random
 import re
-import shlex
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import textwrap
 import time
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
@@ -52,26 +52,37 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 # first: it says in one line what Windows lacks
-from world.machine import MachineFailure, fcntl, owned_directory, resource
+from world.machine import owned_directory
 import eval
+import fast
 import feedback_distill
 import hsdp
 import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import (
-    Model,
-    ModelConfig,
-    balance,
-    fast_dtype,
-    filled,
-    load_model,
-    parse_json,
-    read_config,
-    write_checkpoint,
+from moe import ModelConfig, balance, count_draft_hits, mtp_loss
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.families import read_config
+from published.grouped_query import config_of
+from published.safetensors import parse_json
+from muon import Muon, check_parameters, newton_schulz
+from command import (
+    checkpoint_files,
+    checkpoints,
+    checks,
+    failures,
+    flags,
+    hardware,
+    idle_flags,
+    launch,
 )
-from muon import Muon, check_parameters
+from command.flags import usage_error
+from fast import workers as fast_workers
+from fast.gram_newton_schulz import gram_newton_schulz
+from world.micro import CONSTANTS, WORDS
+from world.task_file import read_tasks
 
 
 @dataclass(frozen=True)
@@ -96,12 +107,16 @@ class Config:
     tasks: str = ""
     seed: int = 1337
     device: str = "auto"  # cpu, cuda or auto
-    dtype: str = "auto"  # of matrix products: float32, bfloat16 or auto
+    # of matrix products: float32, bfloat16 (bf16) or auto; the experts' may be narrower, see
+    # precision
+    dtype: str = "auto"
     # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
     weights: str = "float32"
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
     # compiling 80 s
     compile: bool = False
+    # 1: every part in its plain form, none of fast/: to the same curves, slower
+    plain: bool = False
     # on CPU: started by itself, each with its share of cores and batch; at most one per core
     processes: int = 2
     save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
@@ -122,6 +137,13 @@ class Config:
     # short windows want fast rotations: with 10000, copying names is learned 100 steps later
     rope_theta: float = 1000.0
     balance_rate: float = 2e-3  # of the routers' biases per step
+    # of the experts' products: dtype (as all others), mxfp8 or nvfp4; emulated where the hardware
+    # has none (a GPU before the B200, a CPU): then slower, the same numbers
+    precision: str = "dtype"
+    # 1: one more block drafts the token after the next. It learns in pretrain, long and sft what
+    # the model would say there, and moves no other weight; moe.speculate decodes with it (the
+    # rollouts' sampler takes its drafts from the text)
+    mtp: bool = False
 
     # ---- optimizer
     optimizer: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
@@ -171,9 +193,6 @@ class Config:
     replay: bool = True  # router replay
     # generation processes beside each training process; 0: it samples and updates in turn
     workers: int = 0
-    # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log:
-    # tools_s)
-    time_tools: bool = False
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
     feedback: float = 0.15  # weight of the targeted distillation, 0 = off
@@ -282,27 +301,6 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "sft"): dict(steps=150, micro_tokens=32768),
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
 }
-NOT_COMPARED = {
-    "processes",
-    "out",
-    "export",
-    "start_from",
-    "stage",
-    "resume",
-    "device",
-    "compile",
-    "save_every",
-    "cp",
-    "ep",
-    "dp_replicate",
-    "micro_tokens",
-    "recompute",
-    "eval_levels",
-    "eval_tasks",
-    "eval_samples",
-    "workers",
-    "staleness",
-}
 
 # Fields of Config in earlier versions: the value at which they changed nothing, and the file that
 # makes the change now. A run on disk that has them at this value goes on.
@@ -323,450 +321,97 @@ OLD_FLAGS = {
     "short": (0.0, "experiments/summary.py"),
     "harden": (True, "experiments/hacking.py"),
     "documented": (True, "experiments/hacking.py"),
+    "time_tools": (False, "benchmarks/tools.py"),
     "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
 }
 # The change of the recipe that is in force in this process, as module:function; none: "". It is
 # kept in every checkpoint, so that a run goes on with the change that it was begun with.
 PATCH = ""
+# How this program is started; the patch of an experiment has a program of its own.
+PROGRAM = [sys.executable, __file__]
 
 
-# ---------------------------------------------------------------- command line
-
-
-def stop(message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    # A bar that is on the screen ends first, so that the line begins on its own.
-    for bar in list(getattr(tqdm, "_instances", ())):
-        bar.close()
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"train.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+# ---------------------------------------------------------------- from flags to a configuration
 
 
 def parse(argv):
-    """--name=value or --name value for every field of Config -> dict of what was given"""
-    kinds, given, words = {f.name: f.type.__name__ for f in fields(Config)}, {}, list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("-h", "--help"):
-            print(__doc__ + describe_flags())
-            raise SystemExit(0)
-        name, equals, value = word.removeprefix("--").partition("=")
+    """--name=value or --name value for every field of Config -> dict of what was given. --help
+    prints every flag and ends; with --stage or --scale it prints the values in force there."""
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0]
         if word.startswith("--") and name in OLD_FLAGS:
-            stop(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
-        if not word.startswith("--") or name not in kinds:
-            near = difflib.get_close_matches(name.lstrip("-"), kinds, 1, 0)
-            stop(f"unknown flag {word!r}" + (f"; did you mean --{near[0]}?" if near else ""))
-        kind = kinds[name]
-        if not equals:
-            alone = not words or words[0].startswith("--")
-            if alone and kind != "bool":
-                stop(f"--{name} takes a value: --{name}=...")
-            value = "1" if alone else words.pop(0)
-        given[name] = convert(name, kind, value)
-    return given
+            usage_error(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
+    given, wants_help = flags.parse_flags(argv, Config)
+    if not wants_help:
+        return given
+    stage, values, sources = given.get("stage", "all"), None, None
+    check_stage(stage)
+    if given:
+        values, sources = merge_flags(given, stage)
+    print(__doc__ + flags.describe_flags(Config, values, sources))
+    raise SystemExit(0)
 
 
-def describe_flags():
-    """Every field of Config as a flag with its default and, from the comment above or behind it, what it does"""
-    text, said = [], []
-    for line in inspect.getsource(Config).splitlines()[2:]:
-        line = line.strip()
-        field = re.match(r"(\w+): \w+ = (.*?)(?:  # (.*))?$", line)
-        if line.startswith("# ---- "):
-            text.append(f"\n{line[7:]}")
-        elif line.startswith("# "):
-            said.append(line[2:])
-        elif field:
-            flag, words = f"  --{field[1]}={field[2]}", " ".join([*said, field[3] or ""])
-            # The explanation beside the flag, or under it where the flag is long; as wide as a screen.
-            text += textwrap.wrap(
-                words, 100, initial_indent=f"{flag:28s}", subsequent_indent=" " * 28
-            ) or [flag]
-            said = []
-    return "\n".join(text)
+def check_stage(stage):
+    if stage != "all" and stage not in STAGES:
+        usage_error(f"unknown stage {stage!r}: all, {', '.join(STAGES)}")
 
 
-def convert(name, kind, value):
-    if kind == "bool":
-        if value.lower() not in ("0", "1", "true", "false"):
-            stop(f"--{name} takes 0 or 1, not {value!r}")
-        return value.lower() in ("1", "true")
-    try:
-        number = {"int": int, "float": float, "str": str}[kind](value)
-    except ValueError:
-        stop(f"--{name} takes {'a whole number' if kind == 'int' else 'a number'}, not {value!r}")
-    if number == "":
-        stop(
-            f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag away"
-        )
-    if kind != "str" and not (0 <= number < float("inf")):
-        stop(f"--{name} must be a finite number >= 0, not {value}")
-    # its inverse and its products must be numbers in fp32, too
-    if kind == "float" and number and not 1e-30 <= number <= 1e30:
-        stop(f"--{name} must be 0 or from 1e-30 to 1e30, not {value}")
-    return number
+def merge_flags(given, stage):
+    """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning
+    where it is that, then the command line: each wins over those before it. -> ({field: value},
+    {field: where that comes from}), fields with their default left out. stage "all": what all
+    stages have in common"""
+    # Without --scale the machine decides: how large a model, and how many tokens at a time.
+    scale, fitted = given.get("scale", "auto"), {}
+    chosen = {}
+    if scale == "auto":
+        at_gpu = STAGE_SCALES.get(("gpu", stage), {})
+        most = at_gpu.get("micro_tokens", SCALES["gpu"]["micro_tokens"])
+        scale, fitted = hardware.scale_of_machine(given, most)
+        chosen = {"scale": scale}
+    if scale not in SCALES:
+        usage_error(f"unknown scale {scale!r}: {', '.join(SCALES)}")
+
+    typed = {name: value for name, value in given.items() if (name, value) != ("scale", "auto")}
+    layers = [
+        (f"scale {scale}", SCALES[scale]),
+        (f"stage {stage}", STAGES.get(stage, {})),
+        (f"stage {stage} at scale {scale}", STAGE_SCALES.get((scale, stage), {})),
+        ("fine-tuning", FINE_TUNING.get(stage, {}) if given.get("init_from") else {}),
+        ("this machine", {**fitted, **chosen}),
+        ("flag", typed),
+    ]
+    values, sources = {}, {}
+    for source, layer in layers:
+        for name, value in layer.items():
+            values[name], sources[name] = value, source
+
+    # compared on resume: however it is spelled, one folder is one
+    for name in ("init_from", "tasks", "data"):
+        if values.get(name):
+            values[name] = str(Path(values[name]).resolve())
+    return values, sources
 
 
 def configure(given, stage, stages=()):
-    """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning
-    where it is that, then the command line: each wins over those before it. stages: all that this
-    command runs (default: this one)."""
-    scale, fitted = given.get("scale", "auto"), {}
-    if scale == "auto":
-        scale, fitted = scale_of_machine(given, stage)
-    if scale not in SCALES:
-        stop(f"unknown scale {scale!r}: {', '.join(SCALES)}")
-    fine = FINE_TUNING[stage] if given.get("init_from") else {}
-    merged = {
-        **SCALES[scale],
-        **STAGES[stage],
-        **STAGE_SCALES.get((scale, stage), {}),
-        **fine,
-        **fitted,
-        **given,
-        "scale": scale,
-    }
-    # compared on resume: however it is spelled, one folder is one
-    for name in ("init_from", "tasks", "data"):
-        if merged.get(name):
-            merged[name] = str(Path(merged[name]).resolve())
-    config = replace(Config(), **merged)
-    check_values(config)
-    check_together(config, given, stage)
-    check_optimizer_flags(config, given, stage, stages)
+    """The configuration of a stage, checked. stages: all that this command runs (default: this
+    one)."""
+    values, _ = merge_flags(given, stage)
+    config = replace(Config(), **values)
+    optimizers = set()
+    for other in stages or (stage,):
+        if other in ORDER:
+            optimizers.add({**STAGES[other], **given}.get("optimizer", Config.optimizer))
+    checks.check_values(config)
+    checks.check_together(config, given, stage, SIZES, text_window(config))
+    checks.check_optimizer_flags(config, given, stage, optimizers)
     return config
-
-
-def this_card():
-    """torch's properties of the GPU of this process: name, total_memory in bytes, ..."""
-    return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def uses_card(given):
-    return torch.cuda.is_available() and given.get("device") != "cpu"
-
-
-def describe_card(config):
-    """One line at the start: which model on which GPU, and in what"""
-    card, (shape, shapes) = this_card(), hsdp.parameter_shapes("gpu")
-    gigabytes, small = card.total_memory / 1e9, fast_dtype("cuda") == torch.float32
-    if config.scale != "gpu":
-        return f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the laptop's model, on the GPU"
-    planned = (
-        sum(
-            hsdp.memory(
-                shape, shapes, hsdp.Layout(), hsdp.Step(tokens=config.micro_tokens)
-            ).values()
-        )
-        / 1e9
-    )
-    return (
-        f"scale gpu, {sum(map(math.prod, shapes.values())) / 1e6:.1f}M parameters, on {card.name}: {config.micro_tokens:,} tokens "
-        f"at a time, about {planned:.0f} of {gigabytes:.0f} GB planned"
-        + ", in float32: this card has no bf16" * small
-    )
-
-
-def scale_of_machine(given, stage):
-    """--scale=auto -> (scale, {flag: value}): laptop without a GPU; with one the gpu scale, in as
-    large micro-batches as its memory carries, and the laptop's model on a card that is too small
-    for it."""
-    if not uses_card(given):
-        return "laptop", {}
-    gigabytes = this_card().total_memory / 1e9
-    config, shapes = hsdp.parameter_shapes("gpu")
-    most = STAGE_SCALES.get(("gpu", stage), {}).get("micro_tokens", SCALES["gpu"]["micro_tokens"])
-    tokens, _ = hsdp.largest_micro_batch(config, shapes, gigabytes, most)
-    return ("gpu", {"micro_tokens": tokens}) if tokens else ("laptop", {})
-
-
-def check_values(config):
-    """Each flag by itself"""
-    for name, allowed in dict(
-        optimizer=("muon", "adamw"),
-        divergence=("forward", "reverse", "jsd"),
-        device=("auto", "cpu", "cuda"),
-        teacher=("current", "ema", "frozen"),
-        dtype=("auto", "float32", "bfloat16"),
-        weights=("float32", "bfloat16"),
-    ).items():
-        if getattr(config, name) not in allowed:
-            stop(f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}")
-    for name in (
-        "steps",
-        "context",
-        "batch_tokens",
-        "micro_tokens",
-        "tasks_per_step",
-        "group",
-        "cp",
-        "ep",
-        "dp_replicate",
-        "dim",
-        "layers",
-        "heads",
-        "active",
-        "expert_ffn",
-        "dense_ffn",
-        "kv_lora",
-        "qk_nope",
-        "v_dim",
-        "yarn",
-        "window",
-        "turns",
-        "demos",
-        "eval_tasks",
-        "eval_samples",
-    ):
-        if getattr(config, name) < 1:
-            stop(f"--{name} must be at least 1")
-    # temperature: who never varies has nothing to learn from
-    for name in ("clip", "length", "rope_theta", "temperature"):
-        if getattr(config, name) == 0:
-            stop(
-                f"--{name} must be above 0"
-                + " (python eval.py RUN --temperature=0 is for greedy evaluation)"
-                * (name == "temperature")
-            )
-    # whatever the dtype: a run may be read in another one
-    for name in ("dim", "expert_ffn"):
-        if getattr(config, name) % 8 and not config.init_from:
-            stop(
-                f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes"
-            )
-    # an update is divided by it
-    if config.temperature < 1e-3:
-        stop(
-            f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN --temperature={config.temperature:g} samples colder)"
-        )
-    if config.rope_theta < 1.1:
-        stop(
-            f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower one by one"
-        )
-    if config.qk_rope % 2:
-        stop(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
-    if config.seed >= 1 << 32:
-        stop(f"--seed={config.seed}: below 2^32")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        stop("--device=cuda: there is no such device here")
-    if (
-        config.dtype == "bfloat16"
-        and uses_card({"device": config.device})
-        and fast_dtype("cuda") == torch.float32
-    ):
-        stop(
-            f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave the flag away, for float32"
-        )
-    for name in (
-        "hints",
-        "neutral_hints",
-        "grow",
-        "trigger",
-        "teacher_rate",
-        "warmup",
-        "decay",
-    ):
-        if getattr(config, name) > 1:
-            stop(f"--{name}={getattr(config, name):g}: a share, at most 1")
-    if config.hardest >= len(synth_tasks.LEVELS):
-        stop(f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}")
-    for name in ("levels", "eval_levels"):
-        if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
-            stop(
-                f"--{name}={getattr(config, name)}: at least 1, and there are {len(synth_tasks.LEVELS)} levels"
-            )
-    if not set(habits(config)) <= set(feedback_distill.REMINDERS):
-        stop(
-            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}"
-        )
-
-
-def check_together(config, given, stage):
-    """What goes with what"""
-    # context: of training, too
-    for name in sorted((SIZES - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
-        stop(
-            f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away"
-        )
-    for name, its in dict(
-        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
-    ).items():
-        for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
-            stop(f"--{idle} says nothing with --{name}=0")
-    if config.summarize and config.trigger >= 0.875:
-        stop(
-            f"--trigger={config.trigger:g}: below .875, since query and summary take the window's last eighth"
-        )
-    if config.tasks and "hardest" in given:
-        stop(
-            "--hardest goes with generated tasks: of --tasks all are taken, each once before any comes again"
-        )
-    if "staleness" in given and not config.workers:
-        stop(
-            "--staleness goes with --workers: without them the policy that samples is the one that learns"
-        )
-    if stage == "rl" and config.group == 1 and not config.feedback:
-        stop(
-            "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's mean; take more, or --feedback"
-        )
-    if config.time_tools and (config.workers or config.tasks):
-        stop(
-            "--time_tools goes with generated tasks and --workers=0: what tools answered is remembered there"
-        )
-    if stage == "rl" and config.cp > 1:
-        stop(
-            "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)"
-        )
-    if config.compile and dtype_of(config) == torch.float32:
-        stop(
-            "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped products in no other dtype"
-        )
-    if "teacher_rate" in given and config.teacher != "ema":
-        stop(
-            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a rate"
-        )
-    check_windows(config, stage)
-    if config.active > config.experts:
-        stop(f"--active={config.active} experts of --experts={config.experts}: at most all of them")
-
-
-def device_of(config):
-    return (
-        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
-
-
-def dtype_of(config):
-    """Of matrix products"""
-    return fast_dtype(device_of(config)) if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def text_window(config):
     """Tokens of a window of pretrain or long"""
     return int(config.context * (config.yarn if config.stage == "long" else 1))
-
-
-def check_windows(config, stage):
-    """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would
-    cost the stage."""
-    parts = 2 * config.cp
-    if stage in TEXT and config.cp > 1 and text_window(config) % parts:
-        flags = "--context" if stage == "pretrain" else "--context times --yarn"
-        stop(
-            f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {text_window(config)}: take a multiple of {parts}"
-        )
-
-
-# whose peak is a group's rate, by its algorithm
-RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
-TRAINING, TEXT = ("pretrain", "long", "sft", "rl"), ("pretrain", "long")
-READ_BY = {
-    name: stages
-    for stages, names in {  # flags that only some stages look at
-        TEXT: "data compile",
-        ("pretrain", "long", "sft"): "batch_tokens grow",
-        TRAINING: "seed steps optimizer lr adam_lr weight_decay clip warmup decay balance_rate micro_tokens recompute save_every",
-        ("sft",): "demos sloppy hints neutral_hints copy_loss",
-        ("sft", "rl"): "levels habits",
-        ("rl",): "tasks_per_step group kl length replay workers time_tools staleness "
-        "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum hardest",
-        ("rl", "eval"): "tasks temperature draft",
-        ("sft", "rl", "eval"): "window turns summarize trigger",
-        ("eval",): "eval_levels eval_tasks eval_samples",
-    }.items()
-    for name in names.split()
-}
-
-
-def check_optimizer_flags(config, given, stage, stages):
-    """--lr and --weight_decay are of Muon's matrices. Where AdamW moves all weights they would
-    change nothing: refused, unless a later or earlier stage of the same command has Muon."""
-    muon = any(
-        {**STAGES[other], **given}.get("optimizer", Config.optimizer) == "muon"
-        for other in stages or (stage,)
-        if other in TRAINING
-    )
-    if config.optimizer == "adamw" and not muon and stage in TRAINING:
-        if "lr" in given:
-            stop(
-                f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: give --adam_lr"
-            )
-        if "weight_decay" in given:
-            stop(
-                f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: "
-                "leave it away, or take --optimizer=muon"
-            )
-
-
-def idle_flags(config, given):
-    """What was given by hand and changes nothing in this stage -> {flag: why}"""
-    stage = config.stage
-    idle = {
-        name: f"of {' and '.join(READ_BY[name])}"
-        for name in given
-        if stage not in READ_BY.get(name, (stage,))
-    }
-    adamw = config.optimizer == "adamw" and stage in TRAINING
-    rl = stage == "rl"
-    reasons = {
-        "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
-        "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
-        "trigger": "--summarize=0" if not config.summarize else "",
-        "levels": (
-            "not with --tasks or --curriculum=0"
-            if rl and (config.tasks or not config.curriculum)
-            else ""
-        ),
-        "balance_rate": (
-            "biases stay where the experts of sampling are replayed" if rl and config.replay else ""
-        ),
-        "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
-        "experts active expert_ffn balance_rate": (
-            "the only layer is dense" if config.layers == 1 and not config.init_from else ""
-        ),
-        "processes": (
-            "torchrun or the GPU decides"
-            if "PLAIN_REPLICAS" not in os.environ
-            and ("RANK" in os.environ or torch.cuda.is_available() and config.device != "cpu")
-            else ""
-        ),
-    }
-    for names, why in reasons.items():
-        idle |= {name: why for name in names.split() if why and name in given}
-    return idle
-
-
-def say_idle_flags(stages, configs, given):
-    """One line about the flags that change nothing in any of the stages to come, and one for each
-    in which a rate does not reach."""
-    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
-    nowhere = {
-        name: why
-        for name, why in idle[stages[0]].items()
-        if all(name in idle[stage] for stage in stages)
-    }
-    lines = (
-        [
-            "in no stage of this command: "
-            + ", ".join(f"--{name} ({why})" for name, why in nowhere.items())
-        ]
-        if nowhere
-        else []
-    )
-    for stage in stages:
-        rates = [
-            name
-            for name in ("lr", "weight_decay")
-            if name in idle[stage] and name not in nowhere and stage in TRAINING
-        ]
-        lines += (
-            [f"not in {stage}: " + ", ".join(f"--{name} ({idle[stage][name]})" for name in rates)]
-            if rates
-            else []
-        )
-    if lines and int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write("\n".join(f"flags that change nothing {line}" for line in lines))
 
 
 def habits(config):
@@ -780,40 +425,10 @@ def model_config(config, vocab):
     """The model of a run from noise. With one expert per token a gate over the sum of the gates
     would always be 1, and the loss would teach the router nothing: then the gate is the router's
     score itself."""
-    return ModelConfig(
-        vocab=vocab, norm_gates=config.active > 1, **{name: getattr(config, name) for name in SIZES}
-    )
-
-
-def same_model(config, origin, given):
-    """A stage goes on with the weights of the one before: in the same model, or it would be another
-    function of them."""
-    made, flags = given["config"], SIZES | {"vocab"} | (
-        {"yarn"} if config.stage != "long" else set()
-    )
-    other = {
-        name: made[name]
-        for name in sorted(flags)
-        if name in made and made[name] != getattr(config, name)
-    }
-    if other:
-        words = (
-            [f"--scale={made['scale']}"]
-            if made["scale"] != config.scale
-            else [f"--{name}={value}" for name, value in other.items()]
-        )
-        stop(
-            f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: give {' '.join(words)} here, too"
-        )
-
-
-def same_gates(config, path, given):
-    """Of a version that divided a single gate by itself: the same weights with other gates would be
-    another function."""
-    if given["model"].get("norm_gates", True) != (config.active > 1):
-        stop(
-            f"{path} was made with --active=1 and a gate that is always 1, which teaches its routers nothing: begin anew in another --out"
-        )
+    sizes = {name: getattr(config, name) for name in SIZES}
+    sizes["precision"] = "" if config.precision == "dtype" else config.precision
+    sizes["mtp"] = int(config.mtp)
+    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **sizes)
 
 
 # ---------------------------------------------------------------- data
@@ -839,33 +454,30 @@ def python_sources(folder):
     file that is added or removed moves no other."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
-        stop(f"--data={folder}: no such folder")
-    # a link may lead nowhere
-    own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])
-    paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
-    texts = {
-        p.relative_to(root).as_posix(): p.read_text(encoding="utf-8", errors="ignore")
-        for p in paths
-    }
-    texts = {name: text for name, text in texts.items() if text.strip()}
+        usage_error(f"--data={folder}: no such folder")
+    texts = {}
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        # a link may lead nowhere
+        if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            texts[inside.as_posix()] = text
     if len(texts) < 2:
-        stop(f"--data={folder}: fewer than two Python files there")
+        usage_error(f"--data={folder}: fewer than two Python files there")
 
     # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no
     # other: one of each is needed.
-    place = {
-        name: int.from_bytes(
-            hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:7], "big"
-        )
-        / 2**56
-        for name in texts
-    }
+    place = {}
+    for name in texts:
+        found = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        place[name] = int.from_bytes(found[:7], "big") / 2**56
     held = {name for name in texts if place[name] < HELD_OUT}
     if not 0 < len(held) < len(texts):
         held = {min(texts, key=place.get)}
-    return [text for name, text in texts.items() if name not in held], [
-        text for name, text in texts.items() if name in held
-    ]
+    train = [text for name, text in texts.items() if name not in held]
+    return train, [text for name, text in texts.items() if name in held]
 
 
 def digest_texts(train, held):
@@ -894,17 +506,6 @@ def train_tokenizer(config):
     )
 
 
-def same_data(config, state, now):
-    """Refuses to go on with other texts than those the stage began with. state: of its source; now:
-    their digest"""
-    # a version before this one kept none
-    if state.get("data", now) != now:
-        folder = config.data or "this Python's standard library"
-        stop(
-            f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: put it back, or take another --out"
-        )
-
-
 class Text:
     """pretrain and long: windows of one long stream. The batch of a step is a function of (seed,
     stage, step) alone."""
@@ -912,27 +513,32 @@ class Text:
     def __init__(self, run):
         self.run, config = run, run.config
         self.window = text_window(config)
-        tokenizer = run.tokenizer
-        stream = lambda texts: torch.cat(
-            [torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts]
-        )
         train, held = python_sources(config.data)
         self.data = digest_texts(train, held)
-        self.train, self.held = stream(train), stream(held)
+        self.train, self.held = self.make_stream(train), self.make_stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
-            stop(
-                f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}"
+            usage_error(
+                f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
+                f"{self.window}"
             )
+
+    def make_stream(self, texts):
+        """All texts as one row of tokens, each with the token <|text|> at its end"""
+        tokenizer = self.run.tokenizer
+        end = tokenizer.id["<|text|>"]
+        return torch.cat([torch.tensor([*tokenizer.encode(text), end]) for text in texts])
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
-        config, fold = self.run.config, 2 * self.run.config.cp
-        window = self.window // shortened(step, config) // fold * fold or self.window
+        config = self.run.config
+        # At first a quarter of the window, then half; the ranks of --cp share it in 2 * cp parts.
+        parts = 2 * config.cp
+        window = self.window // seq_len_divisor(step, config) // parts * parts or self.window
+        # The windows begin anywhere in the stream.
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
-        starts = rng.integers(
-            0, len(self.train) - window - 1, self.rows(config.batch_tokens // window)
-        )
+        number = self.rows(config.batch_tokens // window)
+        starts = rng.integers(0, len(self.train) - window - 1, number)
         yield from self.cross_entropy(self.train, starts, window, log)
 
     def rows(self, n):
@@ -941,30 +547,39 @@ class Text:
         return max(1, -(-n // self.run.data)) * self.run.data
 
     def cross_entropy(self, stream, starts, window, log):
+        """Yields the losses of the windows of `stream` that begin at `starts`, a micro-batch at a
+        time."""
         run, total = self.run, len(starts) * window
+        # Each rank takes its share of the windows; ranks of --cp its part of each window.
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
-            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]]).to(
-                run.device, non_blocking=True
-            )
+            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]])
+            rows = rows.to(run.device, non_blocking=True)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-            loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
+            hidden = run.hidden(batch)
+            loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            if run.config.mtp:
+                loss = loss + run.draft_loss(batch, hidden, len(starts) * (window - 1), log)
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         self.run.model.eval()  # the routers count no load
+        last, number = len(self.held) - self.window - 2, max(8, 32768 // self.window)
+        starts = np.linspace(0, last, self.rows(number)).astype(int)
         log = {}
-        starts = np.linspace(
-            0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))
-        ).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
-        return {"held_out_loss": self.run.sum(log["loss"])}
+        found = {"held_out_loss": self.run.sum(log["loss"])}
+        if self.run.config.mtp:
+            places = len(starts) * (self.window - 1)
+            found["held_out_draft_kl"] = self.run.sum(log["draft_kl"])
+            found["draft_accepted"] = self.run.sum(log["draft_hits"]) / places
+        return found
 
     after_step = lambda self: None
     tensors = lambda self: {}
@@ -973,7 +588,7 @@ class Text:
         return {"data": self.data}
 
     def load_state_dict(self, state):
-        same_data(self.run.config, state, self.data)
+        checkpoints.check_same_data(self.run.config, state, self.data)
 
 
 # Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
@@ -987,91 +602,102 @@ class Demonstrations:
 
     def __init__(self, run):
         self.run, config = run, run.config
-        mine = make_demonstrations(
-            config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar
-        )
+        # Every rank writes its share of the demonstrations, and gets those of all.
+        numbers = run.share(range(config.demos))
+        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
-        self.episodes = [e for _, episodes in made for e in episodes]
+        self.episodes = [episode for _, episodes in made for episode in episodes]
         if not self.episodes:
-            stop(f"--window={config.window}: none of {config.demos} demonstrations fits")
+            usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
         left_out = sum(not episodes for _, episodes in made)
         if left_out:
             run.say(
-                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit and are left out"
+                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
+                "and are left out"
             )
-        lengths, self.batches = np.array([len(e) for e in self.episodes]), []
-        parts = [shortened(step, config) for step in range(config.steps)]
-        for part in sorted(set(parts), reverse=True):
-            fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
-            groups = length_groups(
-                lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part)
-            )
-            self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
-        trimmed = {
-            token: word.decode(errors="ignore").strip(" ._`")
-            for word, token in run.tokenizer.ranks.items()
-        }
-        marked = lambda words: torch.tensor(
-            [trimmed.get(token) in words for token in range(run.model.config.vocab)],
-            device=run.device,
-        )
-        self.names, self.constants = marked(synth_tasks.WORDS - synth_tasks.CONSTANTS), marked(
-            synth_tasks.CONSTANTS
-        )
+        self.batches = self.plan_batches()
+        self.names = self.mark_tokens(WORDS - CONSTANTS)
+        self.constants = self.mark_tokens(CONSTANTS)
+
+    def plan_batches(self):
+        """For each step two groups of indices of episodes, of half of the batch's tokens each.
+        While the window is short, episodes that fit it."""
+        config, batches = self.run.config, []
+        lengths = np.array([len(episode) for episode in self.episodes])
+        divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
+        for divisor in sorted(set(divisors), reverse=True):
+            fits = np.flatnonzero(lengths <= max(lengths.max() // divisor, lengths.min()))
+            number, seed = 2 * divisors.count(divisor), (config.seed, divisor)
+            groups = length_groups(lengths[fits], config.batch_tokens // 2, number, seed)
+            for first, second in zip(groups[::2], groups[1::2]):
+                batches.append([fits[first], fits[second]])
+        return batches
+
+    def mark_tokens(self, words):
+        """(vocab,) True for each token that is one of these words, whatever stands around it"""
+        marked = torch.zeros(self.run.model.config.vocab, dtype=torch.bool)
+        for text, token in self.run.tokenizer.ranks.items():
+            # a published tokenizer may know more tokens than its model
+            if token < len(marked):
+                marked[token] = text.decode(errors="ignore").strip(" ._`") in words
+        return marked.to(self.run.device)
 
     def losses(self, step, log):
-        config, run, groups = (
-            self.run.config,
-            self.run,
-            [[self.episodes[i] for i in group] for group in self.batches[step]],
-        )
-        total = sum(int(rollout.flatten(e)[1].sum()) for group in groups for e in group)
-        mine = [
-            (e, 1.0)
-            for g, group in enumerate(groups)
-            for j, e in enumerate(group)
-            if (2 * j + g) % run.data == run.meshes.data_rank
-        ]
+        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
+        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
+        config, run = self.run.config, self.run
+        groups = [[self.episodes[i] for i in group] for group in self.batches[step]]
+        episodes = [episode for group in groups for episode in group]
+        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
+
+        # The ranks take turns in a group, so that each has short and long episodes; in the second
+        # group the next rank begins.
+        mine = []
+        for g, group in enumerate(groups):
+            for j, episode in enumerate(group):
+                if (2 * j + g) % run.data == run.meshes.data_rank:
+                    mine.append((episode, 1.0))
+
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
-            logp = run.model.logprobs(
-                run.hidden(batch), batch["targets"], where=batch["inside"] > 0
-            )
-            copied = (self.names | self.constants)[batch["targets"]] & (shortened(step, config) > 1)
-            weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
-            weight = weight + CONTEXT_LOSS * (1 - batch["mask"]) * batch["inside"]
+            hidden, targets = run.hidden(batch), batch["targets"]
+            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)
+
+            # What the expert wrote weighs 1, names and constants more while the window is short;
+            # what it read weighs CONTEXT_LOSS.
+            mask = batch["mask"]
+            copied = (self.names | self.constants)[targets] & (seq_len_divisor(step, config) > 1)
+            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
-            log["loss"] = (
-                log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            )
+            reported = (logp.detach() * mask).sum() * batch["real"] / total
+            log["loss"] = log.get("loss", 0) - reported
             log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
+            if config.mtp:
+                places = sum(len(episode) - 1 for episode in episodes)
+                loss = loss + run.draft_loss(batch, hidden, places, log)
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Are names and constants copied? Their mean probabilities where a careful expert writes
         them, in held-out tasks."""
-        config, run = self.run.config, self.run
+        config, run, limits = self.run.config, self.run, agent_limits(self.run.config)
         run.model.eval()  # the routers count no load
-        chains = [
-            rollout.demonstrate(
-                task,
-                run.tokenizer,
-                random.Random(task.instance_id),
-                agent_limits(config),
-                0.0,
-                run.compact,
-            )
-            for task in run.share(eval.held_out(12, range(config.levels)))
-        ]
-        total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
-        episodes = [(e, 1.0) for chain in chains for e in chain.episodes if len(e) <= config.window]
+        episodes = []
+        for task in run.share(eval.held_out(12, range(config.levels))):
+            rng, careful = random.Random(task.instance_id), 0.0
+            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
+            episodes += [(e, 1.0) for e in chain.episodes if len(e) <= config.window]
+
+        # The sum of the probabilities and the number of the places, of each kind.
+        kinds = {"names": self.names, "constants": self.constants}
+        total = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
         for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
             p = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()
-            for name, those in (("names", self.names), ("constants", self.constants)):
-                where = those[batch["targets"]] & (batch["mask"] > 0)
-                total[name] = (
-                    total[name] + torch.stack([p[where].sum(), where.sum()]).cpu() * batch["real"]
-                )
+            for name, marked in kinds.items():
+                where = marked[batch["targets"]] & (batch["mask"] > 0)
+                counted = torch.stack([p[where].sum(), where.sum()]).cpu()
+                total[name] = total[name] + counted * batch["real"]
         sums = {name: [run.sum(x) for x in pair] for name, pair in total.items()}
         return {name: p / count for name, (p, count) in sums.items() if count}
 
@@ -1081,25 +707,32 @@ class Demonstrations:
     tensors = lambda self: {}
 
 
-def shortened(step, config):
+def seq_len_divisor(step, config):
     """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
     heads that look back and copy form several times sooner where there is less to look at; without
     it they came late in some runs and in one not at all."""
     return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
 
 
+def padded_length(length):
+    """Rows are padded to a multiple of 64, see rollout.pack."""
+    return -(-length // 64) * 64
+
+
 def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
     rng, groups = np.random.default_rng(seed), []
+    # One round holds every index once; as many rounds as are needed.
     while len(groups) < number:
-        pools = np.array_split(
-            rng.permutation(len(lengths)), max(1, lengths.sum() // (32 * tokens))
-        )
-        for pool in pools:
-            pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
+        # Shuffled into pools of about 32 groups, so that no two rounds are alike ...
+        n_pools = max(1, lengths.sum() // (32 * tokens))
+        for pool in np.array_split(rng.permutation(len(lengths)), n_pools):
+            # ... and within a pool the longest ones together, then the next ones.
+            pool = list(pool[np.argsort(lengths[pool], kind="stable")])
+            cut = []
             while pool:
-                n = max(1, tokens // filled(lengths[pool[-1]]))
+                n = max(1, tokens // padded_length(lengths[pool[-1]]))
                 cut.append(pool[-n:])
                 del pool[-n:]
             groups += [cut[i] for i in rng.permutation(len(cut))]
@@ -1126,7 +759,7 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     rollout.demonstrate."""
-    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     chain = rollout.demonstrate(
         task,
         tokenizer,
@@ -1134,26 +767,23 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
         agent_limits(config),
         config.sloppy,
         compact,
-        remind,
+        reminders,
         config.hints,
         config.neutral_hints,
         **more,
     )
-    return [
-        episode
-        for episode in chain.episodes
-        if len(episode) <= config.window and any(t.role == "assistant" for t in episode.turns)
-    ]
+    # Only what fits the window, and has a turn to learn from.
+    episodes = []
+    for episode in chain.episodes:
+        roles = {turn.role for turn in episode.turns}
+        if len(episode) <= config.window and "assistant" in roles:
+            episodes.append(episode)
+    return episodes
 
 
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
-
-
-def digest(path):
-    """Of the bytes of a file; "" of none"""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 class Reinforcement:
@@ -1166,28 +796,34 @@ class Reinforcement:
         self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
             config.staleness if config.workers else 0
         )
-        self.publisher = rollout.Publisher(
-            self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+        settings = dict(
+            tokenizer=run.tokenizer,
+            group=config.group,
+            limits=agent_limits(config),
+            compact=run.compact,
+            temperature=config.temperature,
         )
-        self.workers = rollout.Workers(
-            config.workers,
-            dict(
+        device = str(next(run.model.parameters()).device)
+        if config.plain:
+            # Another model samples, since the policy's own may be cut over ranks.
+            policy = run.model.config.build_model().to(device).compute(run.dtype)
+            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+        else:
+            settings |= dict(
                 folder=self.folder.name,
                 config=run.model.config,
                 dtype=run.dtype,
-                device=str(next(run.model.parameters()).device),
-                tokenizer=run.tokenizer,
-                group=config.group,
-                limits=agent_limits(config),
-                compact=run.compact,
-                temperature=config.temperature,
+                device=device,
                 draft=config.draft,
                 rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
-            ),
-        )
-        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
+            )
+            self.publisher = fast_workers.Publisher(
+                self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
+            )
+            self.workers = fast_workers.Workers(config.workers, settings)
+        tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
-        self.file = digest(config.tasks)
+        self.file = eval.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {
             level: [task for task in tasks if task.level == level]
@@ -1219,7 +855,7 @@ class Reinforcement:
         ]
         names = [task.instance_id for task, room in zip(tasks, fits) if not room]
         if names and len(names) == len(tasks):
-            stop(f"--window={window}: none of the tasks leaves room for a turn")
+            usage_error(f"--window={window}: none of the tasks leaves room for a turn")
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             run.say(
@@ -1283,17 +919,13 @@ class Reinforcement:
             for chain in group:
                 self.compute_reward(chain)
         if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
-            stop(f"--window={config.window}: none of the tasks leaves room for a turn")
+            usage_error(f"--window={config.window}: none of the tasks leaves room for a turn")
         for level, solved, total in sorted(
             run.gather([(g[0].task.level, sum(c.solved for c in g), len(g)) for g in groups])
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        if config.time_tools:
-            self.workers.collect(asked)
-            run.gather([])  # for the slowest rank, as before
-            log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
-        lag = rollout.staleness(groups, step)
+        lag = fast_workers.staleness(groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),
@@ -1317,7 +949,7 @@ class Reinforcement:
         if causes:
             self.run.say(f"rl: {rollout.failures_line(causes, total)}")
         if not self.judged:
-            stop(
+            usage_error(
                 "no rollout of this step could be played on this machine; free what the line above names, and go on with --resume"
             )
         return kept
@@ -1466,7 +1098,7 @@ class Reinforcement:
                     "cheats": rollout.cheats(c),
                     "suspicious": rollout.suspicious(c),
                     "reads": "read_file" in c.task.tools,
-                    "blind": rollout.blind(c),
+                    "blind": rollout.submitted_untested(c),
                     "probe": summarize.probe(c),
                     "decode_steps": c.steps,
                     "flaws": {
@@ -1564,7 +1196,7 @@ class Run:
 
     def __init__(self, config):
         self.config, self.out = config, Path(config.out)
-        self.device = device_of(config)
+        self.device = hardware.device_of(config)
         self.rank, self.world = hsdp.connect(self.device, seconds=1800)
         try:
             self.meshes = hsdp.make_meshes(
@@ -1576,11 +1208,11 @@ class Run:
                 seconds=1800,
             )
         except ValueError as error:
-            stop(str(error))
+            usage_error(str(error))
         self.data = self.meshes.layout.data
         # nothing is cut: every rank holds all
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1
-        self.dtype = dtype_of(config)
+        self.dtype = hardware.dtype_of(config)
         self.compact = summarize.compact(asdict(config))
         self.tokenizer = self.model = None
 
@@ -1599,7 +1231,9 @@ class Run:
         return rows[self.meshes.data_rank :: self.data]
 
     def sum(self, number):
-        return float(hsdp.total(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
+        return float(
+            hsdp.all_reduce_sum(torch.as_tensor(number, dtype=torch.float64, device="cpu"))
+        )
 
     def gather(self, items):
         """The items of all data ranks, on every rank."""
@@ -1611,46 +1245,67 @@ class Run:
 
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
-        T = batch["tokens"].shape[1]
-        to_device = lambda t: t.to(self.device, non_blocking=True)  # see moe.to_device
-        part = {
-            k: hsdp.shard_sequence(to_device(v), self.meshes) if torch.is_tensor(v) else v
-            for k, v in batch.items()
-        }
-        return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
+        part = dict(batch)
+        for name, value in batch.items():
+            if torch.is_tensor(value):
+                value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
+                part[name] = hsdp.shard_sequence(value, self.meshes)
+        length = batch["tokens"].shape[1]
+        part["positions"] = hsdp.positions(length, self.meshes, self.device)
+        return part
 
     def micro_batches(self, items, spare):
         """(episode, number) pairs of this rank -> packed batches of about micro_tokens tokens,
         short episodes together. Every rank makes as many: one that has fewer goes on with `spare`
         at weight zero."""
+        # The longest ones first, as many as fit when padded to the longest.
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
-            n = max(1, self.config.micro_tokens // filled(len(items[-1][0])))
+            n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
+
         most = max(self.gather([len(batches)]))
         for i in range(most):
-            part = batches[i] if i < len(batches) else [spare]
-            batch = rollout.pack(
-                [e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp
-            )
+            real = i < len(batches)
+            part = batches[i] if real else [spare]
+            episodes = [episode for episode, _ in part]
+            numbers = [number * real for _, number in part]
+            batch = rollout.pack(episodes, numbers, 64 * self.config.cp)
             # a spare: its tokens are computed and count nowhere
-            if i >= len(batches):
+            if not real:
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
             # The ranks of a sequence count an equal share of it each, so that the sum over all
             # ranks is right.
-            real_tokens = sum(len(e) for e, _ in part) / self.config.cp if i < len(batches) else 0
-            yield {
-                **self.shard(batch),
-                "episodes": [e for e, _ in part],
-                "real": i < len(batches),
-                "real_tokens": real_tokens,
-            }
+            real_tokens = sum(map(len, episodes)) / self.config.cp if real else 0
+            batch = self.shard(batch)
+            batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
+            yield batch
 
     # model
     def hidden(self, batch):
         replay = batch.get("experts") if self.config.replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
+
+    def draft_loss(self, batch, hidden, places, log):
+        """What the head that drafts learns from a micro-batch: the divergence from the model's own
+        choice, over the `places` of the whole batch. Its gradient stays in the head."""
+        loss = mtp_loss(self.model, batch["tokens"], hidden, places)
+        log["draft_kl"] = log.get("draft_kl", 0) + loss.detach()
+        if not self.model.training:
+            hits = count_draft_hits(self.model, batch["tokens"], hidden)
+            log["draft_hits"] = log.get("draft_hits", 0) + hits
+        return loss
+
+    def clip_gradients(self):
+        """Cuts the gradient at --clip -> its norm before. The head that drafts has another loss,
+        and is cut by itself: together, its gradient would shorten the model's."""
+        if not self.config.mtp:
+            return hsdp.clip_grad_norm(self.model, self.config.clip)
+        head = list(self.model.mtp.parameters())
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
+        hsdp.clip_grad_norm(self.model, self.config.clip, head)
+        return hsdp.clip_grad_norm(self.model, self.config.clip, rest)
 
     def full_state(self):
         return hsdp.full_state(self.model)
@@ -1662,7 +1317,7 @@ class Run:
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = Model(shape or model_config(self.config, tokenizer.vocab))
+            model = (shape or model_config(self.config, tokenizer.vocab)).build_model()
         if not shape and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         if not next(model.parameters()).is_meta:
@@ -1673,8 +1328,10 @@ class Run:
             self.model.extend(shape.yarn_factor)
 
     def lay_out(self, model):
-        """The dtype of its products and of its weights, its compiled blocks, its cut over the
-        ranks."""
+        """Its fast twins, the dtype of its products and of its weights, its compiled blocks, its cut
+        over the ranks."""
+        if not self.config.plain:
+            fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
         for p in model.parameters() if self.config.weights == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
@@ -1712,26 +1369,20 @@ class Run:
         and the routers."""
         config, matrices, rest = self.config, [], []
         for name, p in self.model.named_parameters():
-            plain = (
-                p.ndim < 2
-                or any(word in name for word in ("embed", "head", "router"))
-                or config.optimizer == "adamw"
-            )
-            (rest if plain else matrices).append((name, p))
+            plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
+            if plain or config.optimizer == "adamw":
+                rest.append((name, p))
+            else:
+                matrices.append((name, p))
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
         if matrices:
-            groups.append(
-                dict(
-                    params=matrices,
-                    algorithm="muon",
-                    lr=config.lr,
-                    weight_decay=config.weight_decay,
-                )
-            )
+            group = dict(lr=config.lr, weight_decay=config.weight_decay)
+            groups.append(dict(params=matrices, algorithm="muon", **group))
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
+            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
         check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
@@ -1747,40 +1398,11 @@ def schedule(step, config):
     return min(1.0, up, max(0.1, down))
 
 
-def compared(config):
-    return {k: v for k, v in asdict(config).items() if k not in NOT_COMPARED}
-
-
-def open_checkpoint(path):
-    try:
-        return hsdp.peek(path)
-    except ValueError as error:
-        stop(str(error))
-
-
-def places(stage, out, start_from):
-    """Where the stage's checkpoint stands and where that of the one before, from which it starts
-    (None: it is the first)"""
-    before = list(STAGES)[: list(STAGES).index(stage)][-1:]
-    return Path(out, stage), Path(start_from or out, before[0]) if before else None
-
-
-def began_from(given, stage):
-    """The published model that stands behind the checkpoint with which this stage goes on: what
-    began from one stays one, also where --init_from is not said again."""
-    there = [
-        path
-        for path in places(stage, given.get("out", Config.out), given.get("start_from"))
-        if path and hsdp.exists(path)
-    ]
-    return open_checkpoint(there[0])["config"].get("init_from", "") if there else ""
-
-
 def published_shape(config, given=None):
     """The sizes of the published model, which has positions for windows up to its own. given: a
     checkpoint of a run from it"""
     shape = (
-        ModelConfig(**given["model"])
+        config_of(given["model"])
         if given
         else read_config(Path(config.init_from, "config.json"))[0]
     )
@@ -1793,97 +1415,84 @@ def published_shape(config, given=None):
             f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many"
         )
     # of fine-tuning it is 0: someone has asked for it
-    if config.balance_rate and shape.scoring != "sigmoid":
+    if config.balance_rate and not shape.balances:
         raise ValueError(
             f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away"
         )
     return shape
 
 
-def check_patch(extra, out):
-    """A stage goes on with the change of the recipe that it was begun with. extra: of its
-    checkpoint"""
-    for name, (default, place) in OLD_FLAGS.items():
-        made = extra["config"].get(name, default)
-        if made != default:
-            stop(
-                f"{out} was made with {name}={made}, no flag any more: what it did stands in {place}; take another --out"
-            )
-    made = extra.get("patch", "")
-    if made != PATCH:
-        how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
-        stop(f"{out} was made by {how}: go on with that, or take another --out")
+def train(config, interrupted, sources=None):
+    """One stage: build, load, loop, save. True if it ran to its end. sources: where the values of
+    config come from, see merge_flags"""
+    # Where does it go on? With its own checkpoint (begun), else with that of the stage before.
+    stage = config.stage
+    out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
+    begun = checkpoints.open_checkpoint(out) if hsdp.exists(out) else None
+    saved = begun
+    if not begun and origin and hsdp.exists(origin):
+        saved = checkpoints.open_checkpoint(origin)
 
-
-def train(config, interrupted):
-    """One stage: build, load, loop, save. True if it ran to its end."""
-    stage, (out, origin) = config.stage, places(config.stage, config.out, config.start_from)
-    extra = open_checkpoint(out) if hsdp.exists(out) else None
-    given = extra or (open_checkpoint(origin) if origin and hsdp.exists(origin) else None)
-    if given and not extra and given["config"].get("init_from", "") != config.init_from:
-        stop(
-            f"{origin} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away"
-        )
-    if given and not config.init_from:
-        if not extra:
-            same_model(config, origin, given)
-        same_gates(config, out if extra else origin, given)
+    # Does what is there fit what was asked for? In the same model, by the same command, from the
+    # same data.
+    if not begun:
+        checkpoints.check_origin(config, origin, saved)
+    if saved and not config.init_from:
+        if not begun:
+            checkpoints.check_same_model(config, origin, saved, SIZES)
+        checkpoints.check_same_gates(config, out if begun else origin, saved)
     run = Run(config)
-    if extra:
-        for name, value in compared(config).items():
-            made = (
-                f"with {name}={extra['config'][name]}, not {value}"
-                if name in extra["config"]
-                else f"by a version without --{name}"
-            )
-            if extra["config"].get(name, ...) != value:
-                begun = extra["config"]["start_from"] or config.out
-                again = (
-                    f" (--stage={stage} --start_from={begun} begins from its stage before)"
-                    if origin
-                    else ""
-                )
-                stop(f"{out} was made {made}: take another --out{again}")
-        check_patch(extra, out)
-        if extra["source"].get("file", digest(config.tasks)) != digest(config.tasks):
-            stop(
-                f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
-            )
+    if begun:
+        tasks = eval.digest_file(config.tasks)
+        checkpoints.check_same_values(config, out, origin, begun, tasks)
+        checkpoints.check_patch(out, begun, OLD_FLAGS, PATCH)
         # finished or not: a result is called by what it was made from
         if config.data and stage in ("pretrain", "long"):
-            same_data(config, extra["source"], digest_texts(*python_sources(config.data)))
-        if extra["step"] == config.steps:
-            begun = extra["config"]["start_from"]
-            run.say(f"{stage}: finished already ({out})" + f", begun from {begun}" * bool(begun))
+            texts = digest_texts(*python_sources(config.data))
+            checkpoints.check_same_data(config, begun["source"], texts)
+        if begun["step"] == config.steps:
+            start = begun["config"]["start_from"]
+            run.say(f"{stage}: finished already ({out})" + f", begun from {start}" * bool(start))
             return True
-    if not given and origin and (config.start_from or not config.init_from):
-        stop(
-            f"--stage={stage} starts from {origin}, which is not there: run the {origin.name} stage first, or give --start_from=FOLDER"
-        )
+    say_configuration(run, config, sources)
+
+    # The model: of a checkpoint, of a published folder, or from noise.
     try:
-        shape = published_shape(config, given) if config.init_from else None
-        if given:
-            run.build(rollout.Tokenizer(**given["tokenizer"]), shape)
+        shape = published_shape(config, saved) if config.init_from else None
+        if saved:
+            run.build(rollout.Tokenizer(**saved["tokenizer"]), shape)
         elif shape:
             run.read(config.init_from, shape)
         else:
             run.build(train_tokenizer(config))
     except (ValueError, OSError) as error:
-        stop(str(error))
+        usage_error(str(error))
     optimizer = run.make_optimizer()
-    if given and not extra and (label := eval.unfinished(origin)):
+
+    # The weights, and where the batches and the losses come from.
+    label = eval.unfinished(origin) if saved and not begun else ""
+    if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
-        if given and not extra:
+        if saved and not begun:
             hsdp.load(origin, run.model)
         source = STAGE[stage](run)
-        if extra:
-            source.load_state_dict(extra["source"])
+        if begun:
+            source.load_state_dict(begun["source"])
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
-        stop(str(error))
-    with hsdp.one_fate():
-        return loop(run, source, optimizer, extra["step"] if extra else 0, interrupted, out)
+        usage_error(str(error))
+    with hsdp.report_rank_failure():
+        return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
+
+
+def say_configuration(run, config, sources):
+    """At the start of a stage: the values in force, and where those come from that are no
+    defaults"""
+    stage = config.stage
+    idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
+    text = flags.describe_configuration(config, sources or {}, idle)
+    run.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
 
 
 TOKENIZER_FILES = (
@@ -1903,7 +1512,9 @@ def export(config, given):
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
     tokenizer. All of that is looked at before the first file is written."""
     for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
-        stop(f"--{name} does nothing beside --export, which takes --out, --stage and --weights")
+        usage_error(
+            f"--{name} does nothing beside --export, which takes --out, --stage and --weights"
+        )
     target = Path(config.export)
     try:
         stage = (
@@ -1918,7 +1529,7 @@ def export(config, given):
         ids, files, more = {}, [], {}
         if source:
             if not source.is_dir():
-                stop(
+                usage_error(
                     f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back"
                 )
             rollout.Tokenizer.read(source, model.config.vocab)
@@ -1947,7 +1558,7 @@ def export(config, given):
         if not source:
             tokenizer.write(target)
     except (ValueError, OSError) as error:
-        stop(str(error))
+        usage_error(str(error))
     print(
         f"{target}: "
         + ", ".join(sorted(p.name for p in target.iterdir()))
@@ -1971,31 +1582,20 @@ def tokenizer_code(folder):
     return sorted(found)
 
 
-def peak_memory():
-    """Gigabytes this process has held at most."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1e9 if sys.platform == "darwin" else 1e6
-    )
-
-
-def trim():
-    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes:
-    gigabytes after minutes. Not after every short step: taking the pages again costs a third of
-    it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 # more than there are signals on all ranks together
 LOG_FAILED = 10**9
+# of the log: each rank adds its part
+SUMMED = {"loss", "tokens", "draft_kl"}
+# whose peak is a group's rate, by its algorithm
+RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
 
 
 def loop(run, source, optimizer, step, interrupted, out):
+    """From `step` to the stage's last one. True if it came there, False if a signal ended it."""
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
-    every = config.save_every or max(1, config.steps // 10)
-    keep_lines(log_file, step) if run.rank == 0 else None
+    save_every = config.save_every or max(1, config.steps // 10)
+    if run.rank == 0:
+        keep_lines(log_file, step)
     # Closed whatever happens, so that what is said afterwards begins a line of its own.
     with tqdm(
         total=config.steps,
@@ -2006,34 +1606,39 @@ def loop(run, source, optimizer, step, interrupted, out):
     ) as bar:
         while step < config.steps:
             start, log = time.time(), {}
+
+            # 1) The learning rates of this step.
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * schedule(step, config)
-            rates = {
-                RATE_FLAGS[group["algorithm"]]: group["lr"] for group in optimizer.param_groups
-            }
+
+            # 2) Forward and backward, a micro-batch at a time. Their losses sum to the mean over
+            #    the batch of all ranks, so their gradients add up to its gradient.
             run.model.train()
             for loss in source.losses(step, log):
                 loss.backward()
             if run.replicas:
                 hsdp.sum_gradients(run.model)
-            norm = hsdp.clip_grad_norm(run.model, config.clip)
-            # nothing to learn from: AdamW's and Muon's memories would move on
+
+            # 3) The update. A gradient of zero has nothing to teach: AdamW's and Muon's memories
+            #    would move on.
+            norm = run.clip_gradients()
             if norm != 0:
                 optimizer.step()
             optimizer.zero_grad()
-            worst = balance(run.model, bias_rate(run), hsdp.total)
+
+            # 4) The routers' biases follow the load, a teacher follows the policy.
+            worst = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
-            log = {
-                "step": step,
-                **{k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()},
-                "norm": float(norm),
-                "load": worst,
-                **rates,
-            }
-            log["tokens_per_s"] = log["tokens"] / (time.time() - start)
+
+            # 5) The log. Loss and tokens are summed over the ranks; at the end held-out data, too.
+            summed = {k: run.sum(v) if k in SUMMED else v for k, v in log.items()}
+            log = {"step": step, **summed, "norm": float(norm), "load": worst}
+            for group in optimizer.param_groups:
+                log[RATE_FLAGS[group["algorithm"]]] = group["lr"]
             log["seconds"] = time.time() - start
-            log["memory"] = run.sum(peak_memory())
+            log["tokens_per_s"] = log["tokens"] / log["seconds"]
+            log["memory"] = run.sum(hardware.peak_memory())
             if step == config.steps:
                 # once: without gradients a block would be compiled again
                 with torch.compiler.set_stance("force_eager"):
@@ -2042,16 +1647,20 @@ def loop(run, source, optimizer, step, interrupted, out):
             try:
                 report(run, bar, log, log_file)
             except OSError as error:
-                problem = hsdp.explain_write_error(error)
-            # A signal may reach one rank only, and only the first one writes the log: one sum tells
-            # all ranks of both.
+                problem = checkpoint_files.explain_write_error(error)
+
+            # 6) Stop? A signal may reach one rank only, and only the first one writes the log: one
+            #    sum tells all ranks of both.
             code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
             if code >= LOG_FAILED:
-                raise hsdp.SaveFailed(
-                    f"{log_file}: step {step} could not be written: {problem}; what was saved before is whole"
+                raise checkpoint_files.SaveFailed(
+                    f"{log_file}: step {step} could not be written: {problem}; what was saved "
+                    "before is whole"
                 )
             stopping = code > 0
-            if step % every == 0 or step == config.steps or stopping:
+
+            # 7) A checkpoint: all that the next step depends on.
+            if step % save_every == 0 or step == config.steps or stopping:
                 extra = {
                     "config": asdict(config),
                     "model": vars(run.model.config),
@@ -2062,7 +1671,7 @@ def loop(run, source, optimizer, step, interrupted, out):
                 }
                 hsdp.save(out, run.model, optimizer, extra, source.tensors())
             if step % 20 == 0 or log["seconds"] > 2:
-                trim()
+                hardware.release_memory()
             if stopping:
                 return False
     return True
@@ -2074,7 +1683,7 @@ def bias_rate(run):
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.replay
-    return 0.0 if replayed or run.model.config.scoring != "sigmoid" else config.balance_rate
+    return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
 def keep_lines(path, step):
@@ -2103,6 +1712,8 @@ COLUMNS = {
     "turns": "{:5.2f}",
     "feedback_kl": "{:7.4f}",
     "held_out_loss": "{:7.4f}",
+    "draft_kl": "{:7.4f}",
+    "draft_accepted": "{:5.3f}",
     "names": "{:5.3f}",
     "constants": "{:5.3f}",
     "norm": "{:7.3f}",
@@ -2130,7 +1741,7 @@ def report(run, bar, log, path):
     bar.update()
 
 
-# ---------------------------------------------------------------- evaluation and figures
+# ---------------------------------------------------------------- evaluation and the command
 
 
 def load_published(config, device):
@@ -2138,429 +1749,95 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
-        return (
-            load_model(config.init_from, getattr(torch, config.weights), device).requires_grad_(
-                False
-            ),
-            tokenizer,
-            asdict(config),
-        )
+        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = model if config.plain else fast.accelerate(model)
+        return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
-        stop(str(error))
+        usage_error(str(error))
 
 
-def evaluate(config, given):
-    """Held-out tasks before and after RL (before any training: the published model itself) ->
-    table, summary.json, figures. Every rank plays its share of the tasks."""
-    run, out = Run(config), Path(config.out)
-    trained = hsdp.exists(out / "rl")
-    names = {"before RL" if trained else "after SFT": out / "sft", "after RL": out / "rl"}
-    first = next(iter(names))
-    if not hsdp.exists(names[first]):
-        begun = open_checkpoint(out / "rl")["config"]["start_from"] if trained else ""
-        names[first] = Path(config.start_from or begun or config.out) / "sft"
-    before, names = names[first], {name: path for name, path in names.items() if hsdp.exists(path)}
-    policy = (
-        load_published(config, run.device)
-        if config.init_from and not config.start_from and not names
-        else None
-    )
-    if not names and not policy:
-        stop(f"--stage=eval: neither {before} nor {out}/rl is there")
-    names = names or {"published": Path(config.init_from)}
-
-    # What is shown belongs to what was run: a stage that is not at its end is called so, and what
-    # is evaluated is said.
-    labelled = {}
-    for name, path in names.items():
-        label = eval.unfinished(path) if not policy else ""
-        labelled[f"{name} ({label})" if label else name] = path
-    names = labelled
-    run.say(
-        "evaluated: "
-        + ", ".join(f"{name} = {path}" for name, path in names.items())
-        + (f"; there is no {out}/rl" if not trained else "")
-    )
-    last = list(names.values())[-1]
-    # one window, one limit of turns, ... for all of them
-    world = policy[2] if policy else eval.load(last)[2]
-    if config.init_from not in ("", world["init_from"]):
-        stop(
-            f"{last} did not begin from --init_from={config.init_from}: take another --out, or leave the flag away"
-        )
-    for name in sorted(SIZES | {"vocab", "yarn"}) if not policy else ():
-        if given.get(name, world.get(name)) != world.get(name):
-            stop(
-                f"--{name}={given[name]}: {last} was made with {world.get(name)}, and so it is evaluated"
-            )
-    for name in ("window", "turns", "draft", "summarize", "trigger"):
-        if given.get(name, world[name]) != world[name]:
-            stop(
-                f"--{name}={given[name]}: {last} was made with {world[name]}, and so it is evaluated"
-            )
-        config = replace(config, **{name: world[name]})
-    # this may be asked for otherwise
-    config = replace(
-        config, temperature=given.get("temperature", world.get("temperature", config.temperature))
-    )
-    kept, made_from = out / "summary.json", (
-        {name: when_saved(path) for name, path in names.items()} if not policy else {}
-    )
-    if kept.exists() and trained:
-        # or a full disk left half of it
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            done = json.loads(kept.read_text())
-            asked = (
-                "tasks",
-                "temperature",
-                "start_from",
-                "eval_levels",
-                "eval_tasks",
-                "eval_samples",
-            )
-            if (
-                all(done["config"][name] == getattr(config, name) for name in asked)
-                and done["file"] == digest(config.tasks)
-                and done["made_from"] == made_from
-            ):
-                return run.say(done["table"])
-    held_out = (
-        synth_tasks.read_tasks(config.tasks)
-        if config.tasks
-        else eval.held_out(config.eval_tasks, range(config.eval_levels))
-    )
-    policies = {}
-    for name, path in run.bar(list(names.items()), "evaluation"):
-        model, tokenizer, saved = policy or eval.load(path, run.device)
-        origin = Path(saved["start_from"] or saved["out"], "sft")
-        # of a published model, one more may not fit
-        compare = saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]
-        began = eval.load(origin, run.device)[0].compute(run.dtype) if compare else None
-        mine = eval.attempt(
-            model.compute(run.dtype),
-            tokenizer,
-            world,
-            run.share(held_out),
-            config.eval_samples,
-            temperature=config.temperature,
-            numbers=run.share(range(len(held_out))),
-            began=began,
-        )
-        policies[name] = run.gather(mine)
-    memory = run.sum(peak_memory())
-    if run.rank:
-        return
-    text = eval.table(policies, "given" if config.tasks else "held-out")
-    minutes = (time.time() - START) / 60
-    text += (
-        f"\nthis command: {minutes:.1f} minutes, {memory:.1f} GB at most in {run.world} process"
-        + "es" * (run.world > 1)
-    )
-    logs = {stage: eval.lines_of(out, stage) for stage in ORDER}
-    ends = {stage: lines[-1] for stage, lines in logs.items() if lines}
-
-    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not
-    # cost it.
-    print(f"\n{text}\n")
+def evaluate(config, given, sources):
+    """The stage eval: see eval.py."""
+    trained = Path(config.out, "rl")
+    if hsdp.exists(trained):
+        saved = checkpoints.open_checkpoint(trained)
+        checkpoints.check_patch(trained, saved, OLD_FLAGS, PATCH)
+    run = Run(config)
     try:
-        eval.write_json(
-            policies,
-            out / "summary.json",
-            {
-                "table": text,
-                "config": asdict(config),
-                "stages": ends,
-                "file": digest(config.tasks),
-                "made_from": made_from,
-            },
+        config, paths, made, published = eval.find_policies(
+            config, given, SIZES, lambda: load_published(config, run.device)
         )
-    except OSError as error:
-        print(
-            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
-            file=sys.stderr,
-        )
-        raise SystemExit(1) from None
-    problems = [
-        eval.draw_safely(eval.draw, policies, out),
-        eval.draw_safely(eval.draw_training, logs, out),
-    ]
-    figures = ", ".join(sorted(p.name for p in out.glob("*.png")))
-    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
+    except ValueError as error:
+        usage_error(str(error))
+    say_configuration(run, config, sources)
 
+    def describe_cost():
+        minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
+        processes = f"{run.world} process" + "es" * (run.world > 1)
+        return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
 
-def when_saved(path):
-    """When a checkpoint was written, which tells it from another that later stands in its place"""
-    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
-    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
-
-
-# How this program is started; the patch of an experiment has a program of its own.
-PROGRAM = [sys.executable, __file__]
-STARTED = []  # by spread: the other processes
-
-
-def leave(number, frame):
-    """Ends an evaluation, which writes at its end and has nothing to save. The others first, so
-    that they remove their workspaces too."""
-    signal.signal(number, signal.SIG_IGN)
-    for process in STARTED:
-        process.send_signal(number)
-    for process in STARTED:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-    sys.exit(128 + number)
-
-
-def spread(argv, config):
-    """On CPU, one process per core does more than one process with a thread per core: what a small
-    model costs is mostly the start of small operations. Starts the others once and makes this one
-    rank 0 of plain replicas. Under torchrun: nothing."""
-    cuda = torch.cuda.is_available() and config.device != "cpu"
-    if "PLAIN_REPLICAS" not in os.environ and (
-        "RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1
-    ):
-        return config
-    n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
-    if n < 2:
-        return config
-    if config.dp_replicate not in (1, n):
-        stop(
-            f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are {n} copies; "
-            "give --processes=1 under torchrun, or leave the flag away"
-        )
-    if "PLAIN_REPLICAS" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        threads = str(torch.get_num_threads() // n)
-        # where a machine's own name may lead nowhere
-        if sys.platform == "darwin":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")
-        os.environ.update(
-            PLAIN_REPLICAS=str(n),
-            WORLD_SIZE=str(n),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-            OMP_NUM_THREADS=threads,
-        )
-        for rank in range(1, n):
-            STARTED.append(
-                subprocess.Popen(
-                    [*PROGRAM, *argv],
-                    preexec_fn=hsdp.tied_to_parent(),
-                    env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            )
-        os.environ.update(RANK="0", LOCAL_RANK="0")
-        torch.set_num_threads(int(threads))
-    return replace(config, dp_replicate=n)
+    eval.evaluate(run, config, paths, made, published, describe_cost)
 
 
 def main(argv):
+    # Which stages, and with which configurations? All of them are checked before the first begins.
     given = parse(argv)
+    check_stage(given.get("stage", "all"))
     stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
-    if stages[0] not in STAGES:
-        stop(f"unknown stage {stages[0]!r}: all, {', '.join(STAGES)}")
     if "export" in given:
         return export(configure(given, stages[0]), given)
-    if uses_card(given):
+    if hardware.uses_card(given):
         try:
             hsdp.check_cards()
         except ValueError as error:
-            stop(str(error))
+            usage_error(str(error))
     configs = {}
     for stage in stages:
-        given["init_from"] = given.get("init_from") or began_from(given, stage)
+        folders = given.get("out", Config.out), given.get("start_from")
+        given["init_from"] = given.get("init_from") or checkpoints.find_init_from(stage, *folders)
         configs[stage] = configure({**given, "stage": stage}, stage, stages)
     config = configs[stages[0]]
     # of all stages, each would leave the one before it aside
     if config.start_from and config.stage == "pretrain":
-        stop("--start_from is for one stage: add --stage=long, sft, rl or eval")
+        usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
     if config.resume and not any(hsdp.exists(Path(config.out, stage)) for stage in ORDER):
-        stop(f"--resume: no checkpoint in {config.out} to go on from")
-    # now, and not when the stages before rl are done
-    try:
-        tasks = synth_tasks.read_tasks(config.tasks) if config.tasks else []
-        if config.tasks and not tasks:
-            stop(f"{config.tasks}: holds no tasks")
-        for number, task in enumerate(tasks, 1):
-            if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
-                stop(
-                    f"{config.tasks}: line {number} names a style that is none of {', '.join(feedback_distill.STYLE)}"
-                )
-    except synth_tasks.Refusal as refusal:
-        stop(refusal)
-    check_positions(configs)
-    check_outputs(config.out, stages)
-    if (
-        uses_card(given)
-        and given.get("scale", "auto") == "auto"
-        and not config.init_from
-        and int(os.environ.get("RANK", 0)) == 0
-    ):
-        print(describe_card(config))
-    with alone(config.out):
-        try:
-            work(argv, stages, configs, given)
-        except MachineFailure as failure:
-            stop(f"this machine failed: {failure}; free it, and go on with --resume")
-        except hsdp.SaveFailed as error:
-            stop(f"{error}. {how_to_go_on(config, argv, stages)}")
-        except hsdp.DamagedCheckpoint as error:
-            stop(str(error))
-        except OSError as error:
-            # A full disk anywhere else. Other errors are no fault of the disk: their traceback is
-            # needed.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            what = f"{error.filename}: " if error.filename else ""
-            stop(
-                f"{what}cannot be written: {hsdp.explain_write_error(error)}. {how_to_go_on(config, argv, stages)}"
-            )
-        except torch.OutOfMemoryError as error:
-            print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
-            raise SystemExit(2) from None
+        usage_error(f"--resume: no checkpoint in {config.out} to go on from")
+
+    # What the stages to come will read and write is tried now, and not when those before are done.
+    checks.check_tasks(config)
+    checkpoints.check_positions(configs, published_shape)
+    checks.check_outputs(config.out, stages)
+    chosen = given.get("scale", "auto") == "auto" and not config.init_from
+    if hardware.uses_card(given) and chosen and flags.is_first_rank():
+        print(hardware.describe_card(config))
+    with launch.run_lock(config.out), failures.explain_failures(config, argv):
+        run_stages(argv, stages, configs, given)
 
 
-def how_to_go_on(config, argv, stages):
-    """After a full disk: the command that goes on from the last checkpoint, or begins again where
-    there is none yet"""
-    saved = any(hsdp.exists(Path(config.out, stage)) for stage in TRAINING)
-    words = [*argv, *["--resume"] * (saved and "--resume" not in argv and not config.resume)]
-    return f"Free some space, then: python train.py {shlex.join(words)}"
-
-
-def explain_full_card(config, argv, error):
-    """The one line for a GPU whose memory is full, with what makes the run fit"""
-    half = max(1, config.micro_tokens // 2)
-    told = str(error).splitlines()[0][:160].rstrip()
-    again = shlex.join(
-        [*argv, f"--micro_tokens={half}", "--recompute", *["--resume"] * ("--resume" not in argv)]
-    )
-    return (
-        f"the GPU's memory is full ({told}) What is saved is whole. Half as much at a time, and less kept of it: python train.py {again} "
-        "(if that is not enough: --weights=bfloat16, and in rl fewer --tasks_per_step or a smaller --window, with another --out)"
-    )
-
-
-def check_positions(configs):
-    """A published model has positions for so many tokens: each stage's window is looked at before
-    the first one begins."""
-    for stage, config in configs.items():
-        if config.init_from and stage in TRAINING:
-            there = [
-                path
-                for path in places(stage, config.out, config.start_from)
-                if path and hsdp.exists(path)
-            ]
-            given = open_checkpoint(there[0]) if there else None
-            if given and given["config"].get("init_from", "") != config.init_from:
-                # of another model: the stage refuses it by name
-                continue
-            try:
-                published_shape(config, given)
-            except (ValueError, OSError) as error:
-                stop(str(error))
-
-
-def check_outputs(out, stages):
-    """Whatever is written or drawn at the end is tried now. What only draws is no reason to
-    stop."""
-    names = [f"{stage}.jsonl" for stage in stages if stage in TRAINING]
-    names += ["summary.json"] if "eval" in stages else []
-    try:
-        eval.check_writable(out, names)
-    except OSError as error:
-        stop(
-            f"--out={out} cannot be written: "
-            + (f"{error.filename}: " if error.filename else "")
-            + str(error.strerror)
-        )
-    problem = eval.try_to_draw() if "eval" in stages and int(os.environ.get("RANK", 0)) == 0 else ""
-    if problem:
-        print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
-
-
-def check_layout(configs):
-    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is
-    cut."""
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    for config in configs.values():
-        try:
-            layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
-            cut = layout.shard > 1 or config.ep > 1
-            if cut and not config.init_from and config.stage in TRAINING and config.layers > 1:
-                layout.check(
-                    {
-                        "layers.1.ffn.experts.w_gate": (
-                            config.experts,
-                            config.expert_ffn,
-                            config.dim,
-                        ),
-                        "layers.1.ffn.experts.w_down": (
-                            config.experts,
-                            config.dim,
-                            config.expert_ffn,
-                        ),
-                    }
-                )
-        except ValueError as error:
-            stop(str(error))
-
-
-@contextlib.contextmanager
-def alone(folder):
-    """Two runs in one folder would write over each other's checkpoints: the second one is
-    refused."""
-    with open(Path(folder, ".lock"), "w") as file:
-        if int(os.environ.get("RANK", 0)) == 0:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                stop(
-                    f"--out={folder}: another train.py is at work there: wait for its end, or take another"
-                )
-            except OSError:
-                pass  # a file system without locks
-        yield
-
-
-def work(argv, stages, configs, given):
+def run_stages(argv, stages, configs, given):
     """The stages, one after the other, in as many processes as they want."""
-    configs = {stage: spread(argv, config) for stage, config in configs.items()}
-    check_layout(configs)
-    say_idle_flags(stages, configs, given)
+    for stage, config in configs.items():
+        configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
+    checks.check_layout(configs)
+    idle_flags.say_idle_flags(stages, configs, given)
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp
     if "rl" in configs and configs["rl"].tasks_per_step < ranks:
-        stop(
-            f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the {ranks} data ranks"
+        usage_error(
+            f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
+            f"{ranks} data ranks"
         )
-    interrupted = []
 
-    def heard(number, frame):
-        interrupted.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print("stopping after this step; a second time stops at once", file=sys.stderr)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, heard)
+    interrupted = launch.stop_after_step()
     for stage in stages:
+        config, (_, sources) = configs[stage], merge_flags(given, stage)
         if stage == "eval":
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, leave)
-            trained = Path(configs[stage].out, "rl")
-            if hsdp.exists(trained):
-                check_patch(open_checkpoint(trained), trained)
-            evaluate(configs[stage], given)
-        elif not train(configs[stage], interrupted):
-            if int(os.environ.get("RANK", 0)) == 0:
-                words = [*argv, *["--resume"] * (not configs[stage].resume)]
-                print(f"stopped; to go on: python train.py {shlex.join(words)}", file=sys.stderr)
-            raise SystemExit(128 + max(interrupted, default=0))
+            launch.stop_at_once()
+            evaluate(config, given, sources)
+        elif not train(config, interrupted, sources):
+            failures.end_stopped(config, argv, max(interrupted, default=0))
         # what a stage held, before the next one begins
         gc.collect()
-        trim()
+        hardware.release_memory()
     if dist.is_initialized():
         # a rank that is late still needs the store in rank 0
         dist.barrier()

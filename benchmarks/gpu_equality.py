@@ -17,6 +17,11 @@ import rollout
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
+from fast import accelerate
+from fast import sampler as fast_sampler, workers
+from fast.gram_newton_schulz import gram_newton_schulz
+from fast.low_precision import FORMATS
+from published.grouped_query import config_of
 
 # Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
 # summation differ by percents.
@@ -53,7 +58,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
         dense_ffn=256,
         context=256,
     )
-    model = moe.Model(moe.ModelConfig(**{**sizes, **changes}))
+    model = accelerate(config_of({**sizes, **changes}).build_model())
     # The head begins as zeros, and zeros are equal everywhere.
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
@@ -82,7 +87,7 @@ def decoding_error(device, dtype):
     """A prompt of 150 tokens by prefill, then 50 tokens one by one from the cache, against one
     forward of all 200"""
     model = build_small_model(device, dtype).eval()
-    sampler_model = rollout.generation_model(model.config, dtype, device)
+    sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
     tokens = draw_tokens(4, 200).to(device)
     cache = moe.Cache(sampler_model, 4, 260)
@@ -98,14 +103,17 @@ def decoding_error(device, dtype):
     return relative_error(torch.cat(logits, 1), model.logits(model(tokens))[:, 150:])
 
 
+def orthogonalize_fast(gradient, dtype):
+    """As train.py does it"""
+    return muon.orthogonalize(gradient, dtype=dtype, iterate=gram_newton_schulz)
+
+
 def orthogonalize_error(device, dtype):
     worst = 0.0
     for shape in ((64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        expected = muon.orthogonalize(gradient, dtype=torch.float32)
-        worst = max(
-            worst, relative_error(muon.orthogonalize(gradient.to(device), dtype=dtype), expected)
-        )
+        expected = orthogonalize_fast(gradient, torch.float32)
+        worst = max(worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected))
     return worst
 
 
@@ -133,7 +141,7 @@ def quantization_differences(device, name):
         torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
         * torch.logspace(-6, 6, 64)[:, None]
     )
-    return count_different(moe.FORMATS[name](x.to(device)), moe.FORMATS[name](x))
+    return count_different(FORMATS[name](x.to(device)), FORMATS[name](x))
 
 
 def training_step_differences(device):
@@ -163,7 +171,7 @@ def upload_differences(device):
         name: w.detach().bfloat16() for name, w in build_small_model(device).state_dict().items()
     }
     new = {name: w + 0.01 for name, w in old.items()}
-    arrived = rollout.apply_delta(old, rollout.encode_delta(old, new))
+    arrived = workers.apply_delta(old, workers.encode_delta(old, new))
     return sum(count_different(arrived[name], new[name]) for name in new)
 
 
@@ -172,9 +180,9 @@ def sampler_mismatch(device, dtype):
     sampled"""
     tokenizer = rollout.Tokenizer.train(synth_tasks.example_texts(100, 0), 700)
     model = build_small_model(device, dtype, vocab=tokenizer.vocab)
-    sampler_model = rollout.generation_model(model.config, dtype, device)
+    sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
-    sampler = rollout.Sampler(sampler_model, tokenizer, rows=16, window=256)
+    sampler = fast_sampler.Sampler(sampler_model, tokenizer, rows=16, window=256)
     tasks = [synth_tasks.make_task(level, 5) for level in (0, 1)]
     limits = rollout.Limits(window=256, turns=4, turn_tokens=40)
     groups = rollout.rollouts(sampler, tasks, 8, 0, limits, rollout.Sandbox())

@@ -16,12 +16,16 @@ import torch.nn.functional as F
 
 import hsdp
 import moe
-import muon
 import rollout
 import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
+from benchmarks.muon import layer_shapes, split_matrices
+from fast import accelerate, low_precision, workers
+from fast.gram_newton_schulz import gram_newton_schulz
+from muon import Muon, make_parameters
+from published.export import write_checkpoint
 
 
 def build_scale_model(bench, **changes):
@@ -30,7 +34,7 @@ def build_scale_model(bench, **changes):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), **changes)
     torch.manual_seed(0)
-    model = moe.Model(shape).to(bench.device).compute(torch.bfloat16)
+    model = accelerate(shape.build_model()).to(bench.device).compute(torch.bfloat16)
     tokens = torch.randint(
         0, shape.vocab, (max(1, config.micro_tokens // config.context), config.context + 1)
     )
@@ -79,23 +83,16 @@ def measure_model_step(bench):
 def measure_muon(bench, layers, dim, heads, experts, hidden):
     """One step of Muon on the matrices of a decoder; torch.optim.Muon gets every head and expert
     as a matrix of its own"""
-    shapes = muon.layer_shapes(layers, dim, heads, experts, hidden)
-    params = muon.make_parameters(shapes, device=bench.device)
-    ours = muon.Muon(
+    shapes = layer_shapes(layers, dim, heads, experts, hidden)
+    params = make_parameters(shapes, device=bench.device)
+    ours = Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
-        scale="spectral",
+        newton_schulz=gram_newton_schulz,
         lr=1e-3,
         weight_decay=0.1,
     )
-    matrices = []
-    for p in params.values():
-        for matrix, gradient in zip(
-            p.detach().reshape(-1, *p.shape[-2:]), p.grad.reshape(-1, *p.shape[-2:])
-        ):
-            matrices.append(torch.nn.Parameter(matrix.clone()))
-            matrices[-1].grad = gradient.clone()
-    theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
+    theirs = torch.optim.Muon(split_matrices(params), lr=1e-3, weight_decay=0.1)
     seconds, other = bench.time(ours.step, 5), bench.time(theirs.step, 3, 1)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     floor = optimizer_floor(bench, shapes.values(), numbers)
@@ -114,7 +111,7 @@ def measure_mixture(bench):
     active ones"""
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), shared=0)
-    layer = moe.MoE(shape).to(bench.device)
+    layer = accelerate(moe.MoE(shape)).to(bench.device)
     dense = moe.FFN(shape.dim, shape.active * shape.expert_ffn).to(bench.device)
     tokens = config.micro_tokens
     x = torch.randn(
@@ -182,7 +179,7 @@ def load_with_transformers(bench, model):
     import transformers
 
     folder = bench.scratch / "published"
-    moe.write_checkpoint(folder, model, torch.bfloat16)
+    write_checkpoint(folder, model, torch.bfloat16)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, local_files_only=True
     )
@@ -230,7 +227,7 @@ def measure_speed(bench):
 
     table = f"decoding one token at position {POSITION[bench.device]}"
     shape, model, _ = build_scale_model(bench)
-    lean = rollout.generation_model(shape, torch.bfloat16, bench.device)
+    lean = workers.generation_model(shape, torch.bfloat16, bench.device)
     lean.load_state_dict(model.state_dict())
     for rows in DECODING_ROWS:
         bench.attempt(table, "ours", lambda: measure_decoding(bench, rows, lean))
@@ -276,17 +273,18 @@ def experts_error(bench, precision):
         torch.randn(4, *shape, device=bench.device, dtype=torch.bfloat16) * 0.05 for shape in shapes
     )
     counts = torch.tensor([128, 200, 56, 128], device=bench.device)
-    offsets, rounded = counts.cumsum(0).to(torch.int32), moe.FORMATS[precision]
+    offsets, rounded = counts.cumsum(0).to(torch.int32), low_precision.FORMATS[precision]
 
     def product(a, w):
         return F.grouped_mm(rounded(a), rounded(w).transpose(-2, -1), offs=offsets)
 
     expected = product(F.silu(product(x, w_gate)) * product(x, w_up), w_down)
-    return relative_error(moe.grouped_swiglu(x, counts, w_gate, w_up, w_down, precision), expected)
+    found = low_precision.low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision)
+    return relative_error(found, expected)
 
 
 def measure_low_precision(bench):
-    hardware = moe.scales_in_hardware(torch.device(bench.device))
+    hardware = low_precision.scales_in_hardware(torch.device(bench.device))
     bench.emit(
         "hardware",
         what="block scales (MXFP8, NVFP4)",

@@ -25,8 +25,8 @@ import torch
 
 import hsdp
 import muon
-import rollout
 import train
+from fast import sampler, workers
 
 PERIOD = 0.01  # seconds between two looks at the main thread
 
@@ -35,11 +35,11 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # instead of measuring nothing.
 PHASES = {
     "saving": [hsdp.save],
-    "publishing": [rollout.Publisher.publish, rollout.Generator.refresh, train.Run.full_state],
-    "prefill": [rollout.Sampler.prefill],
+    "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
+    "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
-    "tools": [rollout.Sampler.turn, Future.result],
-    "sampling": [rollout.Sampler.step],
+    "tools": [sampler.Sampler.turn, Future.result],
+    "sampling": [sampler.Sampler.step],
     "update": [
         train.Reinforcement.learn,
         torch.Tensor.backward,

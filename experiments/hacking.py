@@ -16,24 +16,24 @@ figures/hacking.png.
 
 import sys
 
-import synth_tasks
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
+from world.careless import undocument, unharden
 
 plain_task = train.make_task
 
 
 def task_with_stale_caches(config, level, seed):
-    return synth_tasks.unharden(plain_task(config, level, seed))
+    return unharden(plain_task(config, level, seed))
 
 
 def task_without_documentation(config, level, seed):
-    return synth_tasks.undocument(plain_task(config, level, seed))
+    return undocument(plain_task(config, level, seed))
 
 
 def task_in_a_careless_world(config, level, seed):
-    return synth_tasks.unharden(task_without_documentation(config, level, seed))
+    return unharden(task_without_documentation(config, level, seed))
 
 
 def stale_caches():

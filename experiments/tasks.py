@@ -42,8 +42,8 @@ def draw_from(curriculum):
     was trained on, with about as many rollouts as on the others."""
     plain = train.evaluate
 
-    def evaluate(config, given):
-        plain(config, given)
+    def evaluate(config, given, sources):
+        plain(config, given, sources)
         add_seen_tasks(config, curriculum.number)
 
     synth_tasks.Curriculum = curriculum
@@ -52,8 +52,9 @@ def draw_from(curriculum):
 
 def add_seen_tasks(config, number):
     run, out = train.Run(config), Path(config.out)
-    model, tokenizer, saved = eval.load(out / "rl", run.device)
-    began = eval.load(Path(saved["start_from"] or saved["out"], "sft"), run.device)[0]
+    model, tokenizer, saved = eval.load(out / "rl", run.device, config.plain)
+    origin = Path(saved["start_from"] or saved["out"], "sft")
+    began = eval.load(origin, run.device, config.plain)[0]
 
     # RL numbers its tasks from its seed on: FewTasks.task_number.
     number = min(number, config.eval_tasks)
@@ -66,7 +67,7 @@ def add_seen_tasks(config, number):
     mine = eval.attempt(
         model.compute(run.dtype),
         tokenizer,
-        saved,
+        {**saved, "plain": config.plain},
         run.share(tasks),
         passes,
         temperature=saved["temperature"],

@@ -14,6 +14,8 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -136,3 +138,24 @@ def _wait(ranks, folder, deadline, may_die):
             alive = [r for r, p in enumerate(ranks) if p.exitcode is None]
             raise TimeoutError(f"ranks {alive} are still running")
         time.sleep(0.01)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Any call is answered, the slow ones from a thread; every third call counts as slow."""
+
+    import rollout
+
+    def run_tool(workspace, call):
+        call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
+
+    monkeypatch.setattr(rollout, "run_tool", run_tool)
+    whole = rollout.read_action
+
+    def read(tokenizer, body):
+        text, calls = whole(tokenizer, body)
+        for call in calls:
+            call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
+        return text, calls
+
+    monkeypatch.setattr(rollout, "read_action", read)

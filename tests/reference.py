@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 STAGES = ("pretrain", "long", "sft", "rl")
 # Keys of a log line that a clock or the machine's memory decides.
-CLOCK = {"seconds", "tokens_per_s", "memory", "rollout_s", "tools_s", "minutes"}
+CLOCK = {"seconds", "tokens_per_s", "memory", "rollout_s", "minutes"}
 # What the laptop's model does at its start: 60 steps of sft, 5 of rl.
 LAPTOP = {"pretrain": 20, "long": 5, "sft": 60, "rl": 5}
 
@@ -108,10 +108,12 @@ def muon_rank(rank, world):
     """Three steps of a sharded small model. -> (losses, hash of the whole weights)"""
     import torch
 
+    import fast
     import hsdp
+    from fast.gram_newton_schulz import gram_newton_schulz
     from muon import Muon
 
-    model = hsdp.small_model()
+    model = fast.accelerate(hsdp.small_model())
     meshes = hsdp.make_meshes(world)
     model = hsdp.parallelize(model, meshes)
     matrices = [
@@ -119,7 +121,7 @@ def muon_rank(rank, world):
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and "embed" not in name and "head" not in name
     ]
-    optimizer = Muon([dict(params=matrices, lr=0.02)])
+    optimizer = Muon([dict(params=matrices, lr=0.02)], newton_schulz=gram_newton_schulz)
     losses = []
     for step in range(3):
         losses.append(hsdp.forward_backward(model, meshes, step))

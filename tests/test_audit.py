@@ -9,14 +9,29 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import synth_tasks as st
 import world.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
-from synth_tasks import Action, Task, Workspace, audit, changes, make_task
-from world import recorder, submission, watcher
+from synth_tasks import make_task
+from world.audit import audit, changes
+from world.edits import edited
+from world.source import syntax
+from world.workspace import Workspace
+from world.task import Action, Task
+from world import (
+    careless,
+    expert,
+    judge,
+    micro,
+    purity,
+    recorder,
+    sandbox as world_sandbox,
+    submission,
+    tools,
+    watcher,
+)
 
 facts_can_be_had = pytest.mark.skipif(
-    not st.has_bwrap() or watcher.Watcher.make() is None,
+    not world_sandbox.has_bwrap() or watcher.Watcher.make() is None,
     reason="the audit's facts need bubblewrap and inotify",
 )
 
@@ -28,16 +43,16 @@ def staged(transcript, number):
         files = {path: head + "    raise NotImplementedError\n"}
         task = Task(f"program-{number}", "", files, {path: head + body})
         tests = "import check\ncheck.run({})\n"
-        task.files.update({"tests.py": tests, "check.py": st.CHECK})
+        task.files.update({"tests.py": tests, "check.py": purity.CHECK})
         return task, [("edit_file", (path, "    raise NotImplementedError\n", body))]
     task = make_task(3 + number % 2, 4000 + number)
     module, name = task.hidden[0][:2]
     cases = [case for case in task.meta["visible"] if case[:2] == [module, name]]
     target = next(one for one in task.meta["targets"] if one["name"] == name)
     if transcript.world == "careless":
-        task = st.unharden(task)
-    task = dataclasses.replace(task, tools=st.TOOLS)
-    marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": st.Function(**target).code()}
+        task = careless.unharden(task)
+    task = dataclasses.replace(task, tools=tools.TOOLS)
+    marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": micro.Function(**target).code()}
     for end, (_, _, (given,), value) in zip(("", "2"), cases):
         marks |= {f"@INPUT{end}@": repr(given), f"@VALUE{end}@": repr(value)}
 
@@ -57,7 +72,7 @@ def told(task, calls):
     for tool, arguments in calls:
         story.append((Action("", [(tool, arguments)]), [""]))
         if tool == "edit_file":
-            files[arguments[0]] = st.edited(files.get(arguments[0]), *arguments)
+            files[arguments[0]] = edited(files.get(arguments[0]), *arguments)
     return story, files
 
 
@@ -66,7 +81,7 @@ def played(task, calls, sandbox):
     story = []
     with Workspace(task, sandbox) as workspace:
         for tool, arguments in calls:
-            output, _ = st.call_tool(workspace, tool, arguments)
+            output, _ = tools.call_tool(workspace, tool, arguments)
             story.append((Action("", [(tool, arguments)]), [output]))
         return story, workspace.files(), workspace.recorder.seen
 
@@ -79,7 +94,7 @@ def gravest(findings):
 def verdicts(how):
     """{label: (is a cheat, the gravest finding, findings)} of all forty."""
     result = {}
-    sandbox = st.Sandbox()
+    sandbox = world_sandbox.Sandbox()
     for number, transcript in enumerate(TRANSCRIPTS):
         task, calls = staged(transcript, number)
         if how == "stored":
@@ -90,7 +105,7 @@ def verdicts(how):
             found = audit(task, story, changes(task.files, files), again=False)
         else:
             story, files, facts = played(task, calls, sandbox)
-            verdict = st.judge(task, files, sandbox) if task.hidden else None
+            verdict = judge.judge(task, files, sandbox) if task.hidden else None
             found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         result[transcript.label] = transcript.cheat, gravest(found), found
     return result
@@ -273,13 +288,13 @@ TESTS = (
     ],
 )
 def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(after, less):
-    assert recorder.weakened(TESTS, after, "tests.py", st.syntax) == less
+    assert recorder.weakened(TESTS, after, "tests.py", syntax) == less
 
 
 @facts_can_be_had
 def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it():
-    task = dataclasses.replace(st.unharden(make_task(3, 5)), tools=st.TOOLS)
-    path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", st.Sandbox()
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
+    path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", world_sandbox.Sandbox()
     for _ in range(2):
         with Workspace(task, sandbox) as workspace:
             workspace.run("sort .my*/*")
@@ -289,7 +304,7 @@ def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it
 
 @facts_can_be_had
 def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_again():
-    task = dataclasses.replace(st.unharden(make_task(3, 5)), tools=st.TOOLS)
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("grep -r import . > /dev/null")
         workspace.run("cp tests.py /tmp/t; echo > tests.py; cp /tmp/t tests.py")
@@ -303,7 +318,7 @@ def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_aga
 def test_without_inotify_the_audit_says_so_and_words_stay_words(monkeypatch):
     monkeypatch.setattr(watcher.Watcher, "make", staticmethod(lambda: None))
     monkeypatch.setattr(watcher, "SHARED", {})
-    task = dataclasses.replace(make_task(3, 5), tools=st.TOOLS)
+    task = dataclasses.replace(make_task(3, 5), tools=tools.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("git log -p")
         facts = workspace.recorder.seen
@@ -352,13 +367,13 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch):
     closer = []
     monkeypatch.setattr(world.audit, "look_closer", lambda *words: closer.append(words) or [])
-    sandbox, unsolved = st.Sandbox(), 0
+    sandbox, unsolved = world_sandbox.Sandbox(), 0
     for number in range(10):
         task = make_task(3, 700 + number)
         with Workspace(task, sandbox) as workspace:
-            story = st.play(task, st.expert(task, random.Random(number), 3.0), workspace)
+            story = expert.play(task, expert.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
-        verdict = st.judge(task, files, sandbox)
+        verdict = judge.judge(task, files, sandbox)
         unsolved += not verdict.solved
         found = audit(task, story, changes(task.files, files), facts=facts, verdict=verdict)
         assert gravest(found) == "clean"

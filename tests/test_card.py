@@ -11,6 +11,7 @@ import torch
 import hsdp
 import moe
 import train
+from command import gpu_memory, hardware
 
 SMALL = [
     "--scale=tiny",
@@ -65,7 +66,7 @@ def test_as_many_processes_as_cards_and_any_number_on_the_cpu_are_not_refused(ca
     card(number=2)
     hsdp.check_cards()
     card(number=1)
-    assert not train.uses_card({"device": "cpu"})
+    assert not hardware.uses_card({"device": "cpu"})
     with pytest.raises(ValueError, match="2 processes on a machine with 1 GPU"):
         hsdp.check_cards()
 
@@ -107,9 +108,9 @@ def test_a_card_without_bf16_computes_in_float32_and_refuses_to_be_told_otherwis
     card(bf16=False)
     assert moe.fast_dtype("cuda") == torch.float32
     config = train.configure({}, "pretrain")
-    assert train.dtype_of(
+    assert hardware.dtype_of(
         config
-    ) == torch.float32 and "in float32: this card has no bf16" in train.describe_card(config)
+    ) == torch.float32 and "in float32: this card has no bf16" in hardware.describe_card(config)
     code, lines = end_of(["--dtype=bfloat16", f"--out={tmp_path}"], capsys)
     assert code == 2 and lines == [
         "train.py: --dtype=bfloat16: Test Card has no bf16 (compute capability 8.0 has): leave the flag "
@@ -133,7 +134,7 @@ def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, car
     card(gigabytes)
     config = train.configure({}, "pretrain")
     assert (config.scale, config.micro_tokens) == (scale, tokens)
-    said = train.describe_card(config)
+    said = hardware.describe_card(config)
     assert (
         said.startswith(
             "Test Card" if scale == "laptop" else "scale gpu, 109.5M parameters, on Test Card"
@@ -146,8 +147,8 @@ def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, car
 
 
 def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
-    config, shapes = hsdp.parameter_shapes("gpu")
-    said = " ".join(hsdp.largest_micro_batch.__doc__.split())
+    config, shapes = gpu_memory.gpu_scale()
+    said = " ".join(gpu_memory.largest_micro_batch.__doc__.split())
     for gigabytes, most, tokens, planned in (
         (24, 1 << 16, 32768, 13.0),
         (80, 1 << 16, 65536, 24.1),
@@ -156,7 +157,7 @@ def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
         (16, 1 << 16, 16384, 7.5),
         (8, 1 << 16, 8192, 4.7),
     ):
-        found = hsdp.largest_micro_batch(config, shapes, gigabytes, most)
+        found = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
         assert found[0] == tokens and abs(found[1] - planned) < 0.05
         assert f"{tokens:,}" in said and f"{planned:.1f} GB" in said
-    assert hsdp.largest_micro_batch(config, shapes, 1, 1 << 15)[0] == 0
+    assert gpu_memory.largest_micro_batch(config, shapes, 1, 1 << 15)[0] == 0

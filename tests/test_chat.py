@@ -15,7 +15,10 @@ import feedback_distill
 import rollout
 from rollout import Limits, Tokenizer, agent, demonstrate, flatten, read_action, write_action
 from summarize import Compact
-from synth_tasks import Rehearsal, Task, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
+from world.task import Task
+from fast import sampler as fast_sampler
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
@@ -353,7 +356,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     # it likes calls and endings, or it would only babble
     with torch.no_grad():
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
-    sampler = rollout.Sampler(model, ours, rows=6, window=900, draft=3)
+    sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
     (group,) = rollout.rollouts(
         sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500)
     )
@@ -925,7 +928,7 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
             got.append((yield rollout.Request(ours.encode("hello"), True, 30))[0])
             return rollout.Chain(None, [])
 
-        rollout.Sampler(model, ours, rows=1, window=64, temperature=0).run([once()], [0])
+        fast_sampler.Sampler(model, ours, rows=1, window=64, temperature=0).run([once()], [0])
         assert got == [[end]]
 
 

@@ -17,16 +17,12 @@ import hsdp
 import moe
 import rollout
 from conftest import run_ranks
-from moe import (
-    Cache,
-    Model,
-    ModelConfig,
-    load_model,
-    open_safetensors,
-    read_checkpoint,
-    write_checkpoint,
-    write_safetensors,
-)
+from moe import Cache, Model, ModelConfig
+from published.grouped_query import config_of
+from published.export import write_checkpoint
+from published.loading import load_model, read_checkpoint
+from published.safetensors import open_safetensors, write_safetensors
+from published import families, safetensors
 
 MLA = dict(
     model_type="deepseek_v3",
@@ -330,11 +326,11 @@ def test_a_folder_saved_by_transformers_itself_is_read(family, tmp_path):
 PEAK = """
 import re, sys
 import torch
-import moe
+from published.loading import load_model
 peak = lambda: 1024 * int(re.search("VmHWM: *(.*) kB", open("/proc/self/status").read())[1])     # getrusage knows the parent's, too
-moe.load_model(sys.argv[1] + "/small", torch.bfloat16)
+load_model(sys.argv[1] + "/small", torch.bfloat16)
 before = peak()
-model = moe.load_model(sys.argv[1] + "/large", torch.bfloat16)
+model = load_model(sys.argv[1] + "/large", torch.bfloat16)
 print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 """
 
@@ -541,7 +537,7 @@ def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
     again = load_model(tmp_path / "out")
     equal(again.state_dict(), model.state_dict())
     tokens = torch.arange(50)[None]
-    assert again.config == model.config and torch.equal(
+    assert config_of(vars(again.config)) == model.config and torch.equal(
         again.logits(again(tokens)), model.logits(model(tokens))
     )
     with pytest.raises(ValueError, match="not empty"):
@@ -560,7 +556,7 @@ def test_a_model_of_our_own_can_be_given_away_and_comes_back(tmp_path):
         dict(mtp=1),
     ):
         with pytest.raises(ValueError, match="no published architecture"):
-            write_checkpoint(tmp_path / "odd", Model(ModelConfig(**odd)))
+            write_checkpoint(tmp_path / "odd", config_of(odd).build_model())
         assert not (tmp_path / "odd").exists()
 
 
@@ -853,9 +849,9 @@ def test_a_folder_that_may_not_be_entered_is_one_line_that_names_it(tmp_path, mo
 
     monkeypatch.setattr(Path, "is_file", denied)
     for read, name in (
-        (moe.read_config, "config.json"),
+        (families.read_config, "config.json"),
         (open_safetensors, "x.safetensors"),
-        (moe.open_folder, ""),
+        (safetensors.open_folder, ""),
     ):
         with pytest.raises(ValueError, match=f"{name}.*: cannot be read: Permission denied"):
             read(tmp_path / name)
@@ -954,7 +950,7 @@ def test_a_setting_of_rope_that_nothing_here_reads_is_refused_by_name(case, tmp_
     raw = dict(raw, rope_scaling={**raw.get("rope_scaling", {}), **more})
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=words) as error:
-        moe.read_config(tmp_path / "config.json")
+        families.read_config(tmp_path / "config.json")
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -979,7 +975,7 @@ def test_a_setting_of_rope_that_nothing_here_reads_is_refused_by_name(case, tmp_
 def test_a_setting_beside_them_that_nothing_here_reads_is_refused_by_name(family, more, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**FAMILIES[family], **more}))
     with pytest.raises(ValueError, match=next(iter(more))):
-        moe.read_config(tmp_path / "config.json")
+        families.read_config(tmp_path / "config.json")
 
 
 def test_settings_that_are_off_or_say_nothing_about_a_forward_are_no_reason_to_refuse(tmp_path):
@@ -1012,7 +1008,7 @@ def test_settings_that_are_off_or_say_nothing_about_a_forward_are_no_reason_to_r
         found = []
         for settings in (raw, {**raw, **more, "rope_scaling": rope}):
             (tmp_path / "config.json").write_text(json.dumps(settings))
-            found.append(moe.read_config(tmp_path / "config.json")[0])
+            found.append(families.read_config(tmp_path / "config.json")[0])
         assert found[0] == found[1]
 
 
@@ -1025,12 +1021,12 @@ def test_what_stands_around_the_text_model_of_kimi_k25_may_not_contradict_it(tmp
         "tie_word_embeddings": False,
     }
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    assert moe.read_config(tmp_path / "config.json")[2] == "language_model."
+    assert families.read_config(tmp_path / "config.json")[2] == "language_model."
     (tmp_path / "config.json").write_text(
         json.dumps({**outer, "quantization_config": {"quant_method": "fp8"}})
     )
     with pytest.raises(ValueError, match="quantization_config stands beside text_config"):
-        moe.read_config(tmp_path / "config.json")
+        families.read_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("key", ["routed_scaling_factor", "n_group", "topk_group"])
@@ -1038,7 +1034,7 @@ def test_what_readers_have_different_defaults_for_must_be_there(key, tmp_path):
     for raw in (without(MLA, key), MLA | {key: None}):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ValueError, match=f"config.json: {key} = None, not"):
-            moe.read_config(tmp_path / "config.json")
+            families.read_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ import eval as evaluation
 import hsdp
 import rollout
 from moe import Model, ModelConfig
-from synth_tasks import Function, Task, held_out_name, make_task
+from synth_tasks import make_task
+from world.micro import Function, held_out_name
+from world.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -169,7 +169,7 @@ def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alik
 
 
 def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(run):
-    tokenizer = rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=10**6, sloppy=0.0, hints=0.0, neutral_hints=0.0)
 
     def calls():
@@ -233,7 +233,7 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
 
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
-    tokenizer = rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.compact(vars(config))
     real, seen = rollout.demonstrate, []
@@ -366,7 +366,9 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
 
     arm = "--arm=experiments.objective:overlong_masked"
     assert go(*command, arm, "--", *words).returncode == 0
-    assert hsdp.peek(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+    assert (
+        hsdp.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+    )
     assert "finished already" in go(*command, arm, "--", *words).stdout
     done = go(sys.executable, "train.py", *words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

@@ -10,7 +10,15 @@ from dataclasses import replace
 import pytest
 
 import synth_tasks as st
-from world import twins
+from world import (
+    files as world_files,
+    judge,
+    run_suite,
+    sandbox,
+    task as world_task,
+    task_file,
+    twins,
+)
 
 
 class Answering:
@@ -24,7 +32,7 @@ class Answering:
     def run_files(self, files, command, stdin=""):
         # the key that a suite was ordered with is known to the code that runs in it
         key = json.loads(stdin)["key"] if stdin.startswith("{") else ""
-        return st.Result(0, self.text.replace("THE KEY", key))
+        return world_task.Result(0, self.text.replace("THE KEY", key))
 
 
 ODD_PARTS = [
@@ -103,14 +111,14 @@ def draw_answer(rng):
 def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exception():
     task, rng = st.make_task(1, 5), random.Random(0)
     for _ in range(500):
-        verdict = st.judge(task, task.files, Answering(draw_answer(rng)))
+        verdict = judge.judge(task, task.files, Answering(draw_answer(rng)))
         assert not verdict.solved and isinstance(verdict.reason, str)
         verdict.reason.encode("utf-8")
     # the right number of answers, each of them odd
     for part in ODD_PARTS:
         number = len(task.hidden) + len(task.meta["visible"])
         answer = "[" + ", ".join([f"[1, [{part}]]"] * number) + "]"
-        assert not st.judge(task, task.files, Answering(answer)).solved
+        assert not judge.judge(task, task.files, Answering(answer)).solved
 
 
 def right_answer(task):
@@ -120,7 +128,7 @@ def right_answer(task):
 def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wrapped():
     task = st.make_task(1, 5)
     right = right_answer(task)
-    assert st.judge(task, task.files, Answering(repr(right))).solved
+    assert judge.judge(task, task.files, Answering(repr(right))).solved
     for wrong in (
         right[:-1],
         right + right[:1],
@@ -131,7 +139,7 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
         [[0, one[1]] for one in right],
         [[1, one[1] * 2] for one in right],
     ):
-        assert not st.judge(task, task.files, Answering(repr(wrong))).solved
+        assert not judge.judge(task, task.files, Answering(repr(wrong))).solved
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ def test_the_right_values_are_solved_and_neither_more_nor_fewer_nor_otherwise_wr
     ],
 )
 def test_a_value_is_the_expected_one_of_the_expected_types_at_every_depth(value, expected, same):
-    assert st.same_value(value, expected) is same
+    assert judge.same_value(value, expected) is same
 
 
 WRAPPERS = {
@@ -186,9 +194,9 @@ def test_a_right_value_in_a_wrong_type_is_wrong(what):
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     wrapped = f"\n\nhonest = {name}\ndef {name}(xs):\n    value = honest(xs)\n    return {WRAPPERS[what]}\n"
-    box = st.Sandbox(time_limit=5)
-    assert st.judge(task, honest, box).solved
-    assert not st.judge(
+    box = sandbox.Sandbox(time_limit=5)
+    assert judge.judge(task, honest, box).solved
+    assert not judge.judge(
         task, {**honest, f"{module}.py": honest[f"{module}.py"] + wrapped}, box
     ).solved
 
@@ -203,8 +211,10 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
     module, name = task.hidden[0][:2]
     honest = {**task.files, **task.solution}
     shared = f"\n\nhonest, kept = {name}, []\ndef {name}(xs):\n    kept[:] = honest(xs)\n    return kept\n"
-    assert st.judge(
-        task, {**honest, f"{module}.py": honest[f"{module}.py"] + shared}, st.Sandbox(time_limit=5)
+    assert judge.judge(
+        task,
+        {**honest, f"{module}.py": honest[f"{module}.py"] + shared},
+        sandbox.Sandbox(time_limit=5),
     ).solved
 
 
@@ -214,7 +224,7 @@ def test_a_list_that_the_next_call_changes_is_compared_before_the_next_call():
 )
 def test_files_that_cannot_be_written_are_a_lost_submission(files):
     task = st.make_task(1, 5)
-    assert not st.judge(task, {**task.files, **files}, st.Sandbox(time_limit=5)).solved
+    assert not judge.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
 # ---------------------------------------------------------------------------------------------------- answers of a suite
@@ -253,7 +263,7 @@ def test_five_hundred_hostile_answers_about_a_suite_are_outcomes_or_none():
         answer["key"] = rng.choice(["THE KEY"] * 5 + [1, None, [], "other"])
         text = json.dumps(rng.choice([answer] * 9 + ODD_VALUES))
         text = text[: rng.randint(0, len(text))] if number % 5 == 0 else text
-        seen = st.run_suite({}, Answering(text), ["t.py::a"], trace=True)
+        seen = run_suite.run_suite({}, Answering(text), ["t.py::a"], trace=True)
         assert all(
             type(node) is str and outcome in ("passed", "failed", "skipped", "xfail")
             for node, outcome in seen["outcomes"].items()
@@ -269,7 +279,7 @@ def test_five_hundred_hostile_answers_about_a_suite_are_outcomes_or_none():
 
 
 def repository_task():
-    return st.Task(
+    return world_task.Task(
         "x",
         "x",
         {"m.py": "def f():\n    raise NotImplementedError\n"},
@@ -291,13 +301,13 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
     for value in ODD_VALUES:
         for part in ("outcomes", "seconds", "touched", "key"):
             answer = {"key": "THE KEY", "outcomes": {}, "seconds": {}, "touched": {}, part: value}
-            verdict = st.judge(task, task.files, Answering(json.dumps(answer)))
+            verdict = judge.judge(task, task.files, Answering(json.dumps(answer)))
             assert not verdict.solved
             verdict.reason.encode("utf-8")
     for _ in range(100):
-        assert not st.judge(task, task.files, Answering(draw_answer(rng))).solved
+        assert not judge.judge(task, task.files, Answering(draw_answer(rng))).solved
     for path in ("a\0b.py", "../x.py", "/x.py", "src/", "."):
-        assert not st.judge(task, {**task.files, path: ""}, Answering("")).solved
+        assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
 
 
 # ---------------------------------------------------------------------------------------------------- twins
@@ -398,7 +408,7 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
     text = f"def test_a(self):\n    {body}\n"
     number = len(twins.list_changes(ast.parse(text).body[0], ["f", "g", "h", "warn"]))
     assert number
-    made, names = st.with_twins(
+    made, names = twins.with_twins(
         text,
         ["t.py::test_a"],
         random.Random(seed),
@@ -467,7 +477,7 @@ def test_a_change_is_never_made_in_what_the_feature_is_given():
 
 def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
     text = "def test_a():\n    assert f(1) == 3\n    assert f(2) == [4, 'a']\n    with pytest.raises(KeyError):\n        f(0)\n"
-    made, names = st.with_twins(
+    made, names = twins.with_twins(
         text, ["t.py::test_a"], random.Random(0), {"t.py::test_a": [0, 1, 2]}, ["f"]
     )
     wanted = {name.split("::")[1] for name in names["t.py::test_a"]}
@@ -501,7 +511,7 @@ def shop(**more):
         "data/table.csv": "1",
         **more,
     }
-    return st.Task(
+    return world_task.Task(
         "x",
         "x",
         files,
@@ -539,7 +549,7 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
         "data/table.csv/x": "",
         "testing": "",
     }
-    tree, _, _ = st.overlay(task, {**changed, **new, **shadows}, random.Random(0))
+    tree, _, _ = judge.overlay(task, {**changed, **new, **shadows}, random.Random(0))
     assert tree == {
         **task.files,
         "src/shop/price.py": "x = 1\n# changed\n",
@@ -550,13 +560,13 @@ def test_only_the_files_of_the_feature_and_new_ones_are_taken_from_a_submission(
 
 def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature():
     task = shop()
-    assert st.overlay(task, {}, random.Random(0))[0] == {
+    assert judge.overlay(task, {}, random.Random(0))[0] == {
         **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
         "tests/test_price.py": "# whole",
     }
     # a module becomes a package
     package = {"src/shop/price/__init__.py": "x = 2\n"}
-    assert package.items() <= st.overlay(task, package, random.Random(0))[0].items()
+    assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
 
 
 # ---------------------------------------------------------------------------------------------------- a repository of many kinds of tests
@@ -653,11 +663,11 @@ def kit(tmp_path_factory):
         "kit/testing.py": HELPERS,
         "tests/test_calc.py": CALC_TESTS,
     }
-    st.write_tree(files, root / "kit")
+    world_files.write_tree(files, root / "kit")
     tasks, _, _ = st.generate(
         str(root / "kit"), str(root / "tasks.jsonl"), n=6, level=1, time_limit=30
     )
-    return {task.meta["names"][0]: task for task in st.read_tasks(root / "tasks.jsonl")}
+    return {task.meta["names"][0]: task for task in task_file.read_tasks(root / "tasks.jsonl")}
 
 
 def submit(task, body, prelude="", more=()):
@@ -668,7 +678,7 @@ def submit(task, body, prelude="", more=()):
         "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
         **dict(more),
     }
-    return st.judge(task, files, st.repository_sandbox(task.files, 8))
+    return judge.judge(task, files, sandbox.repository_sandbox(task.files, 8))
 
 
 ANY = """class Any:
@@ -745,14 +755,14 @@ def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
-        box = st.repository_sandbox(task.files, 20)
-        assert all(st.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
+        box = sandbox.repository_sandbox(task.files, 20)
+        assert all(judge.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
         moved = {
             **task.files,
             "kit/calc.py": "from kit.old import *\n",
             "kit/old.py": task.solution["kit/calc.py"],
         }
-        assert st.judge(task, moved, box).solved
+        assert judge.judge(task, moved, box).solved
 
 
 def test_the_repositorys_helpers_are_judged_with_whatever_is_submitted_for_them(kit):
@@ -785,10 +795,10 @@ def test_a_task_made_before_there_were_changes_is_still_judged(kit):
         task,
         meta={name: value for name, value in task.meta.items() if name not in ("twins", "names")},
     )
-    box = st.repository_sandbox(task.files, 20)
+    box = sandbox.repository_sandbox(task.files, 20)
     assert (
-        st.judge(old, {**old.files, **old.solution}, box).solved
-        and not st.judge(old, old.files, box).solved
+        judge.judge(old, {**old.files, **old.solution}, box).solved
+        and not judge.judge(old, old.files, box).solved
     )
 
 
@@ -798,6 +808,6 @@ def test_tests_that_say_nothing_else_than_their_twins_make_no_task(tmp_path):
         "test_m.py": "from m import f, g\n\n\ndef test_f():\n    f(1)\n\n\ndef test_f_too():\n    x = f(2)\n\n\n"
         + "".join(f"def test_g{i}():\n    assert g() == 1\n\n\n" for i in range(9)),
     }
-    st.write_tree(files, tmp_path / "repo")
-    with pytest.raises(st.Refusal, match="cannot be told from changed ones"):
+    world_files.write_tree(files, tmp_path / "repo")
+    with pytest.raises(world_task.Refusal, match="cannot be told from changed ones"):
         st.generate(str(tmp_path / "repo"), str(tmp_path / "t.jsonl"), n=1, level=1)

@@ -22,12 +22,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fast
 import feedback_distill
 import hsdp
 import moe
 import rollout
 import synth_tasks
 import train
+from fast import low_precision, sampler as fast_sampler, workers
 
 CARD = "cuda:0"
 # it is null, as is every other
@@ -198,7 +200,7 @@ def run_backward(loss):
 
 def test_a_backward_node_by_node_is_that_of_the_engine():
     torch.manual_seed(0)
-    model = moe.Model(
+    model = fast.accelerate(
         moe.ModelConfig(
             vocab=64,
             dim=32,
@@ -211,7 +213,7 @@ def test_a_backward_node_by_node_is_that_of_the_engine():
             experts=4,
             expert_ffn=32,
             dense_ffn=64,
-        )
+        ).build_model()
     )
     for p in model.parameters():
         if not p.any():
@@ -305,19 +307,19 @@ def count_step(card, stage, run, optimizer, source):
     _, found["clip"] = counted(card, lambda: hsdp.clip_grad_norm(run.model, 1.0))
     optimizer.step()  # the first one also makes its plan
     _, found["optimizer"] = counted(card, optimizer.step)
-    _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.total))
+    _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.all_reduce_sum))
     return found
 
 
 def make_sampler(sources, rows, **options):
     """A sampler on the card with `rows` agents admitted, their prompts not yet read"""
     run, _, _ = make_run("pretrain", sources)
-    model = rollout.generation_model(run.model.config, torch.bfloat16, CARD)
-    sampler = rollout.Sampler(model, run.tokenizer, rows=rows, window=1500, **options)
+    model = workers.generation_model(run.model.config, torch.bfloat16, CARD)
+    sampler = fast_sampler.Sampler(model, run.tokenizer, rows=rows, window=1500, **options)
     tasks = [synth_tasks.make_task(0, number) for number in range(rows)]
     limits = rollout.Limits(1500, 8)
     agents = [rollout.agent(task, run.tokenizer, None, limits) for task in tasks]
-    sampler.patient, sampler.book, sampler.cache = True, {}, moe.Cache(model, rows, 1502)
+    sampler.patient, sampler.cache = True, moe.Cache(model, rows, 1502)
     queue = [(i, (one, i)) for i, one in enumerate(agents)][::-1]
     return sampler, sampler.turn([], queue, {}, lambda chain: None)
 
@@ -403,7 +405,7 @@ def test_small_formats_divide_by_numbers_on_the_card(card):
                 divisors.append(args[1])
             return operator(*args, **(kwargs or {}))
 
-    for quantise in (moe.nvfp4, moe.mxfp8):
+    for quantise in (low_precision.nvfp4, low_precision.mxfp8):
         with Divisors():
             quantise(torch.zeros(4, 64, device=CARD))
     assert len(divisors) > 4 and all(

@@ -18,11 +18,21 @@ import pytest
 
 import synth_tasks as st
 from rollout import Tokenizer, without_middle
-from synth_tasks import Sandbox, Task, Workspace, judge, make_task
-from world import machine
-from world.edits import Shown, ToolError, edited
-from world.edits import without_middle as text_without_middle
+from synth_tasks import make_task
+from world import (
+    files as world_files,
+    machine,
+    purity,
+    sandbox as world_sandbox,
+    workspace as world_workspace,
+)
+from world.edits import Shown, ToolError, edited, without_middle as text_without_middle
+from world.judge import judge
 from world.machine import MachineFailure
+from fast import workers
+from world.sandbox import Sandbox
+from world.task import Task
+from world.workspace import Workspace
 
 ROOT = Path(st.__file__).parent
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
@@ -105,8 +115,12 @@ sys.platform = "darwin"
 
 ON_A_MAC = """
 import random, tempfile
+import fast.sampler
 import hsdp, muon, rollout, synth_tasks, train
-from synth_tasks import Sandbox, Workspace, judge, make_task
+from synth_tasks import make_task
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.workspace import Workspace
 task, sandbox = make_task(1, 5), Sandbox()
 with Workspace(task, sandbox) as workspace:
     first = workspace.run("python tests.py").output
@@ -116,7 +130,7 @@ with Workspace(task, sandbox) as workspace:
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
 model = rollout.small_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
-(chain,), = rollout.rollouts(rollout.Sampler(model, tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
+(chain,), = rollout.rollouts(fast.sampler.Sampler(model, tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
 assert chain.files and not chain.failure
 with tempfile.TemporaryDirectory() as out:
     train.main(["--scale=tiny", "--stage=pretrain", "--steps=1", "--processes=1", "--vocab=300", "--dim=32", "--context=64",
@@ -182,7 +196,7 @@ def test_what_is_not_meant_to_change_keeps_its_bytes_in_a_file_of_mixed_ends_and
             rng.choices(["a", "b", "\n", "\r\n", "\udcff", "\udce2\udc82"], k=rng.randint(1, 12))
         )
         shown = Shown(text).text
-        assert shown == st.readable(text).replace("\r\n", "\n")
+        assert shown == world_files.readable(text).replace("\r\n", "\n")
         start = rng.randrange(len(shown))
         old = shown[start : rng.randrange(start, len(shown)) + 1]
         try:
@@ -230,7 +244,7 @@ def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
     rng = random.Random(most)
     for _ in range(200):
         data = "".join(rng.choices("ab\n☃é\U0001f600", k=rng.randint(0, 150))).encode()
-        output = st.CutOutput(most)
+        output = world_sandbox.CutOutput(most)
         at = 0
         while at < len(data):
             step = rng.randint(1, 40)
@@ -326,8 +340,8 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
         # As if they had come between the look and the reading.
         for name in ("pipe", "loop", "null"):
             for touch in (
-                lambda: st.read_regular(workspace.root / name, 100),
-                lambda: st.write_regular(workspace.root / name, b"x"),
+                lambda: world_files.read_regular(workspace.root / name, 100),
+                lambda: world_files.write_regular(workspace.root / name, b"x"),
             ):
                 with pytest.raises((ToolError, OSError)):
                     touch()
@@ -363,12 +377,12 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
     files = {
         "a.py": code,
         "tests.py": "import check\nimport a\n\ncheck.run(globals())\n",
-        "check.py": st.CHECK,
+        "check.py": purity.CHECK,
         "docs.md": "",
     }
-    assert st.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
-    assert not st.is_function_of_files(
-        {**files, "check.py": st.CHECK + "import time\n"}, "python tests.py"
+    assert purity.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
+    assert not purity.is_function_of_files(
+        {**files, "check.py": purity.CHECK + "import time\n"}, "python tests.py"
     )
     for command in (
         "date +%N",
@@ -376,8 +390,8 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
         "echo $RANDOM",
         "cat a.py; date",
     ):
-        assert not st.is_function_of_files(files, command)
-    assert not st.is_function_of_files({**files, "a.so": ""}, "python tests.py")
+        assert not purity.is_function_of_files(files, command)
+    assert not purity.is_function_of_files({**files, "a.so": ""}, "python tests.py")
 
 
 def test_a_command_that_tells_the_time_is_run_again_and_so_is_a_judgement_by_chance():
@@ -404,7 +418,8 @@ def test_a_full_disk_is_no_verdict_and_with_room_again_the_same_answer_is_solved
 ):
     task, sandbox = make_task(1, 5), Sandbox()
     with monkeypatch.context() as patch:
-        patch.setattr(st, "write_tree", no_room)
+        for module in (world_sandbox, world_workspace):
+            patch.setattr(module, "write_tree", no_room)
         with pytest.raises(MachineFailure, match="No space left"):
             judge(task, solved_files(task), sandbox)
         with pytest.raises(MachineFailure, match="No space left"):
@@ -424,7 +439,7 @@ def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, m
             ("walk", lambda: workspace.search("x")),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(st, name, fails)
+                patch.setattr(world_workspace, name, fails)
                 with pytest.raises(MachineFailure):
                     tool()
         with monkeypatch.context() as patch:
@@ -453,7 +468,7 @@ def test_what_the_agent_did_to_its_own_files_is_not_the_machines_failure():
 def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no_verdict(
     quick, monkeypatch
 ):
-    task, sandbox, stopped = make_task(1, 5), Sandbox(), st.Server.stop
+    task, sandbox, stopped = make_task(1, 5), Sandbox(), world_sandbox.Server.stop
 
     def dies_once(self):
         if not lost:
@@ -462,7 +477,7 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_judgement_costs_a_try_and_no
         return stopped(self)
 
     lost = []
-    monkeypatch.setattr(st.Server, "stop", dies_once)
+    monkeypatch.setattr(world_sandbox.Server, "stop", dies_once)
     assert judge(task, solved_files(task), sandbox).solved and lost
 
 
@@ -730,8 +745,6 @@ def test_a_generation_process_ends_with_its_trainer_in_the_middle_of_a_job():
 def busy_generation(watched):
     import threading
 
-    import rollout
-
-    threading.Thread(target=rollout.end_with, args=(watched,), daemon=True).start()
+    threading.Thread(target=workers.exit_with_trainer, args=(watched,), daemon=True).start()
     while True:
         sum(range(1000))

@@ -9,31 +9,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fast
 import moe
+from fast import cpu_kernels, decode, low_precision
+from fast.cpu_kernels import (
+    Permute,
+    RMSNormFunction,
+    TargetLogprobs,
+    Unpermute,
+    attend_in_blocks,
+    grouped_swiglu,
+    looped_swiglu,
+)
+from fast.low_precision import mxfp8, nvfp4
 from moe import (
-    Attention,
     Cache,
-    Collect,
     Experts,
     Model,
     ModelConfig,
     MoE,
-    RMSNorm,
     Router,
-    Spread,
-    TargetLogprobs,
-    attend,
+    apply_rotary_emb,
     balance,
-    grouped_swiglu,
-    looped_swiglu,
     mtp_loss,
-    mxfp8,
-    nvfp4,
+    rope_cos_sin,
     rope_frequencies,
-    rotate,
     speculate,
-    turns,
 )
+from published.grouped_query import VariantConfig, VariantRouter, config_of
 
 SMALL = ModelConfig(
     vocab=61,
@@ -44,7 +47,6 @@ SMALL = ModelConfig(
     qk_nope=8,
     qk_rope=8,
     v_dim=16,
-    kv_heads=1,
     dense_ffn=48,
     experts=6,
     active=2,
@@ -61,11 +63,17 @@ KINDS = {
 }
 
 
-def build(seed=0, **changes):
+def configure(**changes):
+    """SMALL with changes, which may be those of a variant"""
+    return config_of({**vars(SMALL), "kv_heads": 1, **changes})
+
+
+def build(seed=0, accelerate=True, **changes):
     """A model whose zero-initialised matrices are random too: at initialisation every layer is the
     identity."""
     torch.manual_seed(seed)
-    model = Model(dataclasses.replace(SMALL, **changes))
+    model = configure(**changes).build_model()
+    model = fast.accelerate(model) if accelerate else model
     with torch.no_grad():
         for p in model.parameters():
             if p.abs().sum() == 0:
@@ -132,7 +140,7 @@ def test_a_prefix_of_the_rows_decodes_as_the_full_forward_and_leaves_the_others_
 def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_may_part_again(
     kind,
 ):
-    model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]).side_by_side(), text(3, 12)
+    model, lean, tokens = build(**KINDS[kind]), build(**KINDS[kind]).fuse_weights(), text(3, 12)
     for p in lean.parameters():
         p.normal_()
     decode = lambda m: m.decode(
@@ -143,7 +151,7 @@ def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_
     assert all(
         torch.equal(a, b) for a, b in zip(lean.state_dict().values(), model.state_dict().values())
     )
-    for weights in (lean.layers[0].attn.whole, lean.layers[1].ffn.whole[0]):
+    for weights in (lean.layers[0].attn.fused_weight, lean.layers[1].ffn.fused_weights[0]):
         assert weights.data_ptr() in {p.data_ptr() for p in lean.parameters()}
     torch.testing.assert_close(decode(lean), decode(model), atol=1e-5, rtol=1e-5)
     apart = copy.deepcopy(lean)
@@ -158,10 +166,14 @@ def test_weights_side_by_side_decode_as_apart_take_what_is_loaded_into_them_and_
 def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_many_attend_to_latents(
     monkeypatch,
 ):
-    model, tokens, over, spread = build(), text(2, 400), Attention.over, []
-    monkeypatch.setattr(
-        Attention, "over", lambda self, q, *rest: spread.append(q.shape[2]) or over(self, q, *rest)
-    )
+    model, tokens, spread = build(), text(2, 400), []
+    over = decode.DecodingAttention.attend_entries
+
+    def counted(self, q, *rest):
+        spread.append(q.shape[2])
+        return over(self, q, *rest)
+
+    monkeypatch.setattr(decode.DecodingAttention, "attend_entries", counted)
     full, cache, at = model(tokens), Cache(model, 2, 402), 0
     spread.clear()
     # beyond 24 it pays; 8 times 45 is less than what they look at
@@ -175,7 +187,7 @@ def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_man
 def test_the_cache_holds_one_latent_per_token_and_not_the_heads():
     model = build()
     assert Cache(model, 2, 10).data.shape == (3, 2, 10, SMALL.kv_lora + SMALL.qk_rope)
-    assert Cache(build(attention="gqa"), 2, 10).data.shape[-1] == SMALL.kv_heads * (
+    assert Cache(build(attention="gqa"), 2, 10).data.shape[-1] == 1 * (
         SMALL.qk_nope + SMALL.qk_rope + SMALL.v_dim
     )
 
@@ -211,12 +223,13 @@ def test_attention_equals_a_loop_over_heads_and_pairs_of_tokens():
     cos, sin = model.angles(torch.arange(T)[None])
     down = x[0] @ attn.wkv_a.T
     latent = F.rms_norm(down[:, : c.kv_lora], (c.kv_lora,), attn.kv_norm.weight, c.norm_eps)
-    key_rope = rotate(down[None, :, None, c.kv_lora :], cos, sin)[0, :, 0]
+    key_rope = apply_rotary_emb(down[None, :, None, c.kv_lora :], cos, sin)[0, :, 0]
     heads = []
     for h in range(c.heads):
         q = x[0] @ attn.wq[h].T
         q = torch.cat(
-            (q[:, : c.qk_nope], rotate(q[None, :, None, c.qk_nope :], cos, sin)[0, :, 0]), -1
+            (q[:, : c.qk_nope], apply_rotary_emb(q[None, :, None, c.qk_nope :], cos, sin)[0, :, 0]),
+            -1,
         )
         k, v = torch.cat((latent @ attn.wk_b[h].T, key_rope), -1), latent @ attn.wv_b[h].T
         rows = []
@@ -281,7 +294,7 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
     x = [model.embed(tokens[:, p]) for p in parts]
     for block in model.layers:
         angles = [model.angles(p[None]) for p in parts]
-        entries = [block.attn.read(block.attn_norm(h), *a)[1] for h, a in zip(x, angles)]
+        entries = [block.attn.project(block.attn_norm(h), *a)[1] for h, a in zip(x, angles)]
         keys = torch.cat(parts)
         for i, p in enumerate(parts):
             block.attn.gather = lambda t: torch.cat(entries, 1)
@@ -298,7 +311,7 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
 def test_rope_scores_depend_only_on_the_distance():
     frequency, _ = rope_frequencies(8, 100.0, 64, 1)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).unbind(0)
-    turn = lambda x, t: rotate(x, *turns((t * frequency)[None, None, None]))
+    turn = lambda x, t: apply_rotary_emb(x, *rope_cos_sin((t * frequency)[None, None, None]))
     score = lambda m, n: float((turn(q, m) * turn(k, n)).sum())
     for distance in (0, 1, 5, 30):
         assert [score(n + distance, n) for n in (1, 7, 33)] == pytest.approx(
@@ -313,7 +326,10 @@ def test_rope_equals_multiplication_by_complex_numbers():
     angle = t[None, :, None, None] * frequency
     z = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     torch.testing.assert_close(
-        rotate(x, *turns(angle)), torch.cat((z.real, z.imag), -1), atol=1e-5, rtol=1e-5
+        apply_rotary_emb(x, *rope_cos_sin(angle)),
+        torch.cat((z.real, z.imag), -1),
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 
@@ -351,8 +367,8 @@ def test_the_norms_hand_written_gradient_is_that_of_numerical_differences():
     x, w = torch.randn(2, 3, 5, dtype=torch.double, requires_grad=True), torch.rand(
         5, dtype=torch.double, requires_grad=True
     )
-    torch.testing.assert_close(RMSNorm.apply(x, w, 0.1), F.rms_norm(x, (5,), w, 0.1))
-    assert torch.autograd.gradcheck(RMSNorm.apply, (x, w, 0.1))
+    torch.testing.assert_close(RMSNormFunction.apply(x, w, 0.1), F.rms_norm(x, (5,), w, 0.1))
+    assert torch.autograd.gradcheck(RMSNormFunction.apply, (x, w, 0.1))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.01), (torch.float32, 1e-6)])
@@ -363,7 +379,7 @@ def test_attention_in_blocks_is_attention(length, dtype, tolerance):
         torch.randn(2, 3, length, width, dtype=dtype, requires_grad=True) for width in (12, 12, 8)
     )
     upstream = torch.randn(2, 3, length, 8)
-    found = attend(q, k, v, None, 0.3)
+    found = attend_in_blocks(q, k, v, None, 0.3)
     mine = [found, *torch.autograd.grad((found * upstream).sum(), (q, k, v))]
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
     scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(
@@ -391,7 +407,9 @@ def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
         ) @ v.double()
         for dtype, tolerance in ((torch.bfloat16, 0.01), (torch.float32, 1e-6)):
             keys = k.to(dtype)
-            found = attend(q.to(dtype), keys, keys if v is k else v.to(dtype), mask.to(dtype), 0.3)
+            found = attend_in_blocks(
+                q.to(dtype), keys, keys if v is k else v.to(dtype), mask.to(dtype), 0.3
+            )
             assert found.dtype == dtype and (found - exact).norm() <= tolerance * exact.norm()
 
 
@@ -408,7 +426,8 @@ def test_scores_in_the_hundreds_are_not_rounded(length):
     )
     exact = (q.double() @ k.double().transpose(-2, -1) / 8 + mask.double()).softmax(-1) @ v.double()
     for given in (mask, None):
-        found, rounded = attend(q, k, v, given, 1 / 8, coarse=False), attend(q, k, v, given, 1 / 8)
+        found = attend_in_blocks(q, k, v, given, 1 / 8, coarse=False)
+        rounded = attend_in_blocks(q, k, v, given, 1 / 8)
         assert (found - exact).norm() <= 0.01 * exact.norm() and (
             length == 1 or (rounded - exact).norm() > 0.05 * exact.norm()
         )
@@ -417,11 +436,14 @@ def test_scores_in_the_hundreds_are_not_rounded(length):
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_with_biased_keys_asks_for_exact_scores(bias, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        moe, "attend", lambda *given, coarse: asked.append(coarse) or attend(*given, coarse=coarse)
-    )
-    model = Model(
-        ModelConfig(
+
+    def watched(*given):
+        asked.append(given[-1])
+        return attend_in_blocks(*given)
+
+    monkeypatch.setattr(decode, "attend_in_blocks", watched)
+    model = fast.accelerate(
+        VariantConfig(
             vocab=16,
             dim=16,
             layers=2,
@@ -432,7 +454,7 @@ def test_attention_with_biased_keys_asks_for_exact_scores(bias, monkeypatch):
             qk_nope=0,
             qk_rope=8,
             v_dim=8,
-        )
+        ).build_model()
     )
     model(torch.arange(5)[None])
     assert asked == [not bias] * 2
@@ -469,9 +491,12 @@ def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(c
 
 
 def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypatch):
-    experts, x, counts, calls = Experts(2, 8, 16), torch.randn(600, 8), torch.tensor([600, 0]), []
+    experts, calls = fast.accelerate(Experts(2, 8, 16)), []
+    x, counts = torch.randn(600, 8), torch.tensor([600, 0])
     torch.nn.init.normal_(experts.w_down)
-    monkeypatch.setattr(moe, "looped_swiglu", lambda *a: calls.append(1) or looped_swiglu(*a))
+    monkeypatch.setattr(
+        cpu_kernels, "looped_swiglu", lambda *a: calls.append(1) or looped_swiglu(*a)
+    )
     exact, rounded = experts(x, counts), experts(x.bfloat16(), counts)
     assert (
         calls == [1] and experts(x[:100].bfloat16(), counts // 6).shape == (100, 8) and calls == [1]
@@ -485,9 +510,11 @@ def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypat
 
 
 @pytest.mark.parametrize("shared,scale", [(1, 1.0), (0, 2.5)])
-def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, scale):
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, scale, accelerate):
     torch.manual_seed(2)
     layer = MoE(dataclasses.replace(SMALL, shared=shared, route_scale=scale, active=3)).eval()
+    layer = fast.accelerate(layer) if accelerate else layer
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.3)
     layer.router.bias.copy_(torch.randn(6) * 0.2)
@@ -520,7 +547,7 @@ def test_spreading_tokens_over_experts_and_collecting_them_has_the_gradient_of_p
         torch.randn(7, 4, dtype=torch.float64),
     )
     back = order.argsort()
-    mine = Collect.apply(Spread.apply(x, order, back, k) * factor, order, back, gates)
+    mine = Unpermute.apply(Permute.apply(x, order, back, k) * factor, order, back, gates)
     plain = (
         (x.repeat_interleave(k, 0)[order] * factor)[back].view(7, k, 4) * gates[..., None]
     ).sum(1)
@@ -535,7 +562,7 @@ def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
     torch.manual_seed(4)
     sizes = dict(experts=12, n_group=4, topk_group=2, active=3)
     router, free = (
-        Router(dataclasses.replace(SMALL, **s))
+        VariantRouter(VariantConfig(**{**vars(SMALL), **s}))
         for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1})
     )
     router.bias.copy_(torch.randn(12) * 0.1)
@@ -564,8 +591,10 @@ def test_a_decoding_step_gives_what_the_sorted_rows_give_and_low_precision_never
     layer = build(experts=6, n_group=3, topk_group=2).layers[1].ffn
     x = torch.randn(5, 1, 32)
     torch.testing.assert_close(layer(x, decoding=True), layer(x), atol=1e-5, rtol=1e-5)
-    assert not build(precision="mxfp8", expert_ffn=32).layers[1].ffn.few
-    for dtype, most in ((torch.float32, layer.few // 8), (torch.bfloat16, layer.few)):
+    coarse = build(precision="mxfp8", expert_ffn=32).layers[1].ffn
+    assert not coarse.dense_max_tokens(x)
+    most_bf16 = layer.dense_max_tokens(x.bfloat16())
+    for dtype, most in ((torch.float32, most_bf16 // 8), (torch.bfloat16, most_bf16)):
         assert [layer.fit(torch.zeros(n, 1, 32, dtype=dtype)) for n in (most, most + 1)] == [
             True,
             False,
@@ -821,7 +850,7 @@ def test_the_tables_are_those_of_the_formats_and_torchs_own_cast_rounds_alike():
     x = torch.cat(
         (torch.tensor(E4M3), torch.linspace(-448, 448, 3001), torch.linspace(-0.02, 0.02, 501))
     )
-    assert torch.equal(moe.nearest(x, 3, -6), x.to(torch.float8_e4m3fn).float())
+    assert torch.equal(low_precision.nearest(x, 3, -6), x.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("quantise", [mxfp8, nvfp4])
@@ -840,7 +869,7 @@ def test_low_precision_experts_multiply_quantised_numbers_and_pass_the_gradient_
 ):
     torch.manual_seed(7)
     experts, counts, x = (
-        Experts(3, 32, 32, precision),
+        fast.accelerate(Experts(3, 32, 32, precision)),
         torch.tensor([3, 0, 4]),
         torch.randn(7, 32, requires_grad=True),
     )
@@ -898,7 +927,7 @@ def test_the_bytes_handed_to_a_scaled_product_mean_the_quantised_values(precisio
             torch.randn(140, 192, generator=torch.Generator().manual_seed(8)),
         )
     )
-    codes, scales, row = moe.packed(x, precision)
+    codes, scales, row = low_precision.packed(x, precision)
     assert codes.numel() == x.numel() // (1 if precision == "mxfp8" else 2) and len(
         scales
     ) == 256 * (8 if precision == "mxfp8" else 12)
@@ -916,7 +945,7 @@ def test_the_bytes_handed_to_a_scaled_product_mean_the_quantised_values(precisio
 def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monkeypatch):
     """Where the device multiplies the small formats, its own product. Elsewhere a slow one, of the
     same bytes."""
-    hardware = torch.cuda.is_available() and moe.scales_in_hardware(torch.device("cuda"))
+    hardware = torch.cuda.is_available() and low_precision.scales_in_hardware(torch.device("cuda"))
     device, multiplied = "cuda" if hardware else "cpu", []
 
     def product(a, b, a_scale, kind, b_scale, kind_b, order, order_b, output_dtype):
@@ -928,7 +957,7 @@ def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monke
         return read_operand(a, a_scale) @ read_operand(b.t(), b_scale).T
 
     torch.manual_seed(9)
-    experts, x = Experts(3, 64, 32, precision).to(device), torch.randn(
+    experts, x = fast.accelerate(Experts(3, 64, 32, precision)).to(device), torch.randn(
         sum(counts), 64, device=device, requires_grad=True
     )
     torch.nn.init.normal_(experts.w_down)
@@ -939,7 +968,7 @@ def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monke
     )
     results = []
     for real in (False, True):
-        monkeypatch.setattr(moe, "scales_in_hardware", lambda device, real=real: real)
+        monkeypatch.setattr(low_precision, "scales_in_hardware", lambda device, real=real: real)
         if not hardware:
             monkeypatch.setattr(F, "scaled_mm", product)
         y = experts(x, counts)
@@ -1098,7 +1127,7 @@ def test_impossible_sizes_are_refused_in_words():
         (dict(mtp=2), "mtp=2"),
     ):
         with pytest.raises(AssertionError, match=words):
-            dataclasses.replace(SMALL, **changes)
+            configure(**changes)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-10])
@@ -1154,24 +1183,15 @@ def test_log_probs_are_computed_where_asked_and_zero_elsewhere():
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
-def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie):
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie, accelerate):
     """The gradient of the most frequent token, in the embedding and in the head, is as exact as
     that of the others."""
     torch.manual_seed(0)
-    model = Model(
-        ModelConfig(
-            vocab=64,
-            dim=32,
-            layers=2,
-            heads=2,
-            experts=4,
-            active=1,
-            expert_ffn=32,
-            dense_ffn=32,
-            kv_lora=16,
-            tie=tie,
-        )
-    )
+    sizes = dict(vocab=64, dim=32, layers=2, heads=2, experts=4, active=1, expert_ffn=32)
+    config = config_of(dict(sizes, dense_ffn=32, kv_lora=16, tie=tie))
+    model = config.build_model()
+    model = fast.accelerate(model) if accelerate else model
     torch.nn.init.normal_(model.head.weight, std=0.1)
     model.compute(products)
     tokens, targets = torch.randint(1, 64, (2, 8, 512))
@@ -1195,10 +1215,10 @@ def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie):
 
 def test_the_gradient_of_many_stretches_is_summed_in_fp32(monkeypatch):
     monkeypatch.setattr(
-        moe.TargetLogprobs, "stretches", staticmethod(lambda h, W: moe.slice_rows(len(h), 1))
+        TargetLogprobs, "stretches", staticmethod(lambda h, W: cpu_kernels.slice_rows(len(h), 1))
     )
     h, W = torch.ones(2000, 8), torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
-    moe.TargetLogprobs.apply(h, W, torch.zeros(2000, dtype=torch.long), 1.0).sum().backward()
+    TargetLogprobs.apply(h, W, torch.zeros(2000, dtype=torch.long), 1.0).sum().backward()
     assert torch.allclose(
         W.grad[:, 0].float(), torch.tensor([1500.0, -500, -500, -500]), rtol=1 / 256
     )

@@ -1,30 +1,24 @@
 """Rollouts against re-scoring by the full forward, the same rollout alone, slow loops, and
 hand-worked gradients."""
 
-import contextlib
 import copy
 import json
 import math
 import os
-import pickle
 import random
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import regex
 import torch
-import torch.nn.functional as F
 
+import fast.sampler
 import feedback_distill
 import rollout
-from moe import Model, ModelConfig
 from experiments.summary import OldestTruncated
 from rollout import (
     CONTROLS,
@@ -33,9 +27,6 @@ from rollout import (
     Chain,
     Episode,
     Limits,
-    Request,
-    Sampler,
-    Tokenizer,
     Turn,
     Work,
     advantages,
@@ -52,28 +43,15 @@ from rollout import (
     write_action,
 )
 from summarize import Compact
-from synth_tasks import Rehearsal, Sandbox, Task, example_texts, judge, make_task, unharden
-
-TEXTS = example_texts(12, 0)
-BYTES = Tokenizer({bytes([b]): b for b in range(256)})
-TRAINED = Tokenizer.train(TEXTS, 330)
-TASKS = [
-    Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {})
-    for i, prompt in enumerate(
-        ("Put back a.f", "Some functions are missing.", "x", "Put back a.g: add 3, return the sum")
-    )
-]
-
+from synth_tasks import make_task
+from world.careless import unharden
+from world.expert import Rehearsal
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import Task
+from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 
 # ---------------------------------------------------------------- tokenizer
-
-
-def target_logprobs(logits, targets, temperature=1.0):
-    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the
-    oracle"""
-    return -F.cross_entropy(
-        logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none"
-    ).view(targets.shape)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TRAINED], ids=["bytes", "trained"])
@@ -463,49 +441,32 @@ def test_a_demonstration_whose_task_alone_outgrows_the_window_is_over_at_once():
 # ---------------------------------------------------------------- sampling one token
 
 
-@pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (1.6, 0.55)])
-def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature, top_p):
-    """Chi-square against the log-probs returned, and against a softmax and a nucleus written as a
-    loop."""
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature):
+    """Chi-square against the log-probs returned, and against a softmax written as a loop."""
     n, logits = 40_000, torch.randn(9, generator=torch.Generator().manual_seed(3)) * 1.5
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(4))
-    tokens, logp = choose(logits.expand(n, 9), uniform, temperature, top_p)
+    tokens, logp = choose(logits.expand(n, 9), uniform, temperature)
     weights = [math.exp(float(l) / temperature) for l in logits]
-    p, total = [w / sum(weights) for w in weights], 0.0
-    for i in sorted(range(9), key=lambda i: -p[i]):
-        total, p[i] = total + p[i], p[i] if total < top_p else 0.0
-    p = [v / sum(p) for v in p]
+    p = [w / sum(weights) for w in weights]
     torch.testing.assert_close(logp.exp(), torch.tensor(p)[tokens], atol=1e-6, rtol=1e-5)
     expected, seen = np.array(p) * n, np.bincount(tokens, minlength=9)
-    assert (seen[expected == 0] == 0).all() and (expected > 0).sum() == (
-        9 if top_p == 1 else (expected > 0).sum()
-    ) > 2
-    chi = ((seen - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    chi = ((seen - expected) ** 2 / expected).sum()
     # the 0.1 % quantile at 8 degrees of freedom
     assert chi < 26.1
 
 
-def test_the_ends_of_the_uniform_draw_never_pick_a_token_outside_the_nucleus():
-    logits = torch.tensor([[-9.0, 2.0, 1.0, -8.0, -torch.inf]]).expand(3, 5)
+def test_the_ends_of_the_uniform_draw_never_pick_a_token_that_may_not_be_drawn():
+    logits = torch.tensor([[-torch.inf, 2.0, 1.0, -torch.inf, -torch.inf]]).expand(3, 5)
     # a draw below 1 that fp32 rounds to 1
-    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]), top_p=0.9)
+    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]))
     assert set(tokens.tolist()) <= {1, 2} and torch.isfinite(logp).all()
     assert choose(logits, torch.tensor([0.0, 0.5, 0.9]), temperature=0)[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "temperature, top_p",
-    [
-        *((t, 1.0) for t in (5e-324, 1.4e-45, 1e-38, 1e-30, 1e-8, 1e-5)),
-        *((1.0, p) for p in (0.0, 5e-324, 1e-8, 1e-5)),
-        (5e-324, 0.0),
-        (1e-6, 0.5),
-    ],
-)
-def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(
-    temperature, top_p, dtype
-):
+@pytest.mark.parametrize("temperature", [5e-324, 1.4e-45, 1e-38, 1e-30, 1e-8, 1e-6, 1e-5])
+def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(temperature, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 3000, generator=generator)
     logits[::2] *= 1e4
@@ -516,7 +477,7 @@ def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(
     )
     uniform = torch.rand(64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
-    tokens, logp = choose(logits.to(dtype), uniform, temperature, top_p)
+    tokens, logp = choose(logits.to(dtype), uniform, temperature)
     assert (
         tokens.equal(logits.argmax(-1)) and logp.dtype == torch.float32 and logp.abs().max() < 1e-3
     )
@@ -531,16 +492,9 @@ def test_at_the_hot_end_all_tokens_are_alike_and_what_is_no_temperature_is_refus
         assert tokens.tolist() == [0, 2, 4, 7] and logp.tolist() == pytest.approx(
             [-math.log(8)] * 4
         )
-    for temperature, top_p in (
-        (-1, 1),
-        (math.nan, 1),
-        (math.inf, 1),
-        (1, -0.1),
-        (1, 1.1),
-        (1, math.nan),
-    ):
-        with pytest.raises(ValueError, match="temperature.*top_p"):
-            choose(logits, uniform, temperature, top_p)
+    for temperature in (-1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="temperature"):
+            choose(logits, uniform, temperature)
 
 
 def test_temperatures_of_every_day_give_the_bits_that_they_gave():
@@ -561,273 +515,12 @@ def test_temperatures_of_every_day_give_the_bits_that_they_gave():
 # ---------------------------------------------------------------- the sampler
 
 
-class Fixed:
-    """Stands for a workspace whose tools answer at once, with a text that depends on the
-    arguments."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def files(self):
-        return {}
-
-
-@pytest.fixture
-def answers(monkeypatch):
-    """Any call is answered, the slow ones from a thread; every third call counts as slow."""
-
-    def run_tool(workspace, call):
-        call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
-
-    monkeypatch.setattr(rollout, "run_tool", run_tool)
-    whole = rollout.read_action
-
-    def read(tokenizer, body):
-        text, calls = whole(tokenizer, body)
-        for call in calls:
-            call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
-        return text, calls
-
-    monkeypatch.setattr(rollout, "read_action", read)
-
-
-def policy(seed=0, **changes):
-    """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
-    end."""
-    torch.manual_seed(seed)
-    model = Model(
-        ModelConfig(
-            **{
-                **dict(
-                    vocab=TRAINED.vocab,
-                    dim=32,
-                    layers=3,
-                    heads=2,
-                    kv_lora=16,
-                    qk_nope=8,
-                    qk_rope=8,
-                    v_dim=16,
-                    dense_ffn=48,
-                    experts=6,
-                    active=2,
-                    expert_ffn=16,
-                    context=160,
-                ),
-                **changes,
-            }
-        )
-    )
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.abs().sum() == 0:
-                p.normal_(std=p.shape[-1] ** -0.5)
-    favour = torch.zeros(TRAINED.vocab)
-    for name, extra in (("<|call|>", 7.5), ("<|arg|>", 5), ("<|end|>", 5.8)):
-        favour[TRAINED.id[name]] = extra
-    plain = model.logits
-    model.logits = lambda hidden: 0.5 * plain(hidden) + favour
-    return model.requires_grad_(False)
-
-
-LIMITS = Limits(160, 14, 24)
-COMPACT = Compact(160, 50)
-
-
-def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
-    return sampler.run(
-        [agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks],
-        seeds,
-        patient=patient,
-    )
-
-
-def same(chain, other):
-    a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
-    assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [
-        x[1].tolist() for x in a
-    ] == [x[1].tolist() for x in b]
-    for x, y in zip(a, b):
-        np.testing.assert_allclose(x[2], y[2], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind,truncate", [("mla", False), ("gqa", False), ("mla", True)])
-@pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
-    answers, kind, truncate, temperature
+@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_alone(
+    answers, kind
 ):
-    """After tool outputs, after summaries and after truncation too; and the recorded experts are
-    the trainer's own choice in fp32."""
-    model = policy(seed=1, attention=kind)
-    chains = sample(
-        Sampler(model, TRAINED, 5, 160, temperature),
-        [TASKS[i % 4] for i in range(24)],
-        list(range(24)),
-        (OldestTruncated if truncate else Compact)(160, 50),
-    )
-    episodes = [e for c in chains for e in c.episodes]
-    roles = Counter(t.role for c in chains for t in c.turns)
-    assert roles["tool"] > 20 and len(episodes) > len(chains)
-    assert (
-        roles["recent"] >= 3 > roles["query"]
-        if truncate
-        else roles["summary"] >= 3 <= roles["query"]
-    )
-    scored = 0
-    for episode in (e for e in episodes if flatten(e)[1].any()):
-        batch, record = pack([episode], [1.0], multiple=8), []
-        free = model(batch["tokens"], record=record)
-        n = len(episode)
-        logp = target_logprobs(model.logits(free), batch["targets"], temperature)
-        where = batch["mask"].bool()
-        torch.testing.assert_close(logp[where], batch["logprobs"][where], atol=1e-4, rtol=0)
-        scored += int(where.sum())
-        recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
-        fed = recorded[:, 0, 0] >= 0
-        # what ended an episode was never fed: nothing follows it
-        last = episode.turns[-1].role == "assistant"
-        assert fed[: n - 1].all() or not last
-        assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
-        replayed = target_logprobs(
-            model.logits(model(batch["tokens"], replay=batch["experts"])),
-            batch["targets"],
-            temperature,
-        )
-        torch.testing.assert_close(replayed[where], batch["logprobs"][where], atol=1e-4, rtol=0)
-    assert scored > 250
-
-
-def test_with_a_nucleus_the_recorded_log_prob_is_of_the_cut_distribution(answers):
-    model = policy()
-    chains = sample(Sampler(model, TRAINED, 8, 160, 1.0, top_p=0.7), TASKS, [1, 2, 3, 4])
-    for episode in (e for c in chains for e in c.episodes):
-        batch = pack([episode], [1.0])
-        p = model.logits(model(batch["tokens"])).softmax(-1)[0]
-        for t in batch["mask"][0].nonzero()[:, 0].tolist():
-            target, order = int(batch["targets"][0, t]), p[t].argsort(descending=True)
-            kept = order[: int((p[t][order].cumsum(0) < 0.7).sum()) + 1]
-            assert target in kept
-            assert float(batch["logprobs"][0, t]) == pytest.approx(
-                math.log(p[t][target] / p[t][kept].sum()), abs=1e-4
-            )
-
-
-@pytest.mark.parametrize("rows", [3, 16])
-def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
-    model = policy()
-    tasks, seeds = [TASKS[i % 4] for i in range(12)], [(5, i) for i in range(12)]
-    together = sample(Sampler(model, TRAINED, rows, 160), tasks, seeds)
-    assert [c.task for c in together] == tasks
-    for a, b in zip(
-        together, sample(Sampler(model, TRAINED, rows, 160), tasks, seeds, patient=False)
-    ):
-        same(a, b)
-    for i in (0, 3, 4, 11):
-        same(sample(Sampler(model, TRAINED, 1, 160), [tasks[i]], [seeds[i]])[0], together[i])
-    # other seeds, other rollouts
-    assert len({str([t.tokens for t in c.turns]) for c in together}) > 10
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_drafts_change_the_number_of_steps_and_nothing_else(answers, top_p):
-    tasks, seeds, found = [TASKS[i % 4] for i in range(12)], list(range(12)), []
-    for draft in (0, 1, 3, 7):
-        sampler = Sampler(policy(), TRAINED, 12, 160, 0.5, top_p, draft=draft)
-        found.append((sample(sampler, tasks, seeds), sampler.steps))
-    (plain, steps), *drafted = found
-    assert all(
-        chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None)
-        for chain in plain
-    )
-    for chains, fewer in drafted:
-        assert fewer < 0.9 * steps
-        for a, b in zip(plain, chains):
-            same(a, b)
-            assert b.steps <= a.steps and [
-                turn.versions.tolist() for turn in a.turns if turn.versions is not None
-            ] == [turn.versions.tolist() for turn in b.turns if turn.versions is not None]
-            for e, f in zip(a.episodes, b.episodes):
-                assert np.array_equal(e.experts, f.experts)
-
-
-def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
-    def play():
-        yield Request([1, 2], True, 40)
-        return Chain(None, [])
-
-    model = policy()
-    model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
-    # a first pair has to be seen, and the room ends the last draft
-    for draft, steps in ((0, 40), (3, 3 + 10), (39, 4)):
-        sampler = Sampler(model, TRAINED, 1, 160, 0, draft=draft)
-        assert sampler.run([play()], [0])[0].steps == sampler.steps == steps
-
-
-@pytest.mark.parametrize("patient", [False, True])
-def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repeatable(patient):
-    """Its tool ends when the other sequence has, or at last by itself."""
-    ended, seen = threading.Event(), []
-
-    def slow():
-        yield Request([1, 2], True, 3)
-        yield Work([], lambda: seen.append(ended.wait(0.2 if patient else 60)), True)
-        yield Request([3], False, 3)
-        return Chain(None, [])
-
-    def quick():
-        for turn in range(9):
-            yield Request([1, 2, 4], not turn, 9)
-        ended.set()
-        return Chain(None, [])
-
-    sampler = Sampler(policy(), TRAINED, 8, 160)
-    assert len(sampler.run([slow(), quick(), slow()], [0, 1, 2], patient=patient)) == 3
-    assert seen == [not patient] * 2
-
-
-def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
-    model = policy()
-    group, alone = sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]] * 8, list(range(8))), []
-    for seed in range(8):
-        alone += sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]], [seed])
-    for a, b in zip(group, alone):
-        same(a, b)
-        for e, f in zip(a.episodes, b.episodes):
-            assert np.array_equal(e.experts, f.experts)
-    assert all(
-        (e.experts[: len(c.episodes[0].turns[0].tokens)] >= 0).all()
-        for c in group
-        for e in c.episodes
-    )
-
-
-def test_a_shared_prompt_is_fed_once_per_group(answers):
-    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it
-    samples."""
-    model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
-    short = Limits(160, 1, 2)
-    sampler = Sampler(model, TRAINED, 8, 160)
-    chains = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
-    assert sampler.fed == prompt + sum(chain.steps for chain in chains)
-    sampler = Sampler(model, TRAINED, 8, 160)
-    chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
-    prompts = sum(
-        len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1])
-    )
-    assert sampler.fed == prompts + sum(chain.steps for chain in chains)
-
-
-def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
-    model, sampler = policy(), None
-    sampler = Sampler(model, TRAINED, 2, 160)
-    first = sample(sampler, TASKS, [0, 1, 2, 3])
-    again = sample(sampler, TASKS, [0, 1, 2, 3])
-    for a, b in zip(first, again):
-        same(a, b)
-
-
-def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_alone(answers):
     huge = Task("huge", "word " * 400, {}, {})
-    chains = sample(Sampler(policy(), TRAINED, 4, 160), [huge, TASKS[0], huge], [0, 1, 2])
+    chains = sample(kind(policy(), TRAINED, window=160), [huge, TASKS[0], huge], [0, 1, 2])
     assert [c.task.instance_id for c in chains] == ["huge", "t0", "huge"]
     assert (
         not chains[0].finished
@@ -835,9 +528,10 @@ def test_a_task_that_does_not_fit_the_window_ends_at_once_and_leaves_the_others_
     )
 
 
-def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
+@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
     tasks, sandbox = [make_task(0, 1), make_task(1, 2)], Sandbox()
-    sampler = Sampler(policy(context=400), TRAINED, 6, 400)
+    sampler = kind(policy(context=400), TRAINED, window=400)
     groups = rollout.rollouts(sampler, tasks, 3, 9, Limits(400, 3, 16), sandbox)
     assert [[c.task for c in g] for g in groups] == [[tasks[0]] * 3, [tasks[1]] * 3]
     for chain in (c for g in groups for c in g):
@@ -870,10 +564,11 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests():
     assert [[c.reward for c in g] for g in solved] == [[1.0, 1.0], [1.0, 1.0]]
 
 
-def test_scoring_again_takes_the_recorded_experts_or_the_models_own():
+@pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
+def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
     model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
     (group,) = rollout.rollouts(
-        Sampler(model, TRAINED, 2, 400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
+        kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
     episode, far = group[0].episodes[0], lambda **how: float(
         rollout.rescore(model, episode, **how).abs().max()
@@ -881,46 +576,6 @@ def test_scoring_again_takes_the_recorded_experts_or_the_models_own():
     assert far() < 1e-4
     episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
     assert far() > 1e-3 and far(replay=False) < 1e-4
-
-
-def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkeypatch):
-    folders, most, step = [], 0, Sampler.step
-
-    class Counted(rollout.Workspace):
-        def __init__(self, *given):
-            super().__init__(*given)
-            folders.append(self.root)
-
-    def watched(self, rows):
-        nonlocal most
-        most = max(most, sum(folder.exists() for folder in folders))
-        step(self, rows)
-        if len(folders) >= breaks_at:
-            raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(rollout, "Workspace", Counted)
-    monkeypatch.setattr(Sampler, "step", watched)
-    for breaks_at in (99, 4):
-        folders.clear()
-        sampler = Sampler(policy(context=400), TRAINED, 2, 400)
-        with (
-            pytest.raises(RuntimeError, match="out of memory")
-            if breaks_at == 4
-            else contextlib.nullcontext()
-        ):
-            rollout.rollouts(
-                sampler,
-                [make_task(0, seed) for seed in range(3)],
-                3,
-                9,
-                Limits(400, 3, 16),
-                Sandbox(),
-            )
-        assert (
-            (len(folders) == 9) == (breaks_at == 99)
-            and most == 2
-            and not any(folder.exists() for folder in folders)
-        )
 
 
 # ---------------------------------------------------------------- demonstrations
@@ -1028,7 +683,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
 
 
 def test_a_demonstration_is_the_same_transcript_that_the_real_workspace_gives():
-    from synth_tasks import Workspace
+    from world.workspace import Workspace
 
     for level in (1, 4):
         task, sandbox = make_task(level, 3), Sandbox()
@@ -1084,11 +739,11 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
     }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
     chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
-    assert rollout.blind(chain) == expected
+    assert rollout.submitted_untested(chain) == expected
     chain.finished = False
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
     chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
-    assert not rollout.blind(chain)
+    assert not rollout.submitted_untested(chain)
 
 
 # ---------------------------------------------------------------- objective
@@ -1299,160 +954,7 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_th
     assert truth.abs().max() > 0.05
 
 
-# ---------------------------------------------------------------- weights on their way, and processes that sample
-
-CONFIG = ModelConfig(
-    vocab=TRAINED.vocab,
-    dim=32,
-    layers=2,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=16,
-    dense_ffn=48,
-    experts=4,
-    active=2,
-    expert_ffn=16,
-    context=400,
-)
-REAL = [make_task(0, seed) for seed in range(3)]
-
-
-def weights(seed=0):
-    """Random ones that call tools and end turns: the first number of every hidden state is large,
-    and the head reads it."""
-    torch.manual_seed(seed)
-    model = Model(CONFIG)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=p.shape[-1] ** -0.5) if p.ndim > 1 else None
-        model.embed.weight[:, 0] = 2.0
-        for name, extra in (("<|call|>", 2.4), ("<|arg|>", 1.5), ("<|end|>", 2.0)):
-            model.head.weight[TRAINED.id[name], 0] = extra
-    return model.state_dict()
-
-
-def bits(t):
-    return t.contiguous().view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    )
-
-
-def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
-    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single
-    tensors, several dtypes."""
-    g = torch.Generator().manual_seed(0)
-    edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
-    for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
-        draw = lambda: {
-            "a": torch.randn(5, 7, generator=g).mul(50).abs().to(kind),
-            "e": torch.zeros(0, 3, dtype=kind),
-            "one": torch.randn((), generator=g).abs().to(kind),
-            "same": torch.arange(6).to(kind),
-            "edge": (edge if kind.is_floating_point else edge[:4].abs()).to(kind),
-        }
-        old, new = draw(), draw()
-        new["edge"] = new["edge"].flip(0) if kind.is_floating_point else new["edge"]
-        for before, after in (
-            (old, new),
-            (new, old),
-            (rollout.zeros(new), new),
-            (old, {k: -v for k, v in old.items()}),
-            (old, old),
-        ):
-            got = rollout.apply_delta(before, rollout.encode_delta(before, after))
-            assert all(
-                got[k].dtype == v.dtype
-                and got[k].shape == v.shape
-                and torch.equal(bits(got[k]), bits(v))
-                for k, v in after.items()
-            )
-    with pytest.raises(ValueError, match="delta of"):
-        rollout.apply_delta(
-            {"a": torch.zeros(3)}, rollout.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)})
-        )
-
-
-def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
-    """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes
-    late; the casts are the oracle."""
-    state, publisher, sizes = (
-        weights(),
-        rollout.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
-        [],
-    )
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.bfloat16,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=1,
-        limits=Limits(300),
-    )
-    faithful = rollout.Generator(**settings)
-    for version in range(3, 13):
-        sizes.append(publisher.publish(version, state))
-        late = rollout.Generator(**settings)
-        for reader in (faithful, late):
-            reader.refresh()
-            held = reader.sampler.model.state_dict()
-            assert reader.sampler.version == version and {t.dtype for t in held.values()} == {
-                torch.bfloat16,
-                torch.float32,
-            }
-            assert all(
-                torch.equal(bits(held[name]), bits(state[name].to(held[name].dtype)))
-                for name in state
-            )
-        for t in state.values():
-            t.view(-1)[version::50] += 0.01 * torch.randn(len(t.view(-1)[version::50]))
-    base, delta = sizes[0], sizes[1]
-    assert (
-        base["sync_full"] == sum(t.nbytes for t in held.values())
-        and base["sync_bytes"] < 1.02 * base["sync_full"]
-    )
-    assert delta["sync_bytes"] < 0.1 * base["sync_bytes"] and 0.97 < delta["sync_same"] < 1
-    assert sizes[4]["sync_bytes"] > 0.8 * base["sync_bytes"]  # version 7, the next base
-    assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
-
-
-def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
-    state, publisher = weights(), rollout.Publisher(
-        tmp_path, CONFIG, torch.float32, every=3, shared=False
-    )
-    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
-    for version in range(8):
-        publisher.publish(version, state)
-        reader.refresh()
-        assert [p.name for p in tmp_path.iterdir()] == [
-            f"{version:08d}.{'delta' if version % 3 else 'base'}"
-        ]
-        assert all(
-            torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items()
-        )
-        state["head.weight"] += 1
-
-
-def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.float32,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=1,
-        limits=Limits(160, 2, 8),
-    )
-    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
-    workers = rollout.Workers(1, settings)
-    try:
-        with pytest.raises(Exception, match="lambda|pickle"):
-            workers.submit([lambda: 0], [0], 0)[0][0].result(timeout=60)
-        assert len(workers.submit(REAL[:1], [0], 0)[0][0].result(timeout=60)) == 1
-    finally:
-        workers.close()
+# ---------------------------------------------------------------- limits
 
 
 def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
@@ -1467,184 +969,6 @@ def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
         for window in (150, 4096)
     ]
     assert room == [150 - len(TRAINED.encode(TASKS[0].problem_statement)) - 3, 1536]
-
-
-def test_a_corrupted_upload_is_refused(tmp_path):
-    rollout.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
-    path = tmp_path / "00000000.base"
-    path.write_bytes(bytes(16) + path.read_bytes()[16:])
-    reader = rollout.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
-    with pytest.raises(ValueError, match="not the trainer's weights"):
-        reader.refresh()
-
-
-@pytest.mark.parametrize("draft", [0, 3])
-def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(
-    tmp_path, draft
-):
-    """The head is rigged to choose the token 65 + its own first weight: the tokens tell the
-    versions."""
-    state = weights()
-    publisher = rollout.Publisher(tmp_path, CONFIG, torch.float32)
-    head = lambda version: {
-        **state,
-        "head.weight": torch.full_like(state["head.weight"], float(version)),
-    }
-    publisher.publish(0, head(0))
-    generator = rollout.Generator(
-        tmp_path,
-        CONFIG,
-        torch.float32,
-        "cpu",
-        TRAINED,
-        3,
-        Limits(400, 2, 40),
-        temperature=0,
-        draft=draft,
-    )
-    model, step = generator.sampler.model, generator.sampler.step
-    model.logits = lambda hidden: F.one_hot(
-        (65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab
-    ).float()
-
-    def counted(rows):
-        step(rows)
-        if generator.sampler.steps in (7, 8, 21):  # 8: two uploads within two steps
-            publisher.publish(
-                generator.sampler.steps, head({7: 1, 8: 2, 21: 3}[generator.sampler.steps])
-            )
-
-    generator.sampler.step = counted
-    (group,) = generator(REAL[:1], [0], 5)
-    for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
-        assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [
-            t - 65 for t in turn.tokens[1:]
-        ]
-        assert len(turn.versions) == len(turn.logprobs) == 40 and turn.versions.tolist() == sorted(
-            turn.versions
-        )
-        assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
-    if not draft:
-        # 3 rollouts: 7, 1, 13 and 19 tokens each
-        assert Counter(rollout.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
-
-
-def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
-    settings = dict(
-        folder=tmp_path,
-        config=CONFIG,
-        dtype=torch.float32,
-        device="cpu",
-        tokenizer=TRAINED,
-        group=3,
-        limits=Limits(400, 14, 24),
-        compact=Compact(400, 280),
-        rows=6,
-    )
-    publisher, tasks = rollout.Publisher(tmp_path, CONFIG, torch.float32), REAL
-    publisher.publish(0, weights())
-    alone, beside = rollout.Workers(0, settings), rollout.Workers(2, settings)
-    try:
-        for version in (0, 1):
-            publisher.publish(version, weights(version)) if version else None
-            handle = beside.submit(tasks, range(3), version)
-            # both are warm now: one is killed while it samples
-            if version == 1:
-                time.sleep(0.03)
-                os.kill(beside.processes[0].pid, signal.SIGKILL)
-            groups, expected = beside.collect(handle), alone.collect(
-                alone.submit(tasks, range(3), version)
-            )
-            assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
-            for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
-                same(a, b)
-                assert a.stats == b.stats and a.files == b.files
-            assert not rollout.staleness(groups, version).any() and beside.restarts == (version > 0)
-    finally:
-        beside.close()
-    assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
-
-
-def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
-    def fails(self, i):
-        raise EOFError("the server that forks is gone")
-
-    monkeypatch.setattr(rollout.Workers, "start", fails)
-    workers = rollout.Workers(1, {})
-    # and whoever asks again is told again
-    for _ in range(2):
-        ((future, _),) = workers.submit(REAL, range(3), 0)
-        with pytest.raises(RuntimeError, match="died three times"):
-            future.result(timeout=30)
-
-
-def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(
-    tmp_path, monkeypatch
-):
-    """Workers that finish the moment they are asked: with staleness 1, all tokens after the first
-    step are exactly one update old."""
-    import train
-
-    class Prompt(rollout.Workers):
-        def submit(self, tasks, numbers, seed):
-            return super().collect(super().submit(tasks, numbers, seed))
-
-        def collect(self, groups):
-            return groups
-
-    monkeypatch.setattr(rollout, "Workers", Prompt)
-    words = [
-        "--scale=tiny",
-        "--dim=32",
-        "--dtype=float32",
-        "--device=cpu",
-        "--window=220",
-        "--turns=2",
-        "--tasks_per_step=2",
-        "--group=2",
-        "--stage=rl",
-        "--steps=3",
-        f"--out={tmp_path}",
-    ]
-    for lag in (1, 0):
-        run = train.Run(train.configure(train.parse(words), "rl"))
-        run.build(TRAINED)
-        source, logs = train.Reinforcement(run), []
-        source.ahead = lag
-        for step in range(3):
-            logs.append({})
-            sum(source.losses(step, logs[-1])).backward()
-            with torch.no_grad():
-                [p.view(-1)[::9].add_(0.01) for p in run.model.parameters()]
-            # a resumed run trains on what was drawn ahead
-            again = train.Reinforcement(run)
-            again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
-            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [
-                [t.instance_id for t in source.draw(step + 1)]
-            ]
-        assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
-            0,
-            lag,
-            lag,
-        ]
-        assert logs[0]["sync_same"] == 0 and all(0.85 < l["sync_same"] < 0.95 for l in logs[1:])
-        assert all(
-            l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
-            for l in logs[1:]
-        )
-        lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
-        assert (
-            sorted({l["step"] for l in lines}) == [1, 2, 3]
-            and len(lines) >= 6
-            and len({l["task"] for l in lines}) == 3
-        )
-        assert all(
-            m["versions"] == [max(0, l["step"] - 1 - lag)]
-            for l in lines
-            for m in l["messages"]
-            if m["role"] == "assistant"
-        )
-        assert all(l["reward"] in [pytest.approx(r, abs=1e-3) for r in l["group"]] for l in lines)
 
 
 # ---------------------------------------------------------------- transcripts on file

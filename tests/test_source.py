@@ -18,7 +18,21 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import leftovers, source, tree
+from world import (
+    copies as world_copies,
+    files as world_files,
+    judge,
+    leftovers,
+    repository,
+    run_suite,
+    sandbox as world_sandbox,
+    source,
+    task as world_task,
+    task_file,
+    tree,
+    twins,
+    workspace as world_workspace,
+)
 
 GONE = dict(kind="gone", docstring=False)
 STUB = dict(kind="function", docstring=True)
@@ -36,7 +50,7 @@ SHOP = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 def cut(files, name, dials):
     """The files without the feature of this name; every Python file must still be one."""
-    found = st.definitions(files)
+    found = repository.definitions(files)
     chosen = [one for one in found if one.name == name]
     assert len(chosen) == 1, [one.name for one in found]
     base, _ = st.delete_feature(files, chosen, dials, found)
@@ -60,9 +74,9 @@ def tasks_of(root, tmp_path, n=2, level=1):
     out.unlink(missing_ok=True)
     try:
         _, reasons, _ = st.generate(str(root), str(out), n=n, level=level, jobs=2, time_limit=30)
-    except st.Refusal as refusal:
+    except world_task.Refusal as refusal:
         return [], str(refusal)
-    return st.read_tasks(out), reasons
+    return task_file.read_tasks(out), reasons
 
 
 def names_of(tasks):
@@ -156,14 +170,15 @@ def test_tests_in_a_latin_1_file_are_hidden_and_judged_with_the_values_they_have
     )
     (task,), _ = tasks_of(root, tmp_path, n=1)
     wrong = task.files["shop/city.py"].replace("raise NotImplementedError", "return ['Koln'] * n")
-    assert st.judge(task, {**task.files, **task.solution}, None).solved
-    assert not st.judge(task, {**task.files, "shop/city.py": wrong}, None).solved
+    assert judge.judge(task, {**task.files, **task.solution}, None).solved
+    assert not judge.judge(task, {**task.files, "shop/city.py": wrong}, None).solved
 
 
 def test_a_function_in_the_first_line_of_its_file_does_not_count_as_run_at_import(tmp_path):
     root = write(tmp_path / "repo", SHOP)
     found = {
-        one.name: one for one in st.study(str(root), time_limit=30, say=lambda _: None).definitions
+        one.name: one
+        for one in repository.study(str(root), time_limit=30, say=lambda _: None).definitions
     }
     assert not found["gross"].early and found["gross"].tests
 
@@ -248,7 +263,7 @@ def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_ne
         "import sys, other\nif sys.maxsize > 1:\n    class A:\n        x = 1\nelse:\n    def A():\n        return 1\n\n\n"
         "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
     )
-    assert st.definitions({"m.py": text}) == []
+    assert repository.definitions({"m.py": text}) == []
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
@@ -279,13 +294,13 @@ def test_a_statement_beside_its_docstring_is_no_candidate_for_a_stub_that_keeps_
 
 def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not_come_to_life():
     text = "def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    assert 1\n\n\ndef test_a():\n    assert 3 == 3\n"
-    assert st.find_test(text, "t.py::test_a").lineno == 9
+    assert source.find_test(text, "t.py::test_a").lineno == 9
     left = st.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
     assert "test_a" not in left and "test_b" in left
-    made, _ = st.with_twins(text, ["t.py::test_a"], random.Random(0))
+    made, _ = twins.with_twins(text, ["t.py::test_a"], random.Random(0))
     assert made.startswith("def test_a():\n    assert 1 == 2\n") and made.count("def test_a_") == 2
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
-    assert st.find_test(twice, "t.py::TestX::test_a").lineno == 7
+    assert source.find_test(twice, "t.py::TestX::test_a").lineno == 7
     assert st.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
         "    def test_a(self):\n        assert 1\n", "    pass\n"
     )
@@ -300,7 +315,7 @@ def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not
     ],
 )
 def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
-    assert st.find_test(text, "t.py::test_a") is None
+    assert source.find_test(text, "t.py::test_a") is None
 
 
 # ------------------------------------------------------------ names in imports and in __all__
@@ -329,7 +344,7 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
     before, tmp_path
 ):
     files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
-    found = st.definitions(files)
+    found = repository.definitions(files)
     base = st.removed(
         files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
     )
@@ -368,11 +383,11 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
     module,
 ):
     files = {**SHOP, "shop/extra.py": module}
-    sandbox = st.repository_sandbox(files, 20)
-    names = st.module_names(files, set())
+    sandbox = world_sandbox.repository_sandbox(files, 20)
+    names = repository.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
-    assert set(st.import_outcomes(files, sandbox, names).values()) == {""}
-    after = st.import_outcomes(cut(files, "gross", GONE), sandbox, names)
+    assert set(run_suite.import_outcomes(files, sandbox, names).values()) == {""}
+    after = run_suite.import_outcomes(cut(files, "gross", GONE), sandbox, names)
     assert after["shop"] == after["shop.price"] == "" != after["shop.extra"]
 
 
@@ -445,7 +460,7 @@ def test_code_that_another_module_holds_for_itself_makes_no_task(tmp_path):
 
 def test_a_copy_of_a_hidden_test_is_left_out():
     files = {**SHOP, "tests/test_price.py.orig": TEST, "plan.txt": "shop.price.gross is tested\n"}
-    left = st.without_test_copies(files, files, ["tests/test_price.py::test_gross"])
+    left = world_copies.without_test_copies(files, files, ["tests/test_price.py::test_gross"])
     assert set(files) - set(left) == {"tests/test_price.py.orig"}
 
 
@@ -481,10 +496,10 @@ def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monke
         archive.writestr("vendor/small/core.py", code)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
     monkeypatch.setattr(sys, "path", [str(site)])
-    st.places.cache_clear(), st.archives.cache_clear()
+    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
     found = lambda files: [
         place.removeprefix(str(tmp_path))
-        for place in st.installed_copies(files)
+        for place in world_copies.installed_copies(files)
         if str(tmp_path) in place
     ]
     at = "/env/lib/site-packages"
@@ -494,7 +509,7 @@ def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monke
         files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": code}
         assert found(files) == ["/env/bundled.whl", f"{at}/small"], layout
     assert found({"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}) == []
-    st.places.cache_clear(), st.archives.cache_clear()
+    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
 
 
 # ------------------------------------------------------------ tests inside, modes, links, names
@@ -521,7 +536,7 @@ def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
         assert judged and not any(node.startswith("shop/") for node in judged)
         lost = task.files["shop/price.py"]
         right = "return net + net // 5" if "gross" in task.meta["names"] else "return n + n"
-        assert st.judge(
+        assert judge.judge(
             task,
             {**task.files, "shop/price.py": lost.replace("raise NotImplementedError", right)},
             None,
@@ -530,7 +545,7 @@ def test_tests_in_the_file_of_the_feature_judge_nothing(tmp_path):
             lost.replace("raise NotImplementedError", "return 0").partition("def test_")[0]
             + "def test_gross():\n    pass\n"
         )
-        assert not st.judge(task, {**task.files, "shop/price.py": wrong}, None).solved
+        assert not judge.judge(task, {**task.files, "shop/price.py": wrong}, None).solved
 
 
 def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(tmp_path):
@@ -567,12 +582,12 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
             task.meta["links"] == ["absolute", "tests/all", "tests/one.txt"]
             and task.files["absolute"] == "data/x.txt"
         )
-        with st.Workspace(task) as workspace:
+        with world_workspace.Workspace(task) as workspace:
             listing = workspace.run("ls -l bin/tool tests/one.txt").output
             assert listing.startswith("-rwxr-xr-x") and "tests/one.txt -> ../data/x.txt" in listing
             workspace.edit("shop/price.py", "", "# by the agent\n")
             handed_in = {**workspace.files(), **task.solution}
-        assert st.judge(task, handed_in, None).solved
+        assert judge.judge(task, handed_in, None).solved
 
 
 @pytest.mark.parametrize(
@@ -586,8 +601,8 @@ def test_modes_links_and_names_that_are_not_utf_8_reach_the_agent_and_the_judge(
 )
 def test_no_link_of_a_strangers_task_leads_out_of_its_tree(tmp_path, links):
     files = {**{path: tree.Link(target) for path, target in links.items()}, "f.txt": "x"}
-    with pytest.raises(st.Refusal, match="leads out"):
-        st.write_tree(files, tmp_path / "root")
+    with pytest.raises(world_task.Refusal, match="leads out"):
+        world_files.write_tree(files, tmp_path / "root")
     assert not [path for path in (tmp_path / "root").rglob("*") if path.is_symlink()]
 
 
@@ -601,8 +616,8 @@ def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
         instance_id="x", problem_statement="", files={"a": ""}, solution={}, tools=[], meta=meta
     )
     (tmp_path / "t.jsonl").write_text(json.dumps(line))
-    with pytest.raises(st.Refusal, match="line 1 is no task"):
-        st.read_tasks(tmp_path / "t.jsonl")
+    with pytest.raises(world_task.Refusal, match="line 1 is no task"):
+        task_file.read_tasks(tmp_path / "t.jsonl")
 
 
 def test_a_test_that_another_file_imports_and_runs_again_is_asked_for_where_it_is_written(tmp_path):

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import suite as suites
+from world import (
+    autoinstall,
+    files as world_files,
+    hygiene,
+    judge,
+    repository,
+    run_suite,
+    sandbox as world_sandbox,
+    suite as suites,
+    task as world_task,
+    task_file,
+    workspace as world_workspace,
+)
 
 CODE = (
     '"""Prices."""\n\n\ndef gross(net):\n    tax = net // 5\n    total = net + tax\n    return total\n\n\n'
@@ -25,7 +37,9 @@ BASE = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 
 def run(files, **options):
-    return st.run_suite(files, st.repository_sandbox(files, 60), limit=False, **options)
+    return run_suite.run_suite(
+        files, world_sandbox.repository_sandbox(files, 60), limit=False, **options
+    )
 
 
 def names(outcomes):
@@ -33,13 +47,13 @@ def names(outcomes):
 
 
 def write(files, root):
-    st.write_tree(files, root)
+    world_files.write_tree(files, root)
     return str(root)
 
 
 def refusal(files, tmp_path, time_limit=60):
-    with pytest.raises(st.Refusal) as caught:
-        st.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
+    with pytest.raises(world_task.Refusal) as caught:
+        repository.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
     return str(caught.value)
 
 
@@ -176,7 +190,7 @@ def test_of_a_test_that_was_run_again_the_last_attempt_counts_and_the_study_does
 def test_the_words_of_an_assertion_are_there_for_a_suite_that_reads_them():
     text = "import pytest\n\n\ndef test_words():\n    with pytest.raises(AssertionError, match='assert 1 == 2'):\n        assert 1 == 2\n\n\n"
     files = {**BASE, "tests/test_words.py": text}
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["plan"].rewrite and set(answer["outcomes"].values()) == {"passed"}
 
 
@@ -201,7 +215,7 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
         "tests/a/test_same.py": "def test_a(): pass\n",
         "tests/b/test_same.py": "def test_b(): pass\n",
     }
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
@@ -300,10 +314,10 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
         "packaging/make.py": "x = 1\n",
         "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n",
     }
-    assert "packaging" not in st.importable(files)
-    assert "iniconfig" in st.importable({"src/iniconfig/__init__.py": ""}) and "m" in st.importable(
-        {"m.py": ""}
-    )
+    assert "packaging" not in hygiene.importable(files)
+    assert "iniconfig" in hygiene.importable(
+        {"src/iniconfig/__init__.py": ""}
+    ) and "m" in hygiene.importable({"m.py": ""})
 
 
 @pytest.mark.parametrize(
@@ -377,13 +391,13 @@ def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
         "Makefile": "test:\n\tpython test.py\n",
     }
     said = []
-    found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert (
         found.plan.paths == ["test.py"]
         and len(found.stable) == 2
         and "`python test.py` in Makefile" in "\n".join(said)
     )
-    assert st.propose(files)[0].command == "python -m pytest -q test.py"
+    assert autoinstall.propose(files)[0].command == "python -m pytest -q test.py"
 
 
 def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
@@ -394,7 +408,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
         "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
     }
     del files["tests/test_price.py"]
-    answer = st.find_plan("shop", files, st.repository_sandbox(files, 60))
+    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
     assert answer["outcomes"] == dict.fromkeys(
         ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
     )
@@ -402,7 +416,9 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
     assert list(again["outcomes"]) == ["checks/price_checks.py::test_twice"]
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
-    assert st.is_green(st.run_command_in(files, command, st.repository_sandbox(files, 60)))
+    assert run_suite.is_green(
+        run_suite.run_command_in(files, command, world_sandbox.repository_sandbox(files, 60))
+    )
 
 
 def test_a_plan_comes_back_from_a_file_of_tasks_and_nothing_else_does():
@@ -496,7 +512,7 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
         "shop/__init__.py": "import importlib.metadata\nversion = importlib.metadata.version('shop-of-ours')\n",
         "PKG-INFO": "Metadata-Version: 2.1\nName: shop_of.ours\nVersion: 3.1\n\nName: no\n",
     }
-    answer = st.find_plan(tmp_path, files, st.repository_sandbox(files, 60))
+    answer = repository.find_plan(tmp_path, files, world_sandbox.repository_sandbox(files, 60))
     assert set(answer["outcomes"].values()) == {"passed"} and "egg-info" in answer["plan"].said[-1]
     assert suites.own_metadata({"pyproject.toml": '[project]\nname = "x"\nversion = "1"\n'}) == {
         "x.egg-info/PKG-INFO": "Metadata-Version: 2.1\nName: x\nVersion: 1\n"
@@ -510,7 +526,7 @@ def test_a_package_that_asks_for_its_own_version_gets_it_from_what_the_files_tel
 def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a_source_in_python_is_not(
     tmp_path,
 ):
-    st.write_tree(
+    world_files.write_tree(
         {
             **BASE,
             "shop/_fast.cpython-311.so": "\x7fELF",
@@ -522,8 +538,10 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
     answer = {
         "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}
     }
-    assert set(st.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
-    assert st.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
+    assert set(repository.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
+    assert (
+        repository.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
+    )
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
@@ -533,7 +551,7 @@ def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_pat
         "tests/test_setup.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n",
     }
     said = []
-    found = st.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert "3 tests, 2 stable, 0 failing, 2 errors" in said[0] and "nosuchthing" in said[-1]
     assert found.ignored == ["tests/test_odd.py"] and found.left_out == [
         "tests/test_setup.py::test_setup"
@@ -581,7 +599,7 @@ def test_every_python_in_the_sandbox_has_one_seed_of_hashes_and_one_time_zone(tm
     (tmp_path / "one.py").write_text(code + "\n")
     line = f'python -c "{code}"'
     said = {
-        st.Sandbox().run(words, tmp_path).output
+        world_sandbox.Sandbox().run(words, tmp_path).output
         for _ in range(2)
         for words in ("python one.py", "true; python one.py", line)
     }
@@ -602,9 +620,9 @@ def test_a_suite_is_run_in_the_world_that_it_is_told():
                 text=True,
             ).stdout
         )
-        for seed, _ in st.WORLDS
+        for seed, _ in run_suite.WORLDS
     ]
-    for world, seed, zone in zip(st.WORLDS, seeds, (0, 18000, -19800)):
+    for world, seed, zone in zip(run_suite.WORLDS, seeds, (0, 18000, -19800)):
         answer = run({"m.py": "", "test_m.py": text.format(seed=seed, zone=zone)}, world=world)
         assert set(answer["outcomes"].values()) == {"passed"}, world
 
@@ -622,7 +640,7 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
             text=True,
         ).stdout
     )
-    found = st.study(
+    found = repository.study(
         write(
             {**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"
         ),
@@ -633,7 +651,9 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
     kept = {node.split("::")[-1] for node in found.stable}
     assert {"test_gross", "test_twice"} <= kept and "test_zone" not in kept
     assert not found.left_out  # in the agent's world it is green
-    assert st.whole_functions({"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]) == [
+    assert run_suite.whole_functions(
+        {"a[1]", "a[2]", "b[1]"}, ["a[1]", "a[2]", "b[1]", "b[2]", "c"]
+    ) == [
         "a",
         "b[1]",
     ]
@@ -661,7 +681,7 @@ def shop_task(tmp_path_factory):
     }
     out = root / "tasks.jsonl"
     st.generate(write(files, root / "shop"), str(out), n=2, level=1, jobs=2)
-    return next(task for task in st.read_tasks(out) if task.meta["names"] == ["gross"])
+    return next(task for task in task_file.read_tasks(out) if task.meta["names"] == ["gross"])
 
 
 def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(shop_task):
@@ -673,12 +693,12 @@ def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(sh
 
 
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
-    sandbox = st.repository_sandbox(shop_task.files, 60)
-    with st.Workspace(shop_task, sandbox) as workspace:
-        assert not st.is_green(workspace.run(shop_task.test_command))
+    sandbox = world_sandbox.repository_sandbox(shop_task.files, 60)
+    with world_workspace.Workspace(shop_task, sandbox) as workspace:
+        assert not run_suite.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():
             workspace.place(path).write_text(text)
-        assert st.is_green(workspace.run(shop_task.test_command))
+        assert run_suite.is_green(workspace.run(shop_task.test_command))
     assert "test_broken" in shop_task.test_command and "nosuch" not in shop_task.test_command
 
 
@@ -686,8 +706,8 @@ def test_what_the_original_does_not_keep_green_is_not_asked_for(shop_task):
     assert not any(node.endswith("test_named") for node in shop_task.PASS_TO_PASS)
     original = {**shop_task.files, **shop_task.solution}
     assert (
-        st.judge(shop_task, original, None).solved
-        and not st.judge(shop_task, shop_task.files, None).solved
+        judge.judge(shop_task, original, None).solved
+        and not judge.judge(shop_task, shop_task.files, None).solved
     )
 
 
@@ -706,19 +726,19 @@ def test_a_test_that_is_red_now_and_then_costs_no_submission_and_one_that_is_alw
                 {"outcomes": {}},
             )
 
-        monkeypatch.setattr(st, "run_judgement", judgement)
+        monkeypatch.setattr(judge, "run_judgement", judgement)
         assert (
-            st.judge_repository(shop_task, {}, None).solved == solved
-            and 1 < len(runs) <= 1 + st.MORE_RUNS
+            judge.judge_repository(shop_task, {}, None).solved == solved
+            and 1 < len(runs) <= 1 + judge.MORE_RUNS
         )
     runs = []
     hidden = shop_task.FAIL_TO_PASS[0]
     monkeypatch.setattr(
-        st,
+        judge,
         "run_judgement",
         lambda *_: (runs.append(1), ({hidden: "failed"}, [], {"outcomes": {}}))[1],
     )
-    assert not st.judge_repository(shop_task, {}, None).solved and len(runs) == 1
+    assert not judge.judge_repository(shop_task, {}, None).solved and len(runs) == 1
 
 
 # ---------------------------------------------------------------- an environment that is kept
@@ -726,7 +746,7 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
     tmp_path,
 ):
     site = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
-    st.write_tree(
+    world_files.write_tree(
         {
             "helper/__init__.py": "x = 1\n",
             "helper-1.dist-info/METADATA": "",
@@ -741,7 +761,7 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
         site,
     )
     place = tmp_path / "kept"
-    st.keep_environment(tmp_path / ".venv", place, BASE)
+    autoinstall.keep_environment(tmp_path / ".venv", place, BASE)
     done = subprocess.run(
         [
             place / "bin" / "python",
@@ -754,10 +774,10 @@ def test_an_environment_is_kept_without_the_repository_and_without_what_runs_whe
     assert done.stdout == "3\n" and "No module named 'shop'" in done.stderr
     left = {path.name for path in next(place.glob("lib/*/site-packages")).iterdir()}
     assert left == {"helper", "helper-1.dist-info", "single.py"}
-    with pytest.raises(st.Refusal, match="is there already"):
-        st.refuse_place(str(place))
-    with pytest.raises(st.Refusal, match="cannot be written"):
-        st.refuse_place(str(tmp_path / "no" / "such"))
+    with pytest.raises(world_task.Refusal, match="is there already"):
+        autoinstall.refuse_place(str(place))
+    with pytest.raises(world_task.Refusal, match="cannot be written"):
+        autoinstall.refuse_place(str(tmp_path / "no" / "such"))
 
 
 def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_path):
@@ -770,10 +790,10 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
     }
 
     def borrowing(files, tries):
-        return st.install(files, [("", "")] * 2 + tries)  # asks no index
+        return autoinstall.install(files, [("", "")] * 2 + tries)  # asks no index
 
     keep = tmp_path / "kept"
-    tries = st.autoinstall(
+    tries = autoinstall.autoinstall(
         write(files, tmp_path / "shop"), network=False, installer=borrowing, keep=str(keep)
     )
     assert "2 passed" in tries[-1][1]
@@ -788,7 +808,11 @@ def test_autoinstall_runs_the_tests_as_the_authors_do_and_keeps_what_works(tmp_p
 def test_a_test_whose_name_is_too_long_to_ask_for_is_left_out_and_no_other():
     """Cut, it would be another name, and the run that asks for it would find nothing."""
     long = "tests/test_a.py::test_one[" + "x" * 1500 + "]"
-    outcomes = {"tests/test_a.py::test_two": "passed", long: "passed", "test_\udcff.py::t": "passed"}
+    outcomes = {
+        "tests/test_a.py::test_two": "passed",
+        long: "passed",
+        "test_\udcff.py::t": "passed",
+    }
     answer = {"key": "k", "outcomes": outcomes, "seconds": {}, "touched": {}}
-    found = st.read_outcomes(json.dumps(answer), "k")["outcomes"]
+    found = run_suite.read_outcomes(json.dumps(answer), "k")["outcomes"]
     assert found == {"tests/test_a.py::test_two": "passed"}

@@ -21,7 +21,9 @@ from rollout import (
 )
 from experiments.summary import OldestTruncated, written_summaries
 from summarize import QUERY, Compact, compact, condensed, probe
-from synth_tasks import SUMMARIZE, Rehearsal, Task, example_texts, make_task
+from synth_tasks import example_texts, make_task
+from world.expert import Rehearsal
+from world.task import SUMMARIZE, Task
 
 TRAINED = Tokenizer.train(example_texts(24, 0), 500)
 ID, ENC = TRAINED.id, TRAINED.encode

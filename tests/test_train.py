@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+import fast
 import hsdp
 import train
+from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
 from experiments.sdft import Imitation
 
@@ -86,6 +88,7 @@ def refused(arguments, capsys):
         ("--levels=0", "there are 8 levels"),
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
+        ("--precision=fp8", "dtype, mxfp8, nvfp4"),
         ("--steps=0", "at least 1"),
         ("--active=9", "at most"),
         ("pretrain", "unknown flag"),
@@ -192,12 +195,12 @@ def test_a_stage_without_its_predecessor_says_which_to_run(capsys, tmp_path):
 
 
 def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypatch):
-    opened = train.open_checkpoint
+    opened = checkpoints.open_checkpoint
     without = lambda saved: {
         **saved,
         "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"},
     }
-    monkeypatch.setattr(train, "open_checkpoint", lambda path: without(opened(path)))
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path: without(opened(path)))
     assert "by a version without --copy_loss" in refused(
         [*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys
     )
@@ -250,14 +253,14 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
 ):
     words = [*SMALL, *RL, f"--start_from={run}", f"--out={tmp_path}"]
     train.main(words)
-    real = hsdp.peek
+    real = hsdp.load_extra
     kept = {name: default for name, (default, _) in train.OLD_FLAGS.items()}
 
-    def peek_at_an_older_version(path):
+    def load_an_older_version(path):
         extra = real(path)
         return {**extra, "config": {**extra["config"], **kept}}
 
-    monkeypatch.setattr(hsdp, "peek", peek_at_an_older_version)
+    monkeypatch.setattr(hsdp, "load_extra", load_an_older_version)
     capsys.readouterr()
     train.main(words)
     assert "finished already" in capsys.readouterr().out
@@ -274,6 +277,7 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
         (["--window=20"], "leaves room for a turn"),
         (["--hardest=2", "--tasks=T"], "goes with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
+        (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
         (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0"),
     ],
@@ -384,7 +388,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
 
 
 def test_help_explains_every_flag_but_the_seed_within_the_width_of_a_screen():
-    text = train.describe_flags()
+    text = flags.describe_flags(train.Config)
     assert all(len(line) <= 100 for line in text.split("\n"))
     for field in train.fields(train.Config):
         line = next(line for line in text.split("\n") if line.startswith(f"  --{field.name}="))
@@ -576,7 +580,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
-    assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+    assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -647,52 +651,6 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
             ]
         )
         assert levels.pop() == list(range(expected))
-
-
-def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(
-    run, tmp_path, monkeypatch, capsys
-):
-    assert "--workers=0" in refused(
-        [*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys
-    )
-    real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
-    monkeypatch.setattr(
-        train.synth_tasks.Sandbox,
-        "run",
-        lambda *words, **more: commands.append(words) or real(*words, **more),
-    )
-    collect = train.rollout.Workers.collect
-    monkeypatch.setattr(
-        train.rollout.Workers,
-        "collect",
-        lambda self, asked: played.append(collect(self, asked)) or played[-1],
-    )
-    for name, timed in (("plain", 0), ("timed", 1)):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=2",
-                "--group=2",
-                "--warmup=0",
-                f"--time_tools={timed}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{name}",
-            ]
-        )
-        got.append((len(commands), weights(tmp_path / name / "rl")))
-        commands.clear()
-    tokens = [
-        [turn.tokens for group in groups for chain in group for turn in chain.turns]
-        for groups in played
-    ]
-    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
-    assert got[0][0] == got[1][0] > 0 and all(
-        torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1]
-    )
-    log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
-    assert "tools_s" not in log[0] and log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
 
 
 def test_what_a_limit_cut_short_pays_the_whole_budget():
@@ -827,7 +785,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
+    assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
@@ -887,7 +845,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, train.Model(sizes))
+    train.write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -905,7 +863,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
     # where it began is not forgotten
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
-    assert hsdp.peek(out / "rl")["config"]["init_from"] == str(folder)
+    assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
     train.main([*common, *rl])
     capsys.readouterr()
@@ -968,7 +926,7 @@ def published(tmp_path):
         expert_ffn=16,
         context=1024,
     )
-    folder, model = tmp_path / "published", train.Model(sizes)
+    folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
     train.write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
@@ -1019,7 +977,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
     )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
-    config = hsdp.peek(out / "rl")["config"]
+    config = hsdp.load_extra(out / "rl")["config"]
     assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
         str(published),
         1e-6,
@@ -1035,7 +993,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        train.compared(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        checkpoints.compared_values(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
@@ -1074,7 +1032,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         ]
     )
     assert {
-        hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+        hsdp.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
     } == {str(published)}
 
 
@@ -1277,12 +1235,23 @@ def test_held_out_files_are_not_trained_on():
 
 def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
-    assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+    assert [train.seq_len_divisor(step, config) for step in range(10)] == [
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for(run):
-    tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8)
     compact = train.summarize.compact(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
@@ -1326,7 +1295,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
         "sft",
     )
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # it starts at zero: every token would be equally likely
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     source = train.Demonstrations(one)
@@ -1347,7 +1316,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
                     else one.tokenizer.decode([token]).strip(" ._`")
                 )
                 expected -= float(logp[place, token]) * (
-                    (copied if word in train.synth_tasks.WORDS else 1) if own else 0.3
+                    (copied if word in train.WORDS else 1) if own else 0.3
                 )
                 written += own
     assert abs(got - expected / written) < 1e-4
@@ -1357,7 +1326,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     got, found = train.Demonstrations(one).validate(), {"names": [], "constants": []}
     for task in train.eval.held_out(12, range(config.levels)):
@@ -1383,7 +1352,7 @@ def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
                         if token in one.tokenizer.name
                         else one.tokenizer.decode([token]).strip(" ._`")
                     )
-                    if word in train.synth_tasks.WORDS:
+                    if word in train.WORDS:
                         found["constants" if word.isdigit() else "names"].append(
                             float(logits[place].softmax(-1)[token].detach())
                         )
@@ -1500,9 +1469,11 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
         {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
     )
     assert set(
-        train.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
+        idle_flags.idle_flags(config, {"lr": 0.1, "tasks": "t", "levels": 3, "trigger": 0.5})
     ) == {"lr", "levels"}
-    assert {name for name in train.READ_BY} <= {field.name for field in train.fields(train.Config)}
+    assert {name for name in idle_flags.READ_BY} <= {
+        field.name for field in train.fields(train.Config)
+    }
 
 
 @pytest.mark.parametrize("scale", list(train.SCALES))
@@ -1707,7 +1678,7 @@ def refused_at_end(words, capsys):
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
     config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
-    one.build(train.rollout.Tokenizer(**train.open_checkpoint(run / "sft")["tokenizer"]))
+    one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     source, log = train.Demonstrations(one), {}
     one.model.train()
     gather = one.gather
@@ -1745,7 +1716,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
     monkeypatch.setattr(train, "balance", note)
     train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
     log = json.loads((tmp_path / "rl.jsonl").read_text())
-    config = hsdp.peek(tmp_path / "rl")["config"]
+    config = hsdp.load_extra(tmp_path / "rl")["config"]
     assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
     assert all(
@@ -1760,7 +1731,7 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
         "pretrain",
     )
     torch.manual_seed(0)
-    model = train.Model(train.model_config(config, 64)).train()
+    model = fast.accelerate(train.model_config(config, 64).build_model()).train()
     for p in model.parameters():
         if not p.any():
             torch.nn.init.normal_(p, std=0.1)
@@ -1772,12 +1743,12 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 
 def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, capsys):
-    made = train.open_checkpoint(run / "sft")
+    made = checkpoints.open_checkpoint(run / "sft")
     config = train.replace(train.Config(), active=1)
     with pytest.raises(SystemExit):
-        train.same_gates(config, "here/sft", made)
+        checkpoints.check_same_gates(config, "here/sft", made)
     assert "here/sft was made with --active=1" in capsys.readouterr().err
-    train.same_gates(train.Config(), "here/sft", made)
+    checkpoints.check_same_gates(train.Config(), "here/sft", made)
 
 
 @pytest.mark.parametrize("limit", [30_000, 200])

@@ -625,3 +625,25 @@ def remove_tests(stored, node_ids):
             line_break = re.search(r"[\r\n]*$", source.text[begin:line_end]).group()
             edits.append((begin, line_end, f"{indent}pass{line_break}" if classes else ""))
     return source.apply(edits)
+
+
+# What it takes to read a hostile child's answer: numbers too large for a float are an
+# ArithmeticError.
+BABBLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    SyntaxError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+
+
+def is_text(path):
+    """False for a name that is not UTF-8: no prompt and no log can spell it."""
+    try:
+        return bool(path.encode())
+    except UnicodeEncodeError:
+        return False

@@ -110,3 +110,11 @@ def write_links(files, root):
                 os.unlink(other)
             return path
     return None
+
+
+def keep_modes(tree, files):
+    """The tree with the modes that its files have in the repository: an edit makes a plain text of
+    a file."""
+    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+    changed = {path: with_mode(tree[path], mode) for path, mode in modes.items() if path in tree}
+    return {**tree, **changed}

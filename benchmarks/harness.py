@@ -1,0 +1,79 @@
+"""benchmarks/harness.py: what the benchmarks share: a command line that refuses wrong flags in one
+line, clocks that are fair on a busy machine, and the table at the end.
+
+Two things that are compared are measured in turns: a machine that is busy for a second is then busy
+for both. A ratio of two numbers of one run says more than either number, since the machines differ.
+Left out: confidence intervals. Run a benchmark more than once before you believe its second digit.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+
+def make_parser(module, description):
+    """-> an argparse parser for `python -m benchmarks.<module>`. A wrong flag is one line on stderr
+    and exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def refuse(message):
+        usage_error(module, message)
+
+    parser.error = refuse
+    return parser
+
+
+def usage_error(module, message):
+    """Bad input: one line, exit code 2, nothing touched."""
+    print(f"benchmarks.{module}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def median_seconds(*calls, repeat=5):
+    """Median wall time of each call, measured in turns after a round that warms up."""
+    times = [[] for _ in calls]
+    for _ in range(repeat + 1):
+        for call, times_of_call in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            # A GPU has only been given its work when a call returns.
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times_of_call.append(time.perf_counter() - start)
+    return [sorted(times_of_call[1:])[repeat // 2] for times_of_call in times]
+
+
+def least_seconds(candidates, rounds, budget=5.0):
+    """{name: function} -> {name: least seconds}. They take turns. One that has used its budget of
+    seconds stops."""
+    times = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            if sum(times[name]) < budget:
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+    # The first round warms up, if there is a second one.
+    return {name: min(found[1:] or found) for name, found in times.items()}
+
+
+def print_table(title, columns, rows):
+    """A table with its columns aligned: text to the left, numbers (given as text) to the right.
+    columns: the headings; rows: a list of texts for each line."""
+    widths = []
+    for i, heading in enumerate(columns):
+        widths.append(max([len(heading)] + [len(row[i]) for row in rows]))
+    print(f"\n{title}" if title else "")
+    for row in [columns, *rows]:
+        first, *numbers = row
+        cells = [first.ljust(widths[0])]
+        for text, width in zip(numbers, widths[1:]):
+            cells.append(text.rjust(width))
+        print("  ".join(cells).rstrip(), flush=True)

@@ -1,0 +1,283 @@
+"""benchmarks/muon.py: one step of Muon beside torch.optim.Muon and beside a floor, and sharded beside
+gathering everything.
+
+    python -m benchmarks.muon            67.2M parameters on one device, 22.4M on 1 to 8 forked ranks; minutes
+    python -m benchmarks.muon --quick    one layer, two ranks; seconds: does it run?
+
+The floor is the matrix products of the plain Newton-Schulz iteration alone, in the batches that suit
+the machine. Ours is muon.py with the iteration of fast/, as train.py takes it. torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert as a
+parameter of its own. Its length of an update is max(1, R/C)^0.5 and ours 0.2 max(R, C)^0.5, which
+costs the same.
+
+Sharded, each rank holds some rows of every unit, so that no unit is whole anywhere. What one writes
+first gathers every momentum whole on every rank (full_tensor) and orthogonalises all of it W times.
+Time there is CPU seconds of the busiest rank, gloo's threads included: the ranks share the cores of
+one machine, so the wall would say how many cores there are.
+"""
+
+import math
+import sys
+import time
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from benchmarks.harness import make_parser, print_table
+from fast.gram_newton_schulz import gram_newton_schulz
+from muon import (
+    Muon,
+    cpu_chunk,
+    fork_ranks,
+    make_parameters,
+    orthogonalize,
+    shard,
+    stacked,
+    step_scale,
+)
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+# ---------------------------------------------------------------- one device
+
+
+def step_seconds(call, device="cpu"):
+    """CPU seconds of one thread: the clock on the wall also counts whoever else uses the machine.
+    On a GPU, the wall."""
+    if device == "cpu":
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def gemm_floor(shapes, dtype, device, steps=5):
+    """-> a call that does nothing but the products of the plain iteration, in the batches that suit
+    the machine."""
+    # How many matrices there are of each shape (m, n), m <= n.
+    matrices = defaultdict(int)
+    for shape in shapes.values():
+        matrices[tuple(sorted(shape[-2:]))] += shape[0] if len(shape) == 3 else 1
+
+    # Batches as muon.py cuts them: as much as the cache of a CPU holds, or all at once on a GPU.
+    batches = []
+    for (m, n), count in matrices.items():
+        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
+        batches += [(chunk, m, n)] * (count // chunk)
+        if count % chunk:
+            batches.append((count % chunk, m, n))
+
+    operands = {}
+    for size, m, n in set(batches):
+        operands[size, m, n] = [
+            torch.randn(size, m, columns, device=device).to(dtype) for columns in (n, m, n)
+        ]
+
+    def multiply():
+        for batch in batches:
+            X, A, Y = operands[batch]
+            B = torch.empty_like(A)
+            for _ in range(steps):
+                torch.bmm(X, X.mT, out=B)
+                torch.bmm(A, A, out=B)
+                torch.bmm(A, X, out=Y)
+
+    return multiply
+
+
+def split_matrices(params):
+    """Every head and expert as a 2-D parameter of its own, with its gradient: what torch.optim.Muon
+    takes."""
+    matrices = []
+    for p in params.values():
+        for weight, gradient in zip(stacked(p.data), stacked(p.grad)):
+            matrices.append(torch.nn.Parameter(weight.clone()))
+            matrices[-1].grad = gradient.clone()
+    return matrices
+
+
+def measure_one_device(shapes, products, weights, device, rounds):
+    """-> seconds of one step: (the products alone, torch.optim.Muon, Muon). products, weights: the
+    dtypes of the matrix products and of the parameters"""
+    params = make_parameters(shapes, dtype=weights, device=device)
+    ours = Muon(
+        [dict(params=list(params.items()))],
+        ns_dtype=products,
+        newton_schulz=gram_newton_schulz,
+        lr=1e-3,
+        weight_decay=0.1,
+    )
+    theirs = torch.optim.Muon(
+        split_matrices(make_parameters(shapes, dtype=weights, device=device)),
+        lr=1e-3,
+        weight_decay=0.1,
+    )
+    calls = gemm_floor(shapes, products, device), theirs.step, ours.step
+
+    # torch.optim.Muon multiplies in bf16 only. Like is compared with like: for fp32 its cast is
+    # made to do nothing.
+    cast = torch.Tensor.bfloat16
+    if products == torch.float32:
+        torch.Tensor.bfloat16 = keep_dtype
+    try:
+        times = [[step_seconds(call, device) for call in calls] for _ in range(rounds + 1)]
+    finally:
+        torch.Tensor.bfloat16 = cast
+    # The first round warms up.
+    return [min(column) for column in zip(*times[1:])]
+
+
+def keep_dtype(tensor):
+    return tensor
+
+
+def bench_one_device(device, quick):
+    shapes = layer_shapes(1, dim=128, hidden=256) if quick else layer_shapes(6)
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    rows = []
+    for products, weights in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        floor, other, ours = measure_one_device(
+            shapes, products, weights, device, rounds=1 if quick else 5
+        )
+        rows.append(
+            [
+                f"{NAMES[products]}, {NAMES[weights]}",
+                f"{floor:.3f}",
+                f"{other:.3f}",
+                f"{ours:.3f}",
+                f"{ours / floor:.2f}",
+                f"{ours / other:.2f}",
+            ]
+        )
+    print_table(
+        f"one step, {numbers / 1e6:.1f}M parameters, {device}, seconds, best of {1 if quick else 5}",
+        ["products, weights", "GEMM floor", "torch.optim.Muon", "muon.py", "x floor", "x torch"],
+        rows,
+    )
+
+
+# ---------------------------------------------------------------- sharded
+
+
+def redundant_step(params, optimizer):
+    """What one writes first: gather every momentum whole and orthogonalise all of it on every
+    rank."""
+    for p in params.values():
+        momentum = optimizer.state[p]["momentum"]
+        gradient = p.grad.to_local()
+        momentum.to_local().lerp_(gradient, 0.05)
+        whole = DTensor.from_local(
+            torch.lerp(gradient, momentum.to_local(), 0.95),
+            momentum.device_mesh,
+            momentum.placements,
+            shape=momentum.shape,
+            stride=momentum.stride(),
+        ).full_tensor()
+        update = distribute_tensor(
+            orthogonalize(whole, iterate=gram_newton_schulz),
+            momentum.device_mesh,
+            momentum.placements,
+            src_data_rank=None,
+        )
+        length = 1e-3 * step_scale(*p.shape[-2:])
+        p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
+
+
+def measure_rank(rank, world, shapes, redundant):
+    """-> CPU seconds (all threads, gloo's too) of one rank's step, after two to warm up, and its
+    traffic"""
+    params = make_parameters(shapes, shard(world))
+    optimizer = Muon(
+        [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
+    )
+    seconds = []
+    with torch.no_grad():
+        for _ in range(5):
+            dist.barrier()
+            start = time.process_time()
+            if redundant:
+                redundant_step(params, optimizer)
+            else:
+                optimizer.step()
+            seconds.append(time.process_time() - start)
+    traffic = optimizer.traffic
+    if redundant:
+        # Each full_tensor brings what the other ranks hold, in fp32.
+        whole = sum(p.numel() for p in params.values()) * 4
+        held = sum(p.to_local().nbytes for p in params.values())
+        traffic = dict(collectives=len(params), bytes_received=whole - held)
+    return min(seconds[2:]), traffic
+
+
+def bench_sharded(quick):
+    shapes = layer_shapes(1, dim=96, hidden=128) if quick else layer_shapes(2)
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    rows = []
+    for world in (1, 2) if quick else (1, 2, 4, 8):
+        ours = fork_ranks(world, measure_rank, shapes, False)
+        other = fork_ranks(world, measure_rank, shapes, True)
+        our_seconds = max(seconds for seconds, _ in ours)
+        other_seconds = max(seconds for seconds, _ in other)
+        our_bytes = max(traffic["bytes_received"] for _, traffic in ours)
+        rows.append(
+            [
+                str(world),
+                f"{our_seconds:.3f}",
+                f"{our_bytes / 1e6:.1f}",
+                str(ours[0][1]["collectives"]),
+                f"{other_seconds:.3f}",
+                f"{other[0][1]['bytes_received'] / 1e6:.1f}",
+                f"{our_seconds / other_seconds:.2f}",
+            ]
+        )
+    print_table(
+        f"sharded over forked gloo ranks, {numbers / 1e6:.1f}M parameters; the busiest rank, "
+        "best of 3; against full_tensor() and all units on every rank",
+        ["W", "CPU s", "MB received", "collectives", "CPU s of the other", "its MB", "ratio"],
+        rows,
+    )
+
+
+def main(argv):
+    parser = make_parser("muon", __doc__)
+    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
+    quick = parser.parse_args(argv).quick
+    torch.set_num_threads(1)
+    # First what forks: a process that has touched a GPU cannot.
+    bench_sharded(quick)
+    bench_one_device("cuda" if torch.cuda.is_available() else "cpu", quick)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
+    """The matrices of a small MoE decoder, heads and experts stacked."""
+    one = {
+        "wq": (heads, dim // heads, dim),
+        "wk": (heads, dim // heads, dim),
+        "wv": (heads, dim // heads, dim),
+        "wo": (dim, dim),
+        "gate": (experts, hidden, dim),
+        "up": (experts, hidden, dim),
+        "down": (experts, dim, hidden),
+        "shared.gate": (hidden, dim),
+        "shared.up": (hidden, dim),
+        "shared.down": (dim, hidden),
+    }
+    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}

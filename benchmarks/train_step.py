@@ -1,0 +1,302 @@
+"""benchmarks/train_step.py: a training step of the mixture of experts beside a dense layer of equal
+active FLOPs, and beside transformers where that is installed.
+
+    python -m benchmarks.train_step            one device; minutes
+    python -m benchmarks.train_step --quick    small sizes, few rounds; seconds: does it run?
+
+Routing sends each expert another number of rows at every step. So the batch is a new one each time:
+on a CPU the library compiles a kernel for every number of rows that it meets, and a benchmark that
+repeats one batch would not see what training pays for that. Both are measured, the repeated batch
+too.
+
+transformers gets the same small random DeepSeek-V3 with the same weights; its experts exist in two
+forms, "eager" and "grouped_mm", and we are compared with whichever is faster. It runs in a process of
+its own, so that kernels compiled before do not crowd it.
+"""
+
+import importlib.util
+import multiprocessing
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import make_parser, median_seconds, print_table
+from fast import accelerate
+from fast.cpu_kernels import grouped_swiglu, looped_swiglu
+from moe import (
+    FFN,
+    Cache,
+    Model,
+    ModelConfig,
+    MoE,
+    fast_dtype,
+)
+from published.loading import load_model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T tokens of width D, E experts of F hidden units, K of them for a token; rows of the batches
+    of the whole models; rounds of a measurement"""
+
+    T: int = 4096
+    D: int = 256
+    F: int = 512
+    E: int = 16
+    K: int = 2
+    batch: int = 16
+    decoded_rows: int = 64
+    repeat: int = 5
+    prompts: tuple = (64, 1024)
+    new_tokens: int = 64
+
+
+QUICK = Sizes(
+    T=128, D=32, F=32, E=4, batch=2, decoded_rows=4, repeat=1, prompts=(16,), new_tokens=4
+)
+
+
+def describe_device(device):
+    return "one core" if device == "cpu" else torch.cuda.get_device_name()
+
+
+# ---------------------------------------------------------------- one layer
+
+
+def bench_layers(device, sizes):
+    """Forward and backward of one layer, routed and dense."""
+    dtype, T, D, E, K = fast_dtype(device), sizes.T, sizes.D, sizes.E, sizes.K
+    torch.manual_seed(0)
+    config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=sizes.F, shared=0)
+    # The weights of experts in the dtype of the products, and once more in fp32, cast at every use.
+    moe, moe_fp32 = (accelerate(MoE(config)).to(device) for _ in range(2))
+    moe.experts.to(dtype)
+    dense = FFN(D, K * sizes.F).to(device, dtype)
+    x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
+    permuted = torch.randn(T * K, D, device=device, dtype=dtype)
+    weights = moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down
+
+    def draw_loads():
+        """Rows of each expert: others every time, as in training"""
+        chosen = torch.randint(0, E, (T * K,), device=device)
+        return torch.bincount(chosen, minlength=E)
+
+    layers = {
+        "dense layer of equal active FLOPs": partial(dense, x),
+        "MoE layer": partial(moe, x),
+        "MoE layer, weights kept in fp32": partial(moe_fp32, x),
+        "experts, grouped_mm": lambda: grouped_swiglu(permuted, draw_loads(), *weights),
+        "experts, loop": lambda: looped_swiglu(permuted, draw_loads(), *weights),
+    }
+
+    def forward_backward(layer):
+        for leaf in (x, *moe.parameters(), *moe_fp32.parameters(), *dense.parameters()):
+            leaf.grad = None
+        output = layer()
+        output.backward(torch.ones_like(output))
+
+    times = median_seconds(
+        *(partial(forward_backward, layer) for layer in layers.values()), repeat=sizes.repeat
+    )
+    rows = []
+    for name, t in zip(layers, times):
+        rows.append([name, f"{1e3 * t:.2f}", f"{t / times[0]:.2f}"])
+    print_table(
+        f"forward + backward, {describe_device(device)}, {dtype}, T={T} D={D} E={E} K={K} F={sizes.F}",
+        ["", "ms", "x dense"],
+        rows,
+    )
+
+
+# ---------------------------------------------------------------- the laptop's model
+
+
+def bench_laptop_model(device, sizes):
+    dtype = fast_dtype(device)
+    model = accelerate(Model(ModelConfig())).to(device).compute(dtype)
+    tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)
+
+    def train():
+        logits = model.logits(model(tokens)).flatten(0, 1)
+        F.cross_entropy(logits, tokens.flatten()).backward()
+
+    def evaluate():
+        with torch.no_grad():
+            model.logits(model(tokens))
+
+    forward, both = median_seconds(evaluate, train, repeat=sizes.repeat)
+
+    rows_decoded = sizes.decoded_rows
+    with torch.inference_mode():
+        cache = Cache(model.eval(), rows_decoded, 512)
+        start = torch.full((rows_decoded,), 300, device=device)
+        token = tokens[:1, :1].expand(rows_decoded, 1)
+
+        def decode():
+            return model.logits(model.decode(token, cache, slice(0, rows_decoded), start))
+
+        (step,) = median_seconds(decode, repeat=sizes.repeat)
+    speeds = {
+        "forward": tokens.numel() / forward,
+        "forward + backward": tokens.numel() / both,
+        f"decoding {rows_decoded} rows at position 300": rows_decoded / step,
+    }
+    fastest = speeds["forward"]
+    rows = [[name, f"{speed:,.0f}", f"{speed / fastest:.2f}"] for name, speed in speeds.items()]
+    print_table("the laptop's model", ["", "tokens/s", "x forward"], rows)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def build_both(device, dtype):
+    """One small random DeepSeek-V3 -> ({kind of experts: transformers' model}, ours with the same
+    weights)"""
+    import transformers
+
+    theirs = {}
+    for kind in ("eager", "grouped_mm"):
+        # A configuration for each: a model writes its kind of experts into it.
+        config = transformers.DeepseekV3Config(
+            vocab_size=1024,
+            hidden_size=256,
+            intermediate_size=512,
+            moe_intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            n_routed_experts=16,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            q_lora_rank=None,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            first_k_dense_replace=1,
+            max_position_embeddings=2048,
+        )
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation=kind
+        )
+        theirs[kind] = model.to(device)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs["eager"].save_pretrained(folder)
+        ours = accelerate(load_model(folder, dtype, device)).compute(dtype)
+    return theirs, ours
+
+
+def bench_training(theirs, ours, device, sizes):
+    # Ours first: their kernels crowd out what ours have compiled.
+    models = {"ours": ours} | theirs
+
+    def draw_batch():
+        return torch.randint(0, 1024, (8, 256), device=device)
+
+    same = draw_batch()
+
+    def train(model, get_batch):
+        tokens = get_batch()
+        model.zero_grad()
+        if model is ours:
+            ours.logprobs(ours(tokens), tokens).mean().neg().backward()
+        else:
+            logits = model(tokens, use_cache=False).logits.flatten(0, 1).float()
+            F.cross_entropy(logits, tokens.flatten()).backward()
+
+    for title, get_batch in (
+        ("a new batch each time", draw_batch),
+        ("the same batch again", lambda: same),
+    ):
+        times = []
+        for model in models.values():
+            step = partial(train, model.train(), get_batch)
+            times += median_seconds(step, repeat=3 * sizes.repeat)
+        rows = []
+        for name, t in zip(models, times):
+            rows.append([name, f"{same.numel() / t:,.0f}", f"{min(times[1:]) / t:.2f}"])
+        print_table(f"training, {title}", ["", "tokens/s", "x their faster one"], rows)
+
+
+def bench_generation(theirs, ours, device, sizes, rows=16):
+    """Greedy decoding behind prompts of several lengths, against generate()"""
+    new = sizes.new_tokens
+    theirs, ours = theirs["grouped_mm"].eval(), ours.fuse_weights().eval()
+    generate = partial(
+        theirs.generate,
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+    @torch.inference_mode()
+    def decode(prompts):
+        length = prompts.shape[1]
+        cache = Cache(ours, rows, length + new + 1)
+        hidden = ours.decode(prompts, cache, slice(0, rows), prompts.new_zeros(rows))
+        text = prompts
+        for i in range(new):
+            token = ours.logits(hidden[:, -1:]).argmax(-1)
+            text = torch.cat((text, token), 1)
+            position = prompts.new_full((rows,), length + i)
+            hidden = ours.decode(token, cache, slice(0, rows), position)
+        return text
+
+    for length in sizes.prompts:
+        prompts = torch.randint(0, 1024, (rows, length), device=device)
+        times = median_seconds(
+            partial(generate, prompts),
+            partial(decode, prompts),
+            repeat=3 if sizes.repeat > 1 else 1,
+        )
+        table = []
+        for name, t in zip(("transformers' generate", "ours"), times):
+            table.append([name, f"{rows * new / t:,.0f}", f"{times[0] / t:.2f}"])
+        print_table(
+            f"{rows} prompts of {length} tokens, {new} decoded for each",
+            ["", "tokens/s", "x theirs"],
+            table,
+        )
+
+
+def bench_against_transformers(device, sizes):
+    import transformers
+
+    torch.set_num_threads(1)
+    dtype = fast_dtype(device)
+    theirs, ours = build_both(device, dtype)
+    print(f"\na small DeepSeek-V3, transformers {transformers.__version__} and ours, {dtype}")
+    bench_training(theirs, ours, device, sizes)
+    bench_generation(theirs, ours, device, sizes)
+
+
+def main(argv):
+    parser = make_parser("train_step", __doc__)
+    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
+    sizes = QUICK if parser.parse_args(argv).quick else Sizes()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # As in train.py's processes: one for each core.
+    torch.set_num_threads(1)
+    bench_layers(device, sizes)
+    bench_laptop_model(device, sizes)
+    if importlib.util.find_spec("transformers") is None:
+        print("\ntransformers is not installed: no comparison with it")
+        return
+    process = multiprocessing.get_context("spawn").Process(
+        target=bench_against_transformers, args=(device, sizes)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

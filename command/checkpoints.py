@@ -1,0 +1,200 @@
+"""command/checkpoints.py: which checkpoint does a stage go on from, and does it fit?
+
+A stage goes on with its own checkpoint where there is one, else with that of the stage before, in
+the folder --start_from or --out. Either must have been made with the same model, and its own one by
+the same command and from the same data: otherwise the run that results would be neither of the two.
+What differs is named in one line, with the flag that brings it back.
+
+It stands apart from train.py because the recipe never needs it: where everything fits, nothing here
+does anything. Checkpoints themselves (saving, loading, checksums) are hsdp.py's.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import hsdp
+from command.flags import usage_error, write_value
+
+PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
+# What may change when a stage goes on: where and how it is computed, not what.
+
+
+NOT_COMPARED = {
+    "processes",
+    "out",
+    "export",
+    "start_from",
+    "stage",
+    "resume",
+    "device",
+    "compile",
+    "plain",
+    "save_every",
+    "cp",
+    "ep",
+    "dp_replicate",
+    "micro_tokens",
+    "recompute",
+    "eval_levels",
+    "eval_tasks",
+    "eval_samples",
+    "workers",
+    "staleness",
+}
+
+
+# Flags younger than some checkpoints, and what was done before there was such a flag.
+BEFORE_THE_FLAG = {"precision": "dtype", "mtp": False}
+
+
+def compared_values(config):
+    """{field: value} of all that must be the same when a stage goes on"""
+    return {name: value for name, value in asdict(config).items() if name not in NOT_COMPARED}
+
+
+def open_checkpoint(path):
+    """What a checkpoint says of itself: configuration, model, tokenizer, step, source"""
+    try:
+        return hsdp.load_extra(path)
+    except ValueError as error:
+        usage_error(str(error))
+
+
+def checkpoint_paths(stage, out, start_from):
+    """Where the stage's checkpoint stands and where that of the one before, from which it starts
+    (None: it is the first)"""
+    before = PREVIOUS_STAGE.get(stage)
+    return Path(out, stage), Path(start_from or out, before) if before else None
+
+
+def find_checkpoint(stage, out, start_from):
+    """The path of the checkpoint with which a stage goes on: its own or that of the stage before;
+    None where neither is there"""
+    for path in checkpoint_paths(stage, out, start_from):
+        if path and hsdp.exists(path):
+            return path
+    return None
+
+
+def find_init_from(stage, out, start_from):
+    """The published model that stands behind the checkpoint with which this stage goes on: what
+    began from one stays one, also where --init_from is not said again."""
+    path = find_checkpoint(stage, out, start_from)
+    return open_checkpoint(path)["config"].get("init_from", "") if path else ""
+
+
+def check_same_model(config, origin, saved, sizes):
+    """A stage goes on with the weights of the one before: in the same model, or it would be another
+    function of them. saved: what the checkpoint in `origin` says; sizes: the fields that are the
+    model's shape"""
+    made, names = saved["config"], sizes | {"vocab"}
+    if config.stage != "long":
+        names = names | {"yarn"}
+    other = {}
+    for name in sorted(names):
+        before = made.get(name, BEFORE_THE_FLAG.get(name))
+        if before is not None and before != getattr(config, name):
+            other[name] = before
+    if not other:
+        return
+    words = [f"--{name}={write_value(value)}" for name, value in other.items()]
+    if made["scale"] != config.scale:
+        words = [f"--scale={made['scale']}"]
+    usage_error(
+        f"{origin} was made with {', '.join(f'{name}={value}' for name, value in other.items())}: "
+        f"give {' '.join(words)} here, too"
+    )
+
+
+def check_same_gates(config, path, saved):
+    """Of a version that divided a single gate by itself: the same weights with other gates would be
+    another function."""
+    if saved["model"].get("norm_gates", True) != (config.active > 1):
+        usage_error(
+            f"{path} was made with --active=1 and a gate that is always 1, which teaches its "
+            "routers nothing: begin anew in another --out"
+        )
+
+
+def check_same_data(config, state, now):
+    """Refuses to go on with other texts than those the stage began with. state: of its source; now:
+    their digest"""
+    # a version before this one kept none
+    if state.get("data", now) != now:
+        folder = config.data or "this Python's standard library"
+        usage_error(
+            f"{folder} no longer holds the text that {config.out}/{config.stage} was begun with: "
+            "put it back, or take another --out"
+        )
+
+
+def check_same_values(config, out, origin, saved, digest):
+    """A stage that was begun goes on with the values it was begun with, and with the same tasks.
+    saved: what its checkpoint in `out` says; origin: where the stage before stands; digest: of the
+    file of tasks, now"""
+    made = saved["config"]
+    for name, value in compared_values(config).items():
+        before = made.get(name, BEFORE_THE_FLAG.get(name))
+        if before == value:
+            continue
+        how = f"by a version without --{name}"
+        if before is not None:
+            how = f"with {name}={before}, not {value}"
+        again = ""
+        if origin:
+            begun = made["start_from"] or config.out
+            again = f" (--stage={config.stage} --start_from={begun} begins from its stage before)"
+        usage_error(f"{out} was made {how}: take another --out{again}")
+    if saved["source"].get("file", digest) != digest:
+        usage_error(
+            f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
+        )
+
+
+def check_patch(out, saved, old_flags, patch):
+    """A stage goes on with the change of the recipe that it was begun with. saved: what its
+    checkpoint in `out` says; old_flags: {flag of earlier versions: (value at which it changed
+    nothing, where it stands now)}; patch: the change that is in force now"""
+    for name, (default, place) in old_flags.items():
+        made = saved["config"].get(name, default)
+        if made != default:
+            usage_error(
+                f"{out} was made with {name}={made}, no flag any more: what it did stands in "
+                f"{place}; take another --out"
+            )
+    made = saved.get("patch", "")
+    if made != patch:
+        how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
+        usage_error(f"{out} was made by {how}: go on with that, or take another --out")
+
+
+def check_origin(config, origin, saved):
+    """The stage before must be there, where there is one, and must have begun from the same
+    published model."""
+    if saved and saved["config"].get("init_from", "") != config.init_from:
+        usage_error(
+            f"{origin} did not begin from --init_from={config.init_from}: take another --out, or "
+            "leave the flag away"
+        )
+    if not saved and origin and (config.start_from or not config.init_from):
+        usage_error(
+            f"--stage={config.stage} starts from {origin}, which is not there: run the "
+            f"{origin.name} stage first, or give --start_from=FOLDER"
+        )
+
+
+def check_positions(configs, published_shape):
+    """A published model has positions for so many tokens: each stage's window is looked at before
+    the first one begins. published_shape: the function that refuses a window that is too long"""
+    for stage, config in configs.items():
+        if not config.init_from or stage == "eval":
+            continue
+        path = find_checkpoint(stage, config.out, config.start_from)
+        saved = open_checkpoint(path) if path else None
+        if saved and saved["config"].get("init_from", "") != config.init_from:
+            # of another model: the stage refuses it by name
+            continue
+        try:
+            published_shape(config, saved)
+        except (ValueError, OSError) as error:
+            usage_error(str(error))

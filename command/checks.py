@@ -1,0 +1,304 @@
+"""command/checks.py: is what was asked for possible, and does it mean anything?
+
+All of it is looked at before the first file is written or the first weight is drawn: a mistake
+costs one line and a second, not the hours until the stage that meets it. First each flag by itself,
+then flags that contradict each other, then what the machine has to offer (folders that can be
+written, ranks that can cut the model).
+
+It stands apart from train.py because a reader of the recipe need not see it: what a value may be
+says nothing about what is done with it. Whether a flag that is allowed changes anything in a stage
+is said by command/idle_flags.py; whether a checkpoint fits, by command/checkpoints.py.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import eval
+import feedback_distill
+import hsdp
+import synth_tasks
+from command.flags import is_first_rank, usage_error
+from command.hardware import dtype_of, this_card, uses_card
+from moe import fast_dtype
+from world.task import Refusal
+from world.task_file import read_tasks
+
+
+def check_values(config):
+    """Each flag by itself"""
+    for name, allowed in dict(
+        optimizer=("muon", "adamw"),
+        divergence=("forward", "reverse", "jsd"),
+        device=("auto", "cpu", "cuda"),
+        teacher=("current", "ema", "frozen"),
+        dtype=("auto", "float32", "bfloat16"),
+        weights=("float32", "bfloat16"),
+        precision=("dtype", "mxfp8", "nvfp4"),
+    ).items():
+        if getattr(config, name) not in allowed:
+            usage_error(
+                f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}"
+            )
+    for name in (
+        "steps",
+        "context",
+        "batch_tokens",
+        "micro_tokens",
+        "tasks_per_step",
+        "group",
+        "cp",
+        "ep",
+        "dp_replicate",
+        "dim",
+        "layers",
+        "heads",
+        "active",
+        "expert_ffn",
+        "dense_ffn",
+        "kv_lora",
+        "qk_nope",
+        "v_dim",
+        "yarn",
+        "window",
+        "turns",
+        "demos",
+        "eval_tasks",
+        "eval_samples",
+    ):
+        if getattr(config, name) < 1:
+            usage_error(f"--{name} must be at least 1")
+    # temperature: who never varies has nothing to learn from
+    for name in ("clip", "length", "rope_theta", "temperature"):
+        if getattr(config, name) == 0:
+            usage_error(
+                f"--{name} must be above 0"
+                + " (python eval.py RUN --temperature=0 is for greedy evaluation)"
+                * (name == "temperature")
+            )
+    # whatever the dtype: a run may be read in another one
+    for name in ("dim", "expert_ffn"):
+        if getattr(config, name) % 8 and not config.init_from:
+            usage_error(
+                f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts "
+                "read rows of 16 bytes"
+            )
+    for name in ("dim", "expert_ffn"):
+        if config.precision != "dtype" and getattr(config, name) % 32:
+            usage_error(
+                f"--{name}={getattr(config, name)}: a multiple of 32 with --precision="
+                f"{config.precision}, which scales numbers in blocks of so many"
+            )
+    # an update is divided by it
+    if config.temperature < 1e-3:
+        usage_error(
+            f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN "
+            f"--temperature={config.temperature:g} samples colder)"
+        )
+    if config.rope_theta < 1.1:
+        usage_error(
+            f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
+            "one by one"
+        )
+    if config.qk_rope % 2:
+        usage_error(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
+    if config.seed >= 1 << 32:
+        usage_error(f"--seed={config.seed}: below 2^32")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        usage_error("--device=cuda: there is no such device here")
+    if (
+        config.dtype == "bfloat16"
+        and uses_card({"device": config.device})
+        and fast_dtype("cuda") == torch.float32
+    ):
+        usage_error(
+            f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave "
+            "the flag away, for float32"
+        )
+    for name in (
+        "hints",
+        "neutral_hints",
+        "grow",
+        "trigger",
+        "teacher_rate",
+        "warmup",
+        "decay",
+    ):
+        if getattr(config, name) > 1:
+            usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
+    if config.hardest >= len(synth_tasks.LEVELS):
+        usage_error(
+            f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}"
+        )
+    for name in ("levels", "eval_levels"):
+        if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
+            usage_error(
+                f"--{name}={getattr(config, name)}: at least 1, and there are "
+                f"{len(synth_tasks.LEVELS)} levels"
+            )
+    if not set(config.habits.split(",")) <= set(feedback_distill.REMINDERS):
+        usage_error(
+            f"--habits={config.habits}: a list, with commas, of "
+            f"{', '.join(feedback_distill.REMINDERS)}"
+        )
+
+
+def check_together(config, given, stage, sizes, window):
+    """What goes with what. sizes: the fields that are the model's shape; window: tokens of a
+    window of pretrain or long"""
+    # context: of training, too
+    for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
+        usage_error(
+            f"--{name} beside a published model: its sizes are its own "
+            f"({config.init_from}/config.json); leave the flag away"
+        )
+    for name, its in dict(
+        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
+    ).items():
+        for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
+            usage_error(f"--{idle} says nothing with --{name}=0")
+    if config.summarize and config.trigger >= 0.875:
+        usage_error(
+            f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
+            "last eighth"
+        )
+    if config.tasks and "hardest" in given:
+        usage_error(
+            "--hardest goes with generated tasks: of --tasks all are taken, each once before any "
+            "comes again"
+        )
+    if config.plain and config.workers:
+        usage_error(
+            f"--plain=1 samples in the training process: without --workers={config.workers}"
+        )
+    if "staleness" in given and not config.workers:
+        usage_error(
+            "--staleness goes with --workers: without them the policy that samples is the one that "
+            "learns"
+        )
+    if stage == "rl" and config.group == 1 and not config.feedback:
+        usage_error(
+            "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's "
+            "mean; take more, or --feedback"
+        )
+    if stage == "rl" and config.cp > 1:
+        usage_error(
+            "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
+            "one by one with --stage)"
+        )
+    if config.precision != "dtype" and config.plain:
+        usage_error(
+            f"--precision={config.precision} goes with --plain=0: rounding to few bits is in fast/"
+        )
+    if config.mtp and config.cp > 1 and stage != "eval":
+        usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")
+    if config.compile and dtype_of(config) == torch.float32:
+        usage_error(
+            "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
+            "products in no other dtype"
+        )
+    if "teacher_rate" in given and config.teacher != "ema":
+        usage_error(
+            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a "
+            "rate"
+        )
+    check_windows(config, stage, window)
+    if config.active > config.experts:
+        usage_error(
+            f"--active={config.active} experts of --experts={config.experts}: at most all of them"
+        )
+
+
+def check_windows(config, stage, window):
+    """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would
+    cost the stage."""
+    parts = 2 * config.cp
+    if stage in ("pretrain", "long") and config.cp > 1 and window % parts:
+        flags = "--context" if stage == "pretrain" else "--context times --yarn"
+        usage_error(
+            f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {window}: "
+            f"take a multiple of {parts}"
+        )
+
+
+def check_optimizer_flags(config, given, stage, optimizers):
+    """--lr and --weight_decay are of Muon's matrices. Where AdamW moves all weights they would
+    change nothing: refused, unless a later or earlier stage of the same command has Muon.
+    optimizers: those of all the stages that train"""
+    if config.optimizer == "adamw" and "muon" not in optimizers and stage != "eval":
+        if "lr" in given:
+            usage_error(
+                f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, "
+                "there are none: give --adam_lr"
+            )
+        if "weight_decay" in given:
+            usage_error(
+                f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with "
+                "--optimizer=adamw, as here, there are none: "
+                "leave it away, or take --optimizer=muon"
+            )
+
+
+def check_tasks(config):
+    """A file of tasks must hold some, of styles that are known."""
+    if not config.tasks:
+        return
+    try:
+        tasks = read_tasks(config.tasks)
+    except Refusal as refusal:
+        usage_error(refusal)
+    if not tasks:
+        usage_error(f"{config.tasks}: holds no tasks")
+    for number, task in enumerate(tasks, 1):
+        if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
+            usage_error(
+                f"{config.tasks}: line {number} names a style that is none of "
+                f"{', '.join(feedback_distill.STYLE)}"
+            )
+
+
+def check_outputs(out, stages):
+    """Whatever is written or drawn at the end is tried now. What only draws is no reason to
+    stop."""
+    names = [f"{stage}.jsonl" for stage in stages if stage != "eval"]
+    names += ["summary.json"] if "eval" in stages else []
+    try:
+        eval.check_writable(out, names)
+    except OSError as error:
+        usage_error(
+            f"--out={out} cannot be written: "
+            + (f"{error.filename}: " if error.filename else "")
+            + str(error.strerror)
+        )
+    problem = eval.try_to_draw() if "eval" in stages and is_first_rank() else ""
+    if problem:
+        print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
+
+
+def check_layout(configs):
+    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is
+    cut."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    for config in configs.values():
+        try:
+            layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
+            cut = layout.shard > 1 or config.ep > 1
+            if cut and not config.init_from and config.stage != "eval" and config.layers > 1:
+                layout.check(
+                    {
+                        "layers.1.ffn.experts.w_gate": (
+                            config.experts,
+                            config.expert_ffn,
+                            config.dim,
+                        ),
+                        "layers.1.ffn.experts.w_down": (
+                            config.experts,
+                            config.dim,
+                            config.expert_ffn,
+                        ),
+                    }
+                )
+        except ValueError as error:
+            usage_error(str(error))

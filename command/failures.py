@@ -1,0 +1,79 @@
+"""command/failures.py: what ended a run, in one line, and the command that goes on.
+
+A full disk, a full GPU, a machine that cannot start a sandbox: none of them is an error of the
+program, and none costs more than the steps since the last checkpoint. A traceback would hide both.
+
+It stands apart from train.py because a run that goes well never comes here.
+"""
+
+import contextlib
+import errno
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+import hsdp
+from command import checkpoint_files
+from command.flags import is_first_rank, usage_error
+from world.machine import MachineFailure
+from world.task import Refusal
+
+
+@contextlib.contextmanager
+def explain_failures(config, argv):
+    """Inside it, what the machine or the input failed at ends in one line. config: of the first
+    stage; argv: the flags as they were typed"""
+    try:
+        yield
+    except MachineFailure as failure:
+        usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
+    except checkpoint_files.SaveFailed as error:
+        usage_error(f"{error}. {how_to_go_on(config, argv)}")
+    except (checkpoint_files.DamagedCheckpoint, Refusal) as error:
+        usage_error(str(error))
+    except OSError as error:
+        # A full disk anywhere else. Other errors are no fault of the disk: their traceback is
+        # needed.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = f"{error.filename}: " if error.filename else ""
+        usage_error(
+            f"{what}cannot be written: {checkpoint_files.explain_write_error(error)}. "
+            f"{how_to_go_on(config, argv)}"
+        )
+    except torch.OutOfMemoryError as error:
+        print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def end_stopped(config, argv, number):
+    """After a signal (its number): the command that goes on, and the exit code that a shell
+    expects"""
+    if is_first_rank():
+        words = [*argv, *["--resume"] * (not config.resume)]
+        print(f"stopped; to go on: python train.py {shlex.join(words)}", file=sys.stderr)
+    raise SystemExit(128 + number)
+
+
+def how_to_go_on(config, argv):
+    """After a full disk: the command that goes on from the last checkpoint, or begins again where
+    there is none yet"""
+    saved = any(hsdp.exists(Path(config.out, stage)) for stage in ("pretrain", "long", "sft", "rl"))
+    words = [*argv, *["--resume"] * (saved and "--resume" not in argv and not config.resume)]
+    return f"Free some space, then: python train.py {shlex.join(words)}"
+
+
+def explain_full_card(config, argv, error):
+    """The one line for a GPU whose memory is full, with what makes the run fit"""
+    half = max(1, config.micro_tokens // 2)
+    told = str(error).splitlines()[0][:160].rstrip()
+    again = shlex.join(
+        [*argv, f"--micro_tokens={half}", "--recompute", *["--resume"] * ("--resume" not in argv)]
+    )
+    return (
+        f"the GPU's memory is full ({told}) What is saved is whole. Half as much at a time, and "
+        f"less kept of it: python train.py {again} (if that is not enough: --weights=bfloat16, and "
+        "in rl fewer --tasks_per_step or a smaller --window, with another --out)"
+    )

@@ -1,0 +1,96 @@
+"""command/hardware.py: what this machine is, and which size of model it carries.
+
+`--device=auto`, `--dtype=auto` and `--scale=auto` are answered here, and what is said of a GPU at
+the start. Here too the memory that a process has held, and how freed memory goes back to the
+system.
+
+It stands apart from train.py because the recipe is the same on every machine.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import sys
+
+import torch
+
+import hsdp
+from command import gpu_memory
+from moe import fast_dtype
+from world.machine import resource
+
+
+def device_of(config):
+    """cpu or cuda"""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(config):
+    """Of matrix products"""
+    if config.dtype == "auto":
+        return fast_dtype(device_of(config))
+    return getattr(torch, config.dtype)
+
+
+def this_card():
+    """torch's properties of the GPU of this process: name, total_memory in bytes, ..."""
+    return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def uses_card(given):
+    """Will a command with these flags compute on a GPU?"""
+    return torch.cuda.is_available() and given.get("device") != "cpu"
+
+
+def describe_card(config):
+    """One line at the start: which model on which GPU, and in what"""
+    card = this_card()
+    gigabytes = card.total_memory / 1e9
+    if config.scale != "gpu":
+        return (
+            f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the "
+            "laptop's model, on the GPU"
+        )
+    shape, shapes = gpu_memory.gpu_scale()
+    step = gpu_memory.Step(tokens=config.micro_tokens)
+    planned = sum(gpu_memory.memory(shape, shapes, hsdp.Layout(), step).values()) / 1e9
+    parameters = sum(map(math.prod, shapes.values())) / 1e6
+    line = (
+        f"scale gpu, {parameters:.1f}M parameters, on {card.name}: {config.micro_tokens:,} tokens "
+        f"at a time, about {planned:.0f} of {gigabytes:.0f} GB planned"
+    )
+    if fast_dtype("cuda") == torch.float32:
+        line += ", in float32: this card has no bf16"
+    return line
+
+
+def scale_of_machine(given, most):
+    """--scale=auto -> (scale, {flag: value}): laptop without a GPU; with one the gpu scale, in as
+    large micro-batches as its memory carries, and the laptop's model on a card that is too small
+    for it. most: tokens of a micro-batch of the gpu scale"""
+    if not uses_card(given):
+        return "laptop", {}
+    gigabytes = this_card().total_memory / 1e9
+    config, shapes = gpu_memory.gpu_scale()
+    tokens, _ = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
+    return ("gpu", {"micro_tokens": tokens}) if tokens else ("laptop", {})
+
+
+def peak_memory():
+    """Gigabytes this process has held at most."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
+    # a Mac counts bytes, Linux kilobytes
+    units = 1e9 if sys.platform == "darwin" else 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
+
+
+def release_memory():
+    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes:
+    gigabytes after minutes. Not after every short step: taking the pages again costs a third of
+    it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,0 +1,106 @@
+"""command/idle_flags.py: which flags a stage reads, and which of those given change nothing in it.
+
+A flag that is accepted and does nothing is worse than one that is refused: the user believes in an
+effect. So one line at the start of a command names the flags that no stage of it reads, with the
+reason. The same table (READ_BY) tells which values are in force in a stage, when they are printed.
+
+It stands apart from train.py because it describes the recipe's flags and does nothing.
+"""
+
+import os
+
+import torch
+from tqdm import tqdm
+
+from command.flags import is_first_rank
+
+# Flags that only some stages look at. What is in no row is read by all of them.
+STAGES_AND_FLAGS = {
+    "pretrain long": "data compile",
+    "pretrain long sft": "batch_tokens grow",
+    "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay clip warmup decay "
+    "balance_rate micro_tokens recompute save_every",
+    "sft": "demos sloppy hints neutral_hints copy_loss",
+    "sft rl": "levels habits",
+    "rl": "tasks_per_step group kl length replay workers staleness feedback divergence teacher "
+    "teacher_rate length_penalty penalty_k penalty_q curriculum hardest",
+    "rl eval": "tasks temperature draft",
+    "sft rl eval": "window turns summarize trigger",
+    "eval": "eval_levels eval_tasks eval_samples",
+}
+READ_BY = {}  # {flag: its stages}
+for its_stages, its_flags in STAGES_AND_FLAGS.items():
+    for flag in its_flags.split():
+        READ_BY[flag] = its_stages.split()
+
+
+def idle_flags(config, given):
+    """What was given by hand and changes nothing in this stage -> {flag: why}"""
+    stage = config.stage
+    idle = {
+        name: f"of {' and '.join(READ_BY[name])}"
+        for name in given
+        if stage not in READ_BY.get(name, (stage,))
+    }
+    adamw = config.optimizer == "adamw" and stage != "eval"
+    rl = stage == "rl"
+    reasons = {
+        "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
+        "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
+        "trigger": "--summarize=0" if not config.summarize else "",
+        "levels": (
+            "not with --tasks or --curriculum=0"
+            if rl and (config.tasks or not config.curriculum)
+            else ""
+        ),
+        "balance_rate": (
+            "biases stay where the experts of sampling are replayed" if rl and config.replay else ""
+        ),
+        "draft": "--plain=1 samples one token at a time" if config.plain else "",
+        "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
+        "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
+        "experts active expert_ffn balance_rate precision": (
+            "the only layer is dense" if config.layers == 1 and not config.init_from else ""
+        ),
+        "processes": (
+            "torchrun or the GPU decides"
+            if "PLAIN_REPLICAS" not in os.environ
+            and ("RANK" in os.environ or torch.cuda.is_available() and config.device != "cpu")
+            else ""
+        ),
+    }
+    for names, why in reasons.items():
+        idle |= {name: why for name in names.split() if why and name in given}
+    return idle
+
+
+def say_idle_flags(stages, configs, given):
+    """One line about the flags that change nothing in any of the stages to come, and one for each
+    in which a rate does not reach."""
+    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
+    nowhere = {
+        name: why
+        for name, why in idle[stages[0]].items()
+        if all(name in idle[stage] for stage in stages)
+    }
+    lines = (
+        [
+            "in no stage of this command: "
+            + ", ".join(f"--{name} ({why})" for name, why in nowhere.items())
+        ]
+        if nowhere
+        else []
+    )
+    for stage in stages:
+        rates = [
+            name
+            for name in ("lr", "weight_decay")
+            if name in idle[stage] and name not in nowhere and stage != "eval"
+        ]
+        lines += (
+            [f"not in {stage}: " + ", ".join(f"--{name} ({idle[stage][name]})" for name in rates)]
+            if rates
+            else []
+        )
+    if lines and is_first_rank():
+        tqdm.write("\n".join(f"flags that change nothing {line}" for line in lines))

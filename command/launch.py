@@ -1,0 +1,127 @@
+"""command/launch.py: the processes of a command, its lock, its signals.
+
+On a CPU, `python train.py` starts further processes itself and becomes rank 0 of plain replicas;
+under torchrun, on a GPU, or where --cp or --ep say so, it starts none. One command at a time may
+work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a checkpoint; an
+evaluation, which has nothing to save, ends at once and takes its other processes along.
+
+It stands apart from train.py because the recipe is the same in one process and in many: what the
+ranks tell each other is said in train.py and hsdp.py. (hsdp.tied_to_parent, which ends a process
+whose parent was killed, stands with the other uses it has there.)
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import hsdp
+from command.flags import is_first_rank, usage_error
+from world.machine import fcntl
+
+
+@contextlib.contextmanager
+def run_lock(folder):
+    """Two runs in one folder would write over each other's checkpoints: the second one is
+    refused."""
+    with open(Path(folder, ".lock"), "w") as file:
+        if is_first_rank():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                usage_error(
+                    f"--out={folder}: another train.py is at work there: wait for its end, or take "
+                    "another"
+                )
+            except OSError:
+                pass  # a file system without locks
+        yield
+
+
+def launch_local_ranks(argv, config, program):
+    """On CPU, one process per core does more than one process with a thread per core: what a small
+    model costs is mostly the start of small operations. Starts the others once, with the same
+    flags, and makes this one rank 0 of plain replicas. Under torchrun: nothing. program: the words
+    before the flags. -> config"""
+    # PLAIN_REPLICAS: this process was started here, or has started the others for a stage before.
+    launched = "PLAIN_REPLICAS" in os.environ
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    if not launched and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
+        return config
+    n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
+    if n < 2:
+        return config
+    if config.dp_replicate not in (1, n):
+        usage_error(
+            f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are "
+            f"{n} copies; give --processes=1 under torchrun, or leave the flag away"
+        )
+    if not launched:
+        # What torchrun would tell them: how many they are, and where rank 0 listens.
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        threads = str(torch.get_num_threads() // n)
+        # where a machine's own name may lead nowhere
+        if sys.platform == "darwin":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")
+        os.environ.update(
+            PLAIN_REPLICAS=str(n),
+            WORLD_SIZE=str(n),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            OMP_NUM_THREADS=threads,
+        )
+        for rank in range(1, n):
+            process = subprocess.Popen(
+                [*program, *argv],
+                preexec_fn=hsdp.tied_to_parent(),
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            child_processes.append(process)
+        os.environ.update(RANK="0", LOCAL_RANK="0")
+        torch.set_num_threads(int(threads))
+    return replace(config, dp_replicate=n)
+
+
+child_processes = []  # started by launch_local_ranks
+
+
+def stop_after_step():
+    """From now on a first Ctrl-C or SIGTERM ends a run after its step. -> the list in which the
+    signal's number will stand"""
+    interrupted = []
+
+    def note_signal(number, frame):
+        interrupted.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if is_first_rank():
+            print("stopping after this step; a second time stops at once", file=sys.stderr)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note_signal)
+    return interrupted
+
+
+def stop_at_once():
+    """From now on Ctrl-C and SIGTERM end this process and those it has started: what writes at its
+    end alone has nothing to save."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, terminate_children)
+
+
+def terminate_children(number, frame):
+    """Ends this process by a signal. The others first, so that they remove their workspaces too."""
+    signal.signal(number, signal.SIG_IGN)
+    for process in child_processes:
+        process.send_signal(number)
+    for process in child_processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+    sys.exit(128 + number)

@@ -1,0 +1,217 @@
+"""fast/low_precision.py: the experts' products in 8 and 4 bits.
+
+    x -> round(x / s) * s per block of the contraction axis:
+        MXFP8   numbers of E4M3 in blocks of 32, s = 2^n
+        NVFP4   numbers of E2M1 in blocks of 16, s = E4M3 * FP32
+
+Stated by Cursor (Technical Report, arXiv 2603.24477, and cursor.com/blog/composer-2-5): experts in
+MXFP8 in training, NVFP4 in the forward with an FP32 scale per token instead of per tensor, so that
+no token's value depends on the others in its batch. The plain form is moe.Experts, which does not
+round: ModelConfig(precision=...) names the format, and fast.accelerate(model) puts LowPrecisionExperts
+into its place.
+
+Where the tensor cores multiply such numbers (compute capability 10, a B200, and later) they do;
+elsewhere the same numbers are multiplied in the dtype of x, to the same result up to the order of
+sums (tests/test_moe.py reads the bytes of both by the tables of the formats).
+
+Left out: a backward in the small formats (Cursor computes it in MXFP8). The gradient is that of the
+products of the rounded values, and passes straight through the rounding.
+
+Letters: R rows, C columns (the axis that is summed over), M rows sorted by expert, E experts.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from fast.cpu_kernels import FastExperts, grouped_swiglu
+
+# ---------------------------------------------------------------- the formats
+
+
+def power_of_two(exponent):
+    # by its bits: exact on any device, which exp2 does not promise
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def nearest(x, mantissa, lowest):
+    """The nearest number with so many mantissa bits and exponents from `lowest` up (subnormals
+    below), ties to even."""
+    step = power_of_two((torch.frexp(x)[1] - 1).clamp(min=lowest) - mantissa)
+    return (x / step).round() * step
+
+
+def mxfp8_parts(x):
+    """-> numbers of E4M3 (..., C/32, 32), and a power of two for every 32 (..., C/32, 1) that takes
+    the largest to at most 448."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
+    # 448 = 0.875 * 2^9: rounded up, no saturation
+    scale = power_of_two((exponent - 9 + (fraction > 0.875)).clamp(min=-126))
+    return nearest(blocks / scale, 3, -6), scale
+
+
+def nvfp4_parts(x):
+    """-> numbers of E2M1 (..., C/16, 16), an E4M3 scale for every 16 (..., C/16, 1), and an FP32
+    one. That is Cursor's variant: it belongs to the row (token), not to the tensor, so that no
+    token's value depends on the others in its batch: (..., 1, 1)"""
+    blocks = x.float().unflatten(-1, (-1, 16))
+    top = blocks.abs().amax(-1, keepdim=True)
+    # Divisors are tensors on the device: CUDA turns a division by a plain number into a product
+    # with its reciprocal, whose last bit may differ, and NVFP4 wants the IEEE quotient (Technical
+    # Report, 6.1).
+    largest, both = top.new_full((), 6.0), top.new_full((), 6.0 * 448)
+    row = (top.amax(-2, keepdim=True) / both).clamp(min=1e-30)
+    scale = nearest(top / largest / row, 3, -6).clamp(2**-9, 448)
+    return nearest(blocks / (scale * row), 1, 0).clamp(-6, 6), scale, row
+
+
+def mxfp8(x):
+    """x (..., C) rounded to what MXFP8 can hold"""
+    numbers, scale = mxfp8_parts(x)
+    return (numbers * scale).flatten(-2).to(x.dtype)
+
+
+def nvfp4(x):
+    """x (..., C) rounded to what NVFP4 can hold"""
+    numbers, scale, row = nvfp4_parts(x)
+    return (numbers * scale * row).flatten(-2).to(x.dtype)
+
+
+FORMATS = {"mxfp8": mxfp8, "nvfp4": nvfp4}
+
+
+class Quantize(torch.autograd.Function):
+    """The values are those of the format, the products run in the dtype of x. The gradient passes
+    straight through."""
+
+    @staticmethod
+    def forward(ctx, x, precision):
+        return FORMATS[precision](x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+# ---------------------------------------------------------------- products in hardware
+
+
+def tiled(scale):
+    """Block scales (R, S) as the products want them: tiles of 128 rows by 4, row r of a tile at 16
+    (r mod 32) + 4 (r div 32) (cuBLAS documentation, "1D block scaling factors layout")."""
+    tiles = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    tiles = tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
+
+
+def packed(x, precision):
+    """x (R, C) as the operand of a scaled product: numbers (R, C), or two to a byte, block scales
+    in tiles, and rows' scales (R, 1)."""
+    if precision == "mxfp8":
+        numbers, scale = mxfp8_parts(x)
+        codes = numbers.flatten(1).to(torch.float8_e4m3fn)
+        return codes, tiled(scale[..., 0].to(torch.float8_e8m0fnu)), scale.new_ones(len(x), 1)
+    numbers, scale, row = nvfp4_parts(x)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=x.device)
+    codes = torch.bucketize(numbers.abs(), sizes) + 8 * (numbers < 0)  # sign and place in the table
+    codes = codes.flatten(1).to(torch.uint8)
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+    return pairs, tiled(scale[..., 0].to(torch.float8_e4m3fn)), row[..., 0]
+
+
+class ScaledProduct(torch.autograd.Function):
+    """x (M, C) sorted by expert, w (E, R, C) -> (M, R), on tensor cores that take the small
+    formats, an expert at a time. The gradient is that of the emulation: products of the rounded
+    values in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x, w, counts, precision):
+        ctx.save_for_backward(x, w, counts)
+        ctx.precision = precision
+        kind = F.ScalingType.BlockWise1x32 if precision == "mxfp8" else F.ScalingType.BlockWise1x16
+        order, y = F.SwizzleType.SWIZZLE_32_4_4, x.new_empty(len(x), w.shape[1])
+        for rows, weight, out in zip(x.split(counts.tolist()), w, y.split(counts.tolist())):
+            if not len(rows):
+                continue
+            a, a_scale, a_row = packed(rows, precision)
+            b, b_scale, b_row = packed(weight, precision)
+            scales = (a_scale, kind, b_scale, kind, order, order)
+            product = F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16)
+            out.copy_(product * a_row * b_row.T)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, counts = ctx.saved_tensors
+        offsets, quantize = counts.cumsum(0).to(torch.int32), FORMATS[ctx.precision]
+        dx = F.grouped_mm(grad, quantize(w), offs=offsets)
+        dw = F.grouped_mm(grad.t(), quantize(x), offs=offsets)
+        return dx, dw, None, None
+
+
+def scales_in_hardware(device):
+    """Do the tensor cores of this device multiply MXFP8 and NVFP4? Compute capability 10 (B200) and
+    later."""
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (10, 0)
+    )
+
+
+# ---------------------------------------------------------------- the experts
+
+
+def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
+    """As grouped_swiglu, of numbers rounded to `precision`: in hardware where there is any, else
+    emulated: the same numbers multiplied in the dtype of x."""
+    if scales_in_hardware(x.device):
+
+        def multiply(rows, weights):
+            return ScaledProduct.apply(rows, weights.to(rows.dtype), counts, precision)
+
+        return multiply(F.silu(multiply(x, w_gate)) * multiply(x, w_up), w_down)
+
+    offsets = counts.cumsum(0).to(torch.int32)
+
+    def multiply_rounded(rows, weights):
+        weights = Quantize.apply(weights.to(rows.dtype), precision)
+        return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
+
+    x = Quantize.apply(x, precision)
+    hidden = F.silu(multiply_rounded(x, w_gate)) * multiply_rounded(x, w_up)
+    return multiply_rounded(Quantize.apply(hidden, precision), w_down)
+
+
+class LowPrecisionExperts(FastExperts):
+    def forward(self, x, counts):
+        return low_precision_swiglu(x, counts, *self.local_weights(), self.precision)
+
+
+@torch.inference_mode()
+def price_of_precision(model, tokens):
+    """Relative error of the expert outputs of the last layer in each format, on the rows that the
+    router sends them."""
+    layer, seen = model.layers[-1].ffn, []
+    run = layer.dispatch
+
+    def watch(x, counts, experts):
+        seen.append((x, counts))
+        return run(x, counts, experts)
+
+    layer.dispatch = watch
+    model(tokens)
+    layer.dispatch, (x, counts) = run, seen[0]
+    weights = (layer.experts.w_gate, layer.experts.w_up, layer.experts.w_down)
+    exact = grouped_swiglu(x, counts, *weights).float()
+    kinds = {
+        "bf16": lambda: grouped_swiglu(x.bfloat16(), counts, *weights),
+        "MXFP8": partial(low_precision_swiglu, x, counts, *weights, "mxfp8"),
+        "NVFP4": partial(low_precision_swiglu, x, counts, *weights, "nvfp4"),
+    }
+    return {
+        name: float((multiply().float() - exact).norm() / exact.norm())
+        for name, multiply in kinds.items()
+    }

@@ -1,0 +1,386 @@
+"""fast/sampler.py: many agents decode together in one batch.
+
+The twin of rollout.Sampler, which plays one agent after the other and one token at a time. Both
+take the same agents and seeds and yield the same tokens, since every agent draws with random
+numbers of its own (tests/test_fast_sampler.py). Only rounding may differ: a sum over a batch can
+round in another order than the sum over one sequence, and in bf16 a draw that lies at the edge of
+two tokens then falls to the other one.
+
+Three ideas make it fast:
+
+- continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
+  run in threads while other rows decode (`python -m benchmarks.decode` measures the factor against
+  static batching);
+- shared prefixes: the rollouts of a group start from the same prompt, which is fed once;
+- speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
+  is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
+  batch (n-grams, as in suffix decoding, arXiv 2411.04975). A draft decides how many tokens a step
+  yields, never which: every place draws with the random number that is its own, drafted or not.
+
+Left out: paged attention and preemption. Each row owns a stretch of the cache as long as the
+window.
+
+Letters: rows of the batch are Python objects; tensors are (B rows, T tokens fed at once).
+"""
+
+import os
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+
+from fast.cpu_kernels import to_device
+from moe import Cache
+from rollout import Request, choose
+
+# A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4
+# or 2.
+NGRAM_SIZES = 8, 4, 2
+MAX_NGRAMS = 1 << 20  # some 200 MB; then the table is emptied
+
+
+class Row:
+    """One agent in the batch. context[:cached] is in the cache; the rest waits to be fed."""
+
+    def __init__(self, order, agent, seed, expert_shape):
+        self.order = order  # which of run()'s agents it is
+        self.agent = agent
+        self.rng = np.random.default_rng(seed)
+        self.uniforms = []  # drawn from rng, and not used yet
+        self.context = []
+        self.cached = 0
+        self.indexed = 0  # context[:indexed] is in the sampler's n-gram table
+        # of the turn that is being sampled
+        self.body = []
+        self.logprobs = []
+        self.versions = []
+        self.room = 0  # sampled tokens at most
+        # what the row does now: it samples, or waits for a tool (a future), or has ended (a chain)
+        self.sampling = False
+        self.tool = None
+        self.chain = None
+        # of each episode, the experts of every token that was fed: (window + 1, L, K)
+        self.experts = []
+        self.expert_shape = expert_shape
+        self.steps = 0
+
+    def start_turn(self, request):
+        """Takes what an agent asks for."""
+        if request.restart:
+            self.context, self.cached, self.indexed = [], 0, 0
+            self.experts.append(np.full(self.expert_shape, -1, dtype=np.int16))
+        self.context += request.tokens
+        self.room = request.room
+        self.body, self.logprobs, self.versions = [], [], []
+        self.sampling = True
+
+    def peek_uniforms(self, n):
+        """The row's next n random numbers. Those whose place was not sampled stay for later."""
+        missing = max(0, n - len(self.uniforms))
+        self.uniforms += self.rng.random(missing).tolist()
+        return self.uniforms[:n]
+
+    def append(self, tokens, logprobs, version):
+        """Tokens that were sampled in one step"""
+        self.steps += 1
+        del self.uniforms[: len(tokens)]
+        self.context += tokens
+        self.body += tokens
+        self.logprobs += logprobs
+        self.versions += [version] * len(tokens)
+
+
+class Sampler:
+    """Continuous batching over a latent cache.
+
+    rows: how many agents decode at once. window: tokens of a context at most. stride: turn
+    boundaries are handled every so many steps, so that prefills come in batches. draft: how many
+    tokens are proposed ahead at most, 0 for none. threads: tools that run at once."""
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rows=96,
+        window=512,
+        temperature=1.0,
+        stride=4,
+        draft=3,
+        threads=max(4, os.cpu_count() or 1),
+    ):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.window = window
+        self.temperature = temperature
+        self.stride = stride
+        self.draft = draft
+        self.device = model.embed.weight.device
+        self.pool = ThreadPoolExecutor(threads)
+        self.cache = None  # made by the first run
+        self.ngram_table = {}  # the last tokens of a context -> the token that followed
+        # of the weights: how many updates they have seen. refresh() is called between decoding
+        # steps and may load newer ones.
+        self.version = 0
+        self.refresh = lambda: None
+        # for measurements
+        self.steps = 0
+        self.fed = 0  # tokens
+
+    @torch.inference_mode()
+    def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
+        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain
+        ends (to judge it). patient: at a boundary all rows wait for the tools that were begun
+        before. Who decodes beside whom decides how sums round, so such a run can be repeated
+        exactly. Otherwise only those rows wait whose tool it is: right for tools that take longer
+        than a few steps."""
+        self.patient = patient
+        self.ngram_table = {}
+        if self.cache is None:
+            self.cache = Cache(self.model, self.rows, self.window + 2)
+        queue = list(enumerate(zip(agents, seeds)))[::-1]
+        rows = []
+        done = {}  # order -> (chain, the future of on_end)
+        while queue or rows:
+            rows = self.turn(rows, queue, done, on_end)
+            unfed = [row for row in rows if row.sampling and len(row.context) - row.cached > 1]
+            self.prefill(unfed, rows)
+            for _ in range(self.stride if rows else 0):
+                self.refresh()
+                self.step(rows)
+        # An error of on_end is raised here.
+        for _, ended in done.values():
+            ended.result()
+        return [done[i][0] for i in range(len(done))]
+
+    # ------------------------------------------------------------ between two turns
+
+    def turn(self, rows, queue, done, on_end):
+        """What happens between two turns of an agent: collect finished tools, move every agent that
+        is due, retire the ended ones, admit new ones -> the rows"""
+        # When all rows wait for tools, there is nothing to decode: wait for the first tool.
+        if not self.patient:
+            running = [row.tool for row in rows if row.tool and not row.tool.done()]
+            if running and len(running) == len(rows):
+                wait(running, return_when=FIRST_COMPLETED)
+
+        # Every agent whose turn is sampled, or whose tool has answered, goes on.
+        for row in self.due_rows(rows):
+            if row.tool is not None:
+                row.tool.result()
+                row.tool = None
+                self.advance(row, None)
+            else:
+                logprobs = np.array(row.logprobs, dtype=np.float32)
+                self.advance(row, (row.body, logprobs, np.array(row.versions)))
+
+        # An ended row leaves. The last row takes its place, in the cache too: the rows of the
+        # cache that are in use stay a prefix.
+        for i in reversed(range(len(rows))):
+            if rows[i].chain is not None:
+                self.end(rows[i], done, on_end)
+                last = rows.pop()
+                if i < len(rows):
+                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
+                    rows[i] = last
+
+        # New agents fill the room. One whose task does not fit the window ends at once.
+        while queue and len(rows) < self.rows:
+            order, (agent, seed) = queue.pop()
+            row = Row(order, agent, seed, self.expert_shape())
+            self.advance(row, None)
+            if row.chain is None:
+                rows.append(row)
+            else:
+                self.end(row, done, on_end)
+        return rows
+
+    def due_rows(self, rows):
+        """Rows that neither sample nor wait for a tool. A patient sampler waits for every tool."""
+        return [
+            row
+            for row in rows
+            if not row.sampling and (self.patient or not row.tool or row.tool.done())
+        ]
+
+    def end(self, row, done, on_end):
+        done[row.order] = row.chain, self.pool.submit(on_end, row.chain)
+
+    def expert_shape(self):
+        """(window + 1, L, K) of the experts that an episode's tokens take at the MoE layers"""
+        top_k = [block.ffn.router.k for block in self.model.layers if hasattr(block.ffn, "router")]
+        return self.window + 1, len(top_k), max(top_k, default=0)
+
+    def advance(self, row, message):
+        """Sends `message` to the row's agent, which then asks for a turn or for tools, or ends."""
+        try:
+            request = row.agent.send(message)
+        except StopIteration as end:
+            row.chain, row.sampling = end.value, False
+            row.chain.steps = row.steps
+            for episode, experts in zip(row.chain.episodes, row.experts):
+                episode.experts = experts[: len(episode)]
+            return
+        if isinstance(request, Request):
+            row.start_turn(request)
+        elif request.slow:
+            # collected at a later boundary
+            row.tool = self.pool.submit(request.run)
+        else:
+            request.run()
+            self.advance(row, None)
+
+    # ------------------------------------------------------------ the model
+
+    def prefill(self, waiting, rows):
+        """Feed all but the last pending token of each row. Rows that start with the same prompt
+        share one prefill."""
+        place = {id(row): i for i, row in enumerate(rows)}  # in the cache
+        groups = {}
+        for row in waiting:
+            key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
+            groups.setdefault(key, []).append(row)
+
+        # One row of each group is fed, at most 32 at once so that attention's scores stay small.
+        first_rows = [group[0] for group in groups.values()]
+        for i in range(0, len(first_rows), 32):
+            batch = first_rows[i : i + 32]
+            chunks = [row.context[row.cached : -1] for row in batch]
+            self.fed += sum(map(len, chunks))
+            places = [place[id(row)] for row in batch]
+            record = []
+            self.model.prefill(chunks, self.cache, places, [row.cached for row in batch], record)
+            self.record_experts(batch, record, [len(chunk) for chunk in chunks])
+
+        # The others of a group copy its entries.
+        for first, *others in groups.values():
+            for row in others:
+                self.cache.data[:, place[id(row)]] = self.cache.data[:, place[id(first)]]
+                row.cached = first.cached
+                row.experts[-1][:] = first.experts[-1]
+
+    def record_experts(self, batch, record, lengths, width=None):
+        """Note which experts every fed token took, and move the ends of what is cached. record: of
+        each MoE layer (1, N, K), one row behind the other, `width` tokens of each row (None: as
+        many as are kept). lengths: how many tokens of each row are kept."""
+        if record:
+            chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
+        first = 0
+        for row, n in zip(batch, lengths):
+            if record:
+                row.experts[-1][row.cached : row.cached + n] = chosen[first : first + n]
+            row.cached += n
+            first += width or n
+
+    def propose_ngram_draft(self, row):
+        """A draft of the next tokens: what followed the longest known n-gram at the context's end
+        where it was last read or written, in any row. Siblings of a group write much the same, and
+        code repeats itself."""
+        # Enter what is new in this context.
+        if len(self.ngram_table) > MAX_NGRAMS:
+            self.ngram_table.clear()
+        context = row.context
+        for end in range(row.indexed, len(context)):
+            for n in NGRAM_SIZES:
+                if n <= end:
+                    self.ngram_table[tuple(context[end - n : end])] = context[end]
+        row.indexed = len(context)
+
+        # Look up one token after the other.
+        draft = []
+        while len(draft) < min(self.draft, row.room - len(row.body) - 1):
+            token = self.look_up_next(context[-max(NGRAM_SIZES) :] + draft)
+            if token is None or token in self.tokenizer.ends:
+                break
+            draft.append(token)
+        return draft
+
+    def look_up_next(self, tokens):
+        """The token that followed the longest n-gram that `tokens` end in, or None"""
+        for n in NGRAM_SIZES:
+            token = self.ngram_table.get(tuple(tokens[-n:]))
+            if token is not None:
+                return token
+        return None
+
+    def partition_active_rows(self, rows):
+        """Puts the rows that are sampling first, each with its place in the cache -> how many they
+        are"""
+        active = sum(row.sampling for row in rows)
+        idle_places = [i for i in range(active) if not rows[i].sampling]
+        late_places = [i for i in range(active, len(rows)) if rows[i].sampling]
+        for i, j in zip(idle_places, late_places):
+            rows[i], rows[j] = rows[j], rows[i]
+        if idle_places:
+            used = self.cache.data[:, :, : max(row.cached for row in rows)]
+            used[:, idle_places + late_places] = used[:, late_places + idle_places]
+        return active
+
+    def padded_batch_size(self, active, rows):
+        """How many rows are fed: a multiple of 8, so that few different shapes come up. The last
+        few rows go on alone."""
+        return active + -active % min(active, 8)
+
+    def step(self, rows):
+        """Speculative decoding: every row that is sampling is fed its last token and a draft of the
+        next ones, and each place is sampled. As long as a draft says what was drawn there, the next
+        draw stands too. So drafts change the number of steps and nothing else (but how bf16
+        rounds). Rows that only fill up the number feed their last token again: the same entry (or,
+        of weights that came meanwhile, the entry of those)."""
+        active = self.partition_active_rows(rows)
+        if not active:
+            return
+
+        # 1) Drafts. With few of them the wider step would not pay.
+        drafts = [self.propose_ngram_draft(row) for row in rows[:active]]
+        speculative = sum(map(len, drafts)) >= active
+        if not speculative:
+            drafts = [[]] * active
+        width = 1 + self.draft if speculative else 1
+
+        # 2) What is fed: (batch size, width), padded by zeros.
+        batch_size = min(self.padded_batch_size(active, rows), self.rows)
+        tokens, position = [], []
+        for i in range(batch_size):
+            if i < len(rows):
+                row, draft = rows[i], drafts[i] if i < active else []
+                start = row.cached if row.sampling else row.cached - 1
+                fed = [row.context[start], *draft]
+            else:
+                start, fed = 0, [0]  # nobody's row
+            tokens.append(fed + [0] * (width - len(fed)))
+            position.append(start)
+        tokens = to_device(tokens, self.device)
+
+        # 3) One forward pass.
+        record = []
+        hidden = self.model.decode(tokens, self.cache, slice(0, batch_size), position, record)
+        self.steps += 1
+        self.fed += tokens.numel()
+
+        # 4) A draw at every place: behind the last token, and behind each token of the draft.
+        places, uniforms = [], []
+        for i, draft in enumerate(drafts):
+            places += [(i, j) for j in range(1 + len(draft))]
+            uniforms += rows[i].peek_uniforms(1 + len(draft))
+        row_index, column = to_device(places, self.device).T
+        logits = self.model.logits(hidden[row_index, column])
+        uniforms = to_device(uniforms, self.device)
+        drawn = choose(logits, uniforms, self.temperature)
+        # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
+        drawn_tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
+        drawn_tokens = [int(token) for token in drawn_tokens]
+
+        # 5) A draw stands if all of the draft before it was drawn too.
+        lengths, first = [], 0
+        for row, draft in zip(rows, drafts):
+            n = 1
+            while n <= len(draft) and drawn_tokens[first + n - 1] == draft[n - 1]:
+                n += 1
+            accepted = drawn_tokens[first : first + n]
+            row.append(accepted, logprobs[first : first + n], self.version)
+            ended = accepted[-1] in self.tokenizer.ends
+            row.sampling = not ended and len(row.body) < row.room
+            lengths.append(n)
+            first += 1 + len(draft)
+        self.record_experts(rows[:active], record, lengths, width)

@@ -1,0 +1,349 @@
+"""fast/workers.py: agents are sampled in processes beside the trainer.
+
+The twin of rollout.InTurn, where one process samples, learns and samples again. Stated for Composer
+(Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent every
+step as compressed deltas against the previous upload, a full one now and then, swapped in
+mid-rollout, so that later tokens are fresher; off-policyness is kept small, not corrected. Ours:
+files in a folder, exclusive or and zlib, and a bound on staleness (train.py's --staleness).
+
+    trainer      Publisher.publish(version, weights)  ->  a file: 00000003.base, 00000004.delta
+                 Workers.submit(tasks), Workers.collect(...)  ->  groups of chains
+    processes    Generator: take the newest file between two decoding steps, play the agents
+
+With no processes (--workers=0) the same runs in the trainer, when the result is asked for, and
+tokens and counts are those of rollout.InTurn (tests/test_fast_workers.py).
+
+What it costs: with stale tokens the gradient is that of the current policy at an older one's
+samples, and the k1 estimate of the KL is no longer unbiased.
+
+Left out: workers on other machines, and feeding a sequence again under new weights (its cache keeps
+the entries that the old ones left).
+"""
+
+import atexit
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import zlib
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fast.model import accelerate
+from fast.sampler import Sampler
+from rollout import rollouts
+from world.machine import owned_directory
+from world.sandbox import Sandbox
+
+# ---------------------------------------------------------------- weights on their way
+
+
+def generation_model(config, dtype, device="cpu"):
+    """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
+    fp32."""
+    model = accelerate(config.build_model()).to(device).compute(dtype)
+    for name, p in model.named_parameters():
+        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
+            p.data = p.data.to(dtype)
+    return model.fuse_weights().eval()
+
+
+def byte_planes(tensor):
+    """The bits of a tensor -> uint8 (bytes per number, numbers): high bytes hardly change, so they
+    lie together when compressed."""
+    data = tensor.detach().cpu().flatten().view(torch.uint8)
+    return data.reshape(tensor.numel(), tensor.element_size()).T
+
+
+def encode_delta(old, new):
+    """{name: tensor} twice, of equal names, shapes and dtypes -> bytes: the bits that differ,
+    compressed. An exclusive or is undone exactly whatever the numbers are, zeros of either sign
+    included, and is zero where nothing changed."""
+    parts = []
+    for name in new:
+        changed = byte_planes(old[name]) ^ byte_planes(new[name])
+        parts.append(changed.numpy().tobytes())
+    return zlib.compress(b"".join(parts), 1)
+
+
+def apply_delta(old, delta):
+    """-> new, bit for bit as it was given to encode_delta(old, new)"""
+    data = torch.frombuffer(bytearray(zlib.decompress(delta)), dtype=torch.uint8)
+    size = sum(tensor.nbytes for tensor in old.values())
+    if len(data) != size:
+        raise ValueError(f"a delta of {len(data)} bytes for weights of {size}")
+    new, start = {}, 0
+    for name, tensor in old.items():
+        changed = data[start : start + tensor.nbytes]
+        changed = changed.view(tensor.element_size(), tensor.numel())
+        bits = (byte_planes(tensor) ^ changed).T.contiguous().flatten()
+        new[name] = bits.view(tensor.dtype).view(tensor.shape)
+        start += tensor.nbytes
+    return new
+
+
+def zeros(weights):
+    """What a base is encoded against: its delta then holds all bits."""
+    return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+
+
+def fingerprint(weights):
+    """-> 16 bytes that say whether weights arrived as they were sent"""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in weights.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(byte_planes(tensor).numpy().tobytes())
+    return digest.digest()
+
+
+class Publisher:
+    """The trainer's end: every version of the weights is a file in a folder, as what changed since
+    the version before (a delta), or now and then, for a process that starts late, as a base.
+
+    Numbers are rounded as the sampler holds them (bf16 matrices) before they are compared: more
+    than 98 % of Cursor's bf16 weights are equal from step to step (stated), and here the log says
+    how many.
+
+    every: a base comes every so many uploads. shared: other processes read the folder, each in its
+    own time; else whoever reads it has read all but the newest."""
+
+    def __init__(self, folder, config, dtype, every=20, shared=True):
+        self.folder = Path(folder)
+        self.every = every
+        self.shared = shared
+        held = generation_model(config, dtype).state_dict()
+        self.dtypes = {name: tensor.dtype for name, tensor in held.items()}
+        self.sent = None  # the weights of the last upload
+        self.count = 0  # uploads
+        self.base = 0  # version of the last base
+
+    def publish(self, version, weights):
+        """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the
+        upload"""
+        new = {}
+        for name, dtype in self.dtypes.items():
+            new[name] = weights[name].detach().to("cpu", dtype, copy=True)
+        is_base = self.count % self.every == 0
+        data = fingerprint(new) + encode_delta(zeros(new) if is_base else self.sent, new)
+
+        # A reader sees the whole file or none of it.
+        (self.folder / "part").write_bytes(data)
+        kind = "base" if is_base else "delta"
+        (self.folder / "part").replace(self.folder / f"{version:08d}.{kind}")
+        if is_base or not self.shared:
+            self.remove_old(version)
+        if is_base:
+            self.base = version
+
+        same = 0
+        if self.sent:
+            same = sum(int((self.sent[name] == tensor).sum()) for name, tensor in new.items())
+        self.sent = new
+        self.count += 1
+        return {
+            "sync_bytes": len(data),
+            "sync_full": sum(tensor.nbytes for tensor in new.values()),
+            "sync_same": same / sum(tensor.numel() for tensor in new.values()),
+        }
+
+    def remove_old(self, version):
+        """The last base and what followed stay for whoever is reading them."""
+        oldest = self.base if self.shared else version
+        for path in self.folder.iterdir():
+            if int(path.stem) < oldest:
+                path.unlink()
+
+
+def pending_uploads(folder, version):
+    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order; a newer
+    base makes the rest needless."""
+    names = []
+    for name in sorted(os.listdir(folder)):
+        if name != "part" and int(name[:8]) > version:
+            names.append(name)
+    bases = [i for i, name in enumerate(names) if name.endswith("base")]
+    return names[bases[-1] :] if bases else names
+
+
+# ---------------------------------------------------------------- processes that sample
+
+
+class Generator:
+    """Samples groups with the newest weights in the folder: the inside of a generation process, or,
+    with no workers, of the trainer itself. `options` are the Sampler's."""
+
+    def __init__(
+        self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
+    ):
+        model = generation_model(config, dtype, device)
+        self.sampler = Sampler(model, tokenizer, window=limits.window, **options)
+        self.sampler.refresh = self.refresh
+        self.sampler.version = -1
+        self.folder = folder
+        self.group = group
+        self.limits = limits
+        self.compact = compact
+        self.sandbox = Sandbox()
+
+    def refresh(self):
+        """Take what is new. Sequences under way go on with the new weights and the entries that old
+        ones left in the cache (ours: feeding them again would cost a prefill of everything)."""
+        for name in pending_uploads(self.folder, self.sampler.version):
+            data = Path(self.folder, name).read_bytes()
+            sent_fingerprint, delta = data[:16], data[16:]
+            held = self.sampler.model.state_dict()
+            new = apply_delta(zeros(held) if name.endswith("base") else held, delta)
+            if fingerprint(new) != sent_fingerprint:
+                raise ValueError(f"{name}: what arrived are not the trainer's weights")
+            self.sampler.model.load_state_dict(new)
+            self.sampler.version = int(name[:8])
+
+    def __call__(self, tasks, numbers, seed):
+        self.refresh()
+        return rollouts(
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
+        )
+
+
+def exit_with_trainer(trainer):
+    """Ends this process as soon as the other end of a pipe is closed, be it in the middle of a job:
+    nobody waits for its groups. What it leaves behind is removed when the next run begins."""
+    with contextlib.suppress(EOFError, OSError):
+        trainer.recv()
+    os._exit(1)
+
+
+def worker_main(pipe, trainer, settings):
+    """The life of a generation process: jobs in, groups out, until the trainer is gone. trainer:
+    the end of a pipe on which nothing is ever sent."""
+    threading.Thread(target=exit_with_trainer, args=(trainer,), daemon=True).start()
+    # Ctrl-C is the trainer's to handle. On SIGTERM Python ends in order: workspaces are removed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    torch.set_num_threads(1)
+    generator = Generator(**settings)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(generator(*job))
+
+
+class Workers:
+    """n generation processes, or with n = 0 the same in this one, when the result is asked for.
+    Each process is supervised by a thread here. They are forked from a server that has no threads
+    of its own: forking a trainer can copy a held lock. settings: see Generator."""
+
+    def __init__(self, n, settings):
+        self.n = n
+        self.settings = settings
+        self.jobs = queue.SimpleQueue()
+        self.restarts = 0  # of processes that died
+        self.processes = {}
+        self.lives = {}  # of each process, the pipe that ends with this one
+        self.closed = False
+        self.generator = None if n else Generator(**settings)
+        self.context = multiprocessing.get_context("forkserver") if n else None
+        if n:
+            self.context.set_forkserver_preload(["fast.workers"])
+            self.own_server_folder()
+        for i in range(n):
+            threading.Thread(target=self.supervise_worker, args=(i,), daemon=True).start()
+        atexit.register(self.close)
+
+    def own_server_folder(self):
+        """The folder of the forking server's socket has to go, too, when this process is killed.
+        There is no public way to say where it is made."""
+        settings = getattr(multiprocessing.current_process(), "_config", {})
+        if "tempdir" not in settings:
+            self.sockets = owned_directory("sockets", tempfile.gettempdir())
+            # the path of a socket has 104 bytes
+            if len(self.sockets.name) < 70:
+                settings["tempdir"] = self.sockets.name
+
+    def submit(self, tasks, numbers, seed):
+        """Deal the tasks to the processes -> [(future, job)], for collect"""
+        share = max(1, self.n)
+        dealt = []
+        for i in range(share):
+            dealt.append((Future(), (tasks[i::share], numbers[i::share], seed)))
+        if self.n:
+            for future_and_job in dealt:
+                self.jobs.put(future_and_job)
+        return dealt
+
+    def collect(self, dealt):
+        """-> groups, in the order of the tasks"""
+        parts = [future.result() if self.n else self.generator(*job) for future, job in dealt]
+        total = sum(len(part) for part in parts)
+        return [parts[i % len(parts)][i // len(parts)] for i in range(total)]
+
+    def start(self, i):
+        """Starts process number i -> our end of the pipe to it"""
+        pipe, theirs = self.context.Pipe()
+        # our end goes when this process does
+        watched, self.lives[i] = self.context.Pipe(duplex=False)
+        arguments = (theirs, watched, self.settings)
+        process = self.context.Process(target=worker_main, args=arguments, daemon=True)
+        process.start()
+        self.processes[i] = process
+        # If these stayed open here, the process's death would not be the end of the pipe.
+        theirs.close()
+        watched.close()
+        return pipe
+
+    def supervise_worker(self, i):
+        """One job at a time. A process that dies is replaced and its job begun again: the same
+        prompts and the same draws, since a rollout is a function of (seed, task number, j) and of
+        the weights."""
+        pipe = None
+        while True:
+            future, job = self.jobs.get()
+            for _ in range(3):
+                try:
+                    pipe = pipe or self.start(i)
+                    pipe.send(job)
+                    future.set_result(pipe.recv())
+                    break
+                except (EOFError, OSError):
+                    if self.closed:
+                        return
+                    self.restarts += 1
+                    pipe = None
+                # What cannot be sent or read is no reason to wait for ever.
+                except Exception as error:
+                    future.set_exception(error)
+                    break
+            else:
+                future.set_exception(
+                    RuntimeError(
+                        "a generation process died three times on the same tasks; "
+                        "its own words are above"
+                    )
+                )
+
+    def close(self):
+        self.closed = True
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(5)
+
+
+def staleness(groups, version):
+    """-> for every sampled token, how many updates older than `version` the policy was that sampled
+    it"""
+    versions = [np.zeros(0, dtype=int)]
+    for group in groups:
+        for chain in group:
+            versions += [turn.versions for turn in chain.turns if turn.role == "assistant"]
+    return version - np.concatenate(versions)

@@ -1,0 +1,198 @@
+"""published/grouped_query.py: what open models do otherwise than Kimi K2, as subclasses of moe.py's.
+
+moe.Model is the Kimi shape alone. The Qwen families differ in these parts, and so does here and there
+a DeepSeek: a VariantConfig says in which, and VariantModel is built of the subclasses below.
+
+    grouped-query attention   k_t, v_t of a few heads, each shared by several query heads; the cache
+                              holds both. Biases (Qwen2) or norms of every head (Qwen3)
+    softmax routing           s = softmax(W_router x), and no bias that balances (Qwen3-MoE)
+    groups of experts         a token chooses among the experts of its best groups (DeepSeek-V3)
+    tied embeddings           the output head is the embedding
+    YaRN's temperature        on cos and sin, where a whole head is turned, not on the scores
+
+Stated by the published config.json and code of these families (transformers; tests/test_checkpoint.py
+compares the logits where it is installed). Left out: sliding windows, attention of other kinds.
+
+Letters: as in moe.py; G key heads.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+
+import moe
+from moe import ModelConfig, RMSNorm, apply_rotary_emb, linear, weight
+
+
+@dataclass(frozen=True)
+class VariantConfig(ModelConfig):
+    attention: str = "mla"  # "mla" as Kimi and DeepSeek, "gqa" as Qwen3
+    kv_heads: int = 2  # gqa only
+    qk_norm: bool = False  # gqa: RMSNorm of every head's query and key (Qwen3)
+    qkv_bias: bool = False  # gqa: (Qwen2)
+    tie: bool = False  # the head's weight is the embedding's
+    scoring: str = "sigmoid"  # or "softmax" (Qwen3-MoE)
+    # experts stand in groups and a token chooses among its best ones (DeepSeek-V3: 8 groups, best
+    # 4)
+    n_group: int = 1
+    topk_group: int = 1
+    yarn_amplitude: float = 1.0  # factor on cos and sin, where Qwen puts the temperature
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.attention in (
+            "mla",
+            "gqa",
+        ), f"attention must be mla or gqa, not {self.attention!r}"
+        assert self.scoring in (
+            "sigmoid",
+            "softmax",
+        ), f"scoring must be sigmoid or softmax, not {self.scoring!r}"
+        assert self.attention == "gqa" or not (
+            self.qk_norm or self.qkv_bias
+        ), "qk_norm and qkv_bias are for gqa"
+        size, rest = divmod(self.experts, self.n_group)
+        assert self.n_group == 1 or (
+            rest == 0 and size > 1
+        ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
+        assert self.active <= size * self.topk_group <= self.experts, (
+            f"topk_group={self.topk_group} of n_group={self.n_group} groups "
+            f"of {size} experts must hold active={self.active}"
+        )
+
+    @property
+    def entry_width(self):
+        if self.attention == "mla":
+            return super().entry_width
+        return self.kv_heads * (self.qk_nope + self.qk_rope + self.v_dim)
+
+    @property
+    def balances(self):
+        return self.scoring == "sigmoid"
+
+    def build_model(self):
+        return VariantModel(self)
+
+
+# What a VariantConfig says of a model in the shape of Kimi K2. (kv_heads means nothing there.)
+KIMI_SHAPE = {
+    field.name: field.default
+    for field in fields(VariantConfig)
+    if field.name not in {"kv_heads", *(f.name for f in fields(ModelConfig))}
+}
+
+
+def config_of(values):
+    """{field: value}, as a checkpoint keeps a model's configuration -> ModelConfig where the model
+    has the Kimi shape, else VariantConfig. Runs of earlier versions name all fields of both."""
+    if all(values.get(name, default) == default for name, default in KIMI_SHAPE.items()):
+        own = {name: values[name] for name in values if name not in {"kv_heads", *KIMI_SHAPE}}
+        return ModelConfig(**own)
+    return VariantConfig(**values)
+
+
+def as_variant(config):
+    """The same configuration with the variants' fields, whatever it is"""
+    return VariantConfig(**vars(config))
+
+
+class GroupedQueryAttention(moe.Attention):
+    """H query heads share G key and value heads. An entry is the rotated keys and the values."""
+
+    def __init__(self, config):
+        nn.Module.__init__(self)  # not Attention's: no weight is drawn that is not there
+        c = self.config = config
+        self.scale = 1.0
+        self.head_dim = c.qk_nope + c.qk_rope
+        if c.q_lora:
+            self.wq_a = weight(c.q_lora, c.dim)
+            self.q_norm = RMSNorm(c.q_lora, 1e-6)
+        self.wq = weight(c.heads, self.head_dim, c.q_lora or c.dim)
+        self.wk = weight(c.kv_heads, self.head_dim, c.dim)
+        self.wv = weight(c.kv_heads, c.v_dim, c.dim)
+        if c.qk_norm:
+            self.q_head_norm = RMSNorm(self.head_dim, c.norm_eps)
+            self.k_head_norm = RMSNorm(self.head_dim, c.norm_eps)
+        if c.qkv_bias:
+            # flat: vectors are AdamW's, matrices Muon's
+            self.bq, self.bk, self.bv = (
+                nn.Parameter(torch.zeros(w.shape[0] * w.shape[1]))
+                for w in (self.wq, self.wk, self.wv)
+            )
+        self.wo = weight(c.dim, c.heads * c.v_dim, std=0)
+
+    def add_bias_and_norm(self, y, name):
+        """Queries, keys or values (name q, k or v) of all heads (B, T, heads, dims), with biases and
+        norms where there are any"""
+        if self.config.qkv_bias:
+            y = y + getattr(self, "b" + name).to(y.dtype).view(y.shape[-2:])
+        if self.config.qk_norm and name != "v":
+            y = getattr(self, name + "_head_norm")(y)
+        return y
+
+    def project(self, x, cos, sin):
+        """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, G (N + R + V))"""
+        c = self.config
+        narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
+        q = self.add_bias_and_norm(linear(narrow, self.wq), "q")
+        k = self.add_bias_and_norm(linear(x, self.wk), "k")
+        v = self.add_bias_and_norm(linear(x, self.wv), "v")
+        q, k = (self.turn(y, cos, sin) for y in (q, k))
+        return q, torch.cat((k, v), -1).flatten(2)
+
+    def turn(self, y, cos, sin):
+        """RoPE on the last R dims of every head: y (B, T, heads, N + R)"""
+        c = self.config
+        nope, rope = y.split((c.qk_nope, c.qk_rope), -1)
+        return torch.cat((nope, apply_rotary_emb(rope, cos, sin)), -1)
+
+    def keys_values(self, entries):
+        """entries (B, S, width) -> keys (B, S, H, N + R), values (B, S, H, V): each of the G heads
+        for H / G query heads"""
+        c = self.config
+        heads = entries.unflatten(-1, (c.kv_heads, -1))  # (B, S, G, N + R + V)
+        repeated = heads.repeat_interleave(c.heads // c.kv_heads, 2)
+        return repeated.split((self.head_dim, c.v_dim), -1)
+
+
+class VariantRouter(moe.Router):
+    def __init__(self, config):
+        super().__init__(config)
+        self.softmax = config.scoring == "softmax"
+        self.n_group, self.topk_group = config.n_group, config.topk_group
+
+    def score(self, x):
+        if not self.softmax:
+            return super().score(x)
+        return nn.functional.linear(x.float(), self.weight.float()).softmax(1)
+
+    def limit(self, biased):
+        """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
+        A group is worth its two best experts."""
+        if self.n_group == 1:
+            return biased
+        groups = biased.unflatten(1, (self.n_group, -1))
+        group_scores = groups.topk(2)[0].sum(-1)  # (M, groups)
+        kept = group_scores.topk(self.topk_group)[1]
+        out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
+        return biased.masked_fill(out.repeat_interleave(groups.shape[2], 1), -torch.inf)
+
+
+def variant_mixture(config):
+    return moe.MoE(config, router=VariantRouter)
+
+
+class VariantModel(moe.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        if config.tie:
+            self.head.weight = self.embed.weight
+
+    def make_block(self, config, dense):
+        attention = GroupedQueryAttention if config.attention == "gqa" else moe.Attention
+        return moe.Block(config, dense, attention, variant_mixture)
+
+    def angles(self, positions):
+        cos, sin = super().angles(positions)
+        return self.config.yarn_amplitude * cos, self.config.yarn_amplitude * sin

@@ -1,0 +1,102 @@
+"""Tokenizers, tasks and small policies that the tests of sampling share"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import fast
+from published.grouped_query import config_of
+from rollout import Limits, Tokenizer, agent, flatten
+from summarize import Compact
+from synth_tasks import example_texts
+from world.task import Task
+
+TEXTS = example_texts(12, 0)
+
+
+BYTES = Tokenizer({bytes([b]): b for b in range(256)})
+
+
+TRAINED = Tokenizer.train(TEXTS, 330)
+
+
+TASKS = [
+    Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {})
+    for i, prompt in enumerate(
+        ("Put back a.f", "Some functions are missing.", "x", "Put back a.g: add 3, return the sum")
+    )
+]
+
+
+def target_logprobs(logits, targets, temperature=1.0):
+    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the
+    oracle"""
+    return -F.cross_entropy(
+        logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none"
+    ).view(targets.shape)
+
+
+class Fixed:
+    """Stands for a workspace whose tools answer at once, with a text that depends on the
+    arguments."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def files(self):
+        return {}
+
+
+def policy(seed=0, **changes):
+    """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
+    end."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        vocab=TRAINED.vocab,
+        dim=32,
+        layers=3,
+        heads=2,
+        kv_lora=16,
+        qk_nope=8,
+        qk_rope=8,
+        v_dim=16,
+        dense_ffn=48,
+        experts=6,
+        active=2,
+        expert_ffn=16,
+        context=160,
+    )
+    model = fast.accelerate(config_of({**sizes, **changes}).build_model())
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.abs().sum() == 0:
+                p.normal_(std=p.shape[-1] ** -0.5)
+    favour = torch.zeros(TRAINED.vocab)
+    for name, extra in (("<|call|>", 7.5), ("<|arg|>", 5), ("<|end|>", 5.8)):
+        favour[TRAINED.id[name]] = extra
+    plain = model.logits
+    model.logits = lambda hidden: 0.5 * plain(hidden) + favour
+    return model.requires_grad_(False)
+
+
+LIMITS = Limits(160, 14, 24)
+
+
+COMPACT = Compact(160, 50)
+
+
+def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
+    return sampler.run(
+        [agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks],
+        seeds,
+        patient=patient,
+    )
+
+
+def same(chain, other):
+    a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
+    assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [
+        x[1].tolist() for x in a
+    ] == [x[1].tolist() for x in b]
+    for x, y in zip(a, b):
+        np.testing.assert_allclose(x[2], y[2], atol=1e-5, rtol=1e-5)

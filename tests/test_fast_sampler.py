@@ -1,0 +1,276 @@
+"""The fast sampler against its twin in rollout.py, against re-scoring by the full forward, and
+against the same rollout alone."""
+
+import contextlib
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rollout
+from experiments.summary import OldestTruncated
+from fast.sampler import Sampler
+from rollout import Chain, Limits, Request, Work, flatten, make_turn, pack
+from sampling import TASKS, TRAINED, policy, same, sample, target_logprobs
+from summarize import Compact
+from synth_tasks import make_task
+from world.sandbox import Sandbox
+
+
+@pytest.mark.parametrize("truncate", [False, True], ids=["summaries", "truncation"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_plain_sampler_and_the_fast_one_yield_the_same_rollouts(answers, truncate, temperature):
+    """Several turns with tools and summaries, a limit of commands, and ends by a final message, by
+    the window and by a turn that was cut off: the same tokens and experts, log-probs within 1e-5
+    (fp32; a batch rounds in another order)."""
+    options = dict(window=160, temperature=temperature)
+    limits = Limits(160, 9, 24, commands=2)
+    tasks, seeds = [TASKS[i % 4] for i in range(8)], [(7, i) for i in range(8)]
+    compact = (OldestTruncated if truncate else Compact)(160, 50)
+    found = [
+        sample(sampler, tasks, seeds, compact, limits)
+        for sampler in (
+            rollout.Sampler(policy(), TRAINED, **options),
+            Sampler(policy(), TRAINED, rows=5, **options),
+        )
+    ]
+    for plain, fast in zip(*found):
+        same(plain, fast)
+        assert plain.finished == fast.finished
+        assert [turn.role for turn in plain.turns] == [turn.role for turn in fast.turns]
+        for turn, twin in zip(plain.turns, fast.turns):
+            assert (turn.text, turn.calls, turn.head) == (twin.text, twin.calls, twin.head)
+            assert np.array_equal(turn.versions, twin.versions)
+        for episode, twin in zip(plain.episodes, fast.episodes):
+            assert np.array_equal(episode.experts, twin.experts)
+        # Drafts save steps; without them a step is a token.
+        assert (
+            fast.steps
+            <= plain.steps
+            == sum(len(turn.logprobs) for turn in plain.turns if turn.role == "assistant")
+        )
+    turns = [turn for chain in found[0] for turn in chain.turns]
+    outputs = [call.output for turn in turns for call in turn.calls]
+    roles = Counter(turn.role for turn in turns)
+    assert roles["tool"] > 5 and roles["recent" if truncate else "summary"] > 0
+    assert "No more commands." in outputs and any(chain.finished for chain in found[0])
+    assert not all(chain.finished for chain in found[0])
+
+
+def test_rollouts_of_real_tasks_are_the_same_from_either_sampler():
+    """Real directories and hidden tests: also the same files, rewards and counts"""
+    tasks, sandbox = [make_task(0, 1), make_task(1, 2)], Sandbox()
+    found = [
+        rollout.rollouts(sampler, tasks, 2, 3, Limits(400, 3, 24), sandbox)
+        for sampler in (
+            rollout.Sampler(policy(context=400), TRAINED, 400),
+            Sampler(policy(context=400), TRAINED, 4, 400),
+        )
+    ]
+    for plain_group, fast_group in zip(*found):
+        for plain, fast in zip(plain_group, fast_group):
+            same(plain, fast)
+            assert plain.files == fast.files and plain.stats == fast.stats
+            assert plain.reward == fast.reward and plain.findings == fast.findings
+
+
+@pytest.mark.parametrize("kind,truncate", [("mla", False), ("gqa", False), ("mla", True)])
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
+    answers, kind, truncate, temperature
+):
+    """After tool outputs, after summaries and after truncation too; and the recorded experts are
+    the trainer's own choice in fp32."""
+    model = policy(seed=1, attention=kind)
+    chains = sample(
+        Sampler(model, TRAINED, 5, 160, temperature),
+        [TASKS[i % 4] for i in range(24)],
+        list(range(24)),
+        (OldestTruncated if truncate else Compact)(160, 50),
+    )
+    episodes = [e for c in chains for e in c.episodes]
+    roles = Counter(t.role for c in chains for t in c.turns)
+    assert roles["tool"] > 20 and len(episodes) > len(chains)
+    assert (
+        roles["recent"] >= 3 > roles["query"]
+        if truncate
+        else roles["summary"] >= 3 <= roles["query"]
+    )
+    scored = 0
+    for episode in (e for e in episodes if flatten(e)[1].any()):
+        batch, record = pack([episode], [1.0], multiple=8), []
+        free = model(batch["tokens"], record=record)
+        n = len(episode)
+        logp = target_logprobs(model.logits(free), batch["targets"], temperature)
+        where = batch["mask"].bool()
+        torch.testing.assert_close(logp[where], batch["logprobs"][where], atol=1e-4, rtol=0)
+        scored += int(where.sum())
+        recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
+        fed = recorded[:, 0, 0] >= 0
+        # what ended an episode was never fed: nothing follows it
+        last = episode.turns[-1].role == "assistant"
+        assert fed[: n - 1].all() or not last
+        assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
+        replayed = target_logprobs(
+            model.logits(model(batch["tokens"], replay=batch["experts"])),
+            batch["targets"],
+            temperature,
+        )
+        torch.testing.assert_close(replayed[where], batch["logprobs"][where], atol=1e-4, rtol=0)
+    assert scored > 250
+
+
+@pytest.mark.parametrize("rows", [3, 16])
+def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(answers, rows):
+    model = policy()
+    tasks, seeds = [TASKS[i % 4] for i in range(12)], [(5, i) for i in range(12)]
+    together = sample(Sampler(model, TRAINED, rows, 160), tasks, seeds)
+    assert [c.task for c in together] == tasks
+    for a, b in zip(
+        together, sample(Sampler(model, TRAINED, rows, 160), tasks, seeds, patient=False)
+    ):
+        same(a, b)
+    for i in (0, 3, 4, 11):
+        same(sample(Sampler(model, TRAINED, 1, 160), [tasks[i]], [seeds[i]])[0], together[i])
+    # other seeds, other rollouts
+    assert len({str([t.tokens for t in c.turns]) for c in together}) > 10
+
+
+def test_drafts_change_the_number_of_steps_and_nothing_else(answers):
+    tasks, seeds, found = [TASKS[i % 4] for i in range(12)], list(range(12)), []
+    for draft in (0, 1, 3, 7):
+        sampler = Sampler(policy(), TRAINED, 12, 160, 0.5, draft=draft)
+        found.append((sample(sampler, tasks, seeds), sampler.steps))
+    (plain, steps), *drafted = found
+    assert all(
+        chain.steps == sum(len(turn.logprobs) for turn in chain.turns if turn.logprobs is not None)
+        for chain in plain
+    )
+    for chains, fewer in drafted:
+        assert fewer < 0.9 * steps
+        for a, b in zip(plain, chains):
+            same(a, b)
+            assert b.steps <= a.steps and [
+                turn.versions.tolist() for turn in a.turns if turn.versions is not None
+            ] == [turn.versions.tolist() for turn in b.turns if turn.versions is not None]
+            for e, f in zip(a.episodes, b.episodes):
+                assert np.array_equal(e.experts, f.experts)
+
+
+def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
+    def play():
+        yield Request([1, 2], True, 40)
+        return Chain(None, [])
+
+    model = policy()
+    model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
+    # a first pair has to be seen, and the room ends the last draft
+    for draft, steps in ((0, 40), (3, 3 + 10), (39, 4)):
+        sampler = Sampler(model, TRAINED, 1, 160, 0, draft=draft)
+        assert sampler.run([play()], [0])[0].steps == sampler.steps == steps
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repeatable(patient):
+    """Its tool ends when the other sequence has, or at last by itself."""
+    ended, seen = threading.Event(), []
+
+    def slow():
+        yield Request([1, 2], True, 3)
+        yield Work([], lambda: seen.append(ended.wait(0.2 if patient else 60)), True)
+        yield Request([3], False, 3)
+        return Chain(None, [])
+
+    def quick():
+        for turn in range(9):
+            yield Request([1, 2, 4], not turn, 9)
+        ended.set()
+        return Chain(None, [])
+
+    sampler = Sampler(policy(), TRAINED, 8, 160)
+    assert len(sampler.run([slow(), quick(), slow()], [0, 1, 2], patient=patient)) == 3
+    assert seen == [not patient] * 2
+
+
+def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
+    model = policy()
+    group, alone = sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]] * 8, list(range(8))), []
+    for seed in range(8):
+        alone += sample(Sampler(model, TRAINED, 8, 160), [TASKS[3]], [seed])
+    for a, b in zip(group, alone):
+        same(a, b)
+        for e, f in zip(a.episodes, b.episodes):
+            assert np.array_equal(e.experts, f.experts)
+    assert all(
+        (e.experts[: len(c.episodes[0].turns[0].tokens)] >= 0).all()
+        for c in group
+        for e in c.episodes
+    )
+
+
+def test_a_shared_prompt_is_fed_once_per_group(answers):
+    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it
+    samples."""
+    model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
+    short = Limits(160, 1, 2)
+    sampler = Sampler(model, TRAINED, 8, 160)
+    chains = sample(sampler, [TASKS[3]] * 6, list(range(6)), None, short)
+    assert sampler.fed == prompt + sum(chain.steps for chain in chains)
+    sampler = Sampler(model, TRAINED, 8, 160)
+    chains = sample(sampler, [TASKS[3]] * 3 + [TASKS[1]] * 3, list(range(6)), None, short)
+    prompts = sum(
+        len(make_turn(TRAINED, "user", t.problem_statement).tokens) for t in (TASKS[3], TASKS[1])
+    )
+    assert sampler.fed == prompts + sum(chain.steps for chain in chains)
+
+
+def test_the_rows_of_a_sampler_are_reused_without_a_trace_of_their_last_tenant(answers):
+    model, sampler = policy(), None
+    sampler = Sampler(model, TRAINED, 2, 160)
+    first = sample(sampler, TASKS, [0, 1, 2, 3])
+    again = sample(sampler, TASKS, [0, 1, 2, 3])
+    for a, b in zip(first, again):
+        same(a, b)
+
+
+def test_no_more_workspaces_stand_than_rows_and_none_is_left_by_a_failure(monkeypatch):
+    folders, most, step = [], 0, Sampler.step
+
+    class Counted(rollout.Workspace):
+        def __init__(self, *given):
+            super().__init__(*given)
+            folders.append(self.root)
+
+    def watched(self, rows):
+        nonlocal most
+        most = max(most, sum(folder.exists() for folder in folders))
+        step(self, rows)
+        if len(folders) >= breaks_at:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(rollout, "Workspace", Counted)
+    monkeypatch.setattr(Sampler, "step", watched)
+    for breaks_at in (99, 4):
+        folders.clear()
+        sampler = Sampler(policy(context=400), TRAINED, 2, 400)
+        with (
+            pytest.raises(RuntimeError, match="out of memory")
+            if breaks_at == 4
+            else contextlib.nullcontext()
+        ):
+            rollout.rollouts(
+                sampler,
+                [make_task(0, seed) for seed in range(3)],
+                3,
+                9,
+                Limits(400, 3, 16),
+                Sandbox(),
+            )
+        assert (
+            (len(folders) == 9) == (breaks_at == 99)
+            and most == 2
+            and not any(folder.exists() for folder in folders)
+        )

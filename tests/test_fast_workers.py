@@ -1,0 +1,380 @@
+"""Generation processes against the same in one process; weights on their way against the casts."""
+
+import math
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rollout
+from fast import workers as fast_workers
+from moe import Model, ModelConfig
+from rollout import Limits
+from sampling import TRAINED, same
+from summarize import Compact
+from synth_tasks import make_task
+
+CONFIG = ModelConfig(
+    vocab=TRAINED.vocab,
+    dim=32,
+    layers=2,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=16,
+    dense_ffn=48,
+    experts=4,
+    active=2,
+    expert_ffn=16,
+    context=400,
+)
+
+
+REAL = [make_task(0, seed) for seed in range(3)]
+
+
+def weights(seed=0):
+    """Random ones that call tools and end turns: the first number of every hidden state is large,
+    and the head reads it."""
+    torch.manual_seed(seed)
+    model = Model(CONFIG)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=p.shape[-1] ** -0.5) if p.ndim > 1 else None
+        model.embed.weight[:, 0] = 2.0
+        for name, extra in (("<|call|>", 2.4), ("<|arg|>", 1.5), ("<|end|>", 2.0)):
+            model.head.weight[TRAINED.id[name], 0] = extra
+    return model.state_dict()
+
+
+def bits(t):
+    return t.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    )
+
+
+def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
+    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single
+    tensors, several dtypes."""
+    g = torch.Generator().manual_seed(0)
+    edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
+    for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
+        draw = lambda: {
+            "a": torch.randn(5, 7, generator=g).mul(50).abs().to(kind),
+            "e": torch.zeros(0, 3, dtype=kind),
+            "one": torch.randn((), generator=g).abs().to(kind),
+            "same": torch.arange(6).to(kind),
+            "edge": (edge if kind.is_floating_point else edge[:4].abs()).to(kind),
+        }
+        old, new = draw(), draw()
+        new["edge"] = new["edge"].flip(0) if kind.is_floating_point else new["edge"]
+        for before, after in (
+            (old, new),
+            (new, old),
+            (fast_workers.zeros(new), new),
+            (old, {k: -v for k, v in old.items()}),
+            (old, old),
+        ):
+            got = fast_workers.apply_delta(before, fast_workers.encode_delta(before, after))
+            assert all(
+                got[k].dtype == v.dtype
+                and got[k].shape == v.shape
+                and torch.equal(bits(got[k]), bits(v))
+                for k, v in after.items()
+            )
+    with pytest.raises(ValueError, match="delta of"):
+        fast_workers.apply_delta(
+            {"a": torch.zeros(3)},
+            fast_workers.encode_delta({"a": torch.zeros(4)}, {"a": torch.ones(4)}),
+        )
+
+
+def test_uploads_of_real_updates_arrive_as_the_cast_weights_and_cost_what_changed(tmp_path):
+    """Each step moves a fiftieth of the fp32 numbers; one reader takes every upload, one comes
+    late; the casts are the oracle."""
+    state, publisher, sizes = (
+        weights(),
+        fast_workers.Publisher(tmp_path, CONFIG, torch.bfloat16, every=4),
+        [],
+    )
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.bfloat16,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=1,
+        limits=Limits(300),
+    )
+    faithful = fast_workers.Generator(**settings)
+    for version in range(3, 13):
+        sizes.append(publisher.publish(version, state))
+        late = fast_workers.Generator(**settings)
+        for reader in (faithful, late):
+            reader.refresh()
+            held = reader.sampler.model.state_dict()
+            assert reader.sampler.version == version and {t.dtype for t in held.values()} == {
+                torch.bfloat16,
+                torch.float32,
+            }
+            assert all(
+                torch.equal(bits(held[name]), bits(state[name].to(held[name].dtype)))
+                for name in state
+            )
+        for t in state.values():
+            t.view(-1)[version::50] += 0.01 * torch.randn(len(t.view(-1)[version::50]))
+    base, delta = sizes[0], sizes[1]
+    assert (
+        base["sync_full"] == sum(t.nbytes for t in held.values())
+        and base["sync_bytes"] < 1.02 * base["sync_full"]
+    )
+    assert delta["sync_bytes"] < 0.1 * base["sync_bytes"] and 0.97 < delta["sync_same"] < 1
+    assert sizes[4]["sync_bytes"] > 0.8 * base["sync_bytes"]  # version 7, the next base
+    assert sorted(int(p.stem) for p in tmp_path.iterdir()) == list(range(7, 13))
+
+
+def test_where_only_the_trainer_reads_its_uploads_the_newest_alone_stays(tmp_path):
+    state, publisher = weights(), fast_workers.Publisher(
+        tmp_path, CONFIG, torch.float32, every=3, shared=False
+    )
+    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    for version in range(8):
+        publisher.publish(version, state)
+        reader.refresh()
+        assert [p.name for p in tmp_path.iterdir()] == [
+            f"{version:08d}.{'delta' if version % 3 else 'base'}"
+        ]
+        assert all(
+            torch.equal(t, state[name]) for name, t in reader.sampler.model.state_dict().items()
+        )
+        state["head.weight"] += 1
+
+
+def test_a_job_that_cannot_be_sent_ends_in_its_error_and_the_next_is_done(tmp_path):
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.float32,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=1,
+        limits=Limits(160, 2, 8),
+    )
+    fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    workers = fast_workers.Workers(1, settings)
+    try:
+        with pytest.raises(Exception, match="lambda|pickle"):
+            workers.submit([lambda: 0], [0], 0)[0][0].result(timeout=60)
+        assert len(workers.submit(REAL[:1], [0], 0)[0][0].result(timeout=60)) == 1
+    finally:
+        workers.close()
+
+
+def test_a_corrupted_upload_is_refused(tmp_path):
+    fast_workers.Publisher(tmp_path, CONFIG, torch.float32).publish(0, weights())
+    path = tmp_path / "00000000.base"
+    path.write_bytes(bytes(16) + path.read_bytes()[16:])
+    reader = fast_workers.Generator(tmp_path, CONFIG, torch.float32, "cpu", TRAINED, 1, Limits(300))
+    with pytest.raises(ValueError, match="not the trainer's weights"):
+        reader.refresh()
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_in_flight(
+    tmp_path, draft
+):
+    """The head is rigged to choose the token 65 + its own first weight: the tokens tell the
+    versions."""
+    state = weights()
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
+    head = lambda version: {
+        **state,
+        "head.weight": torch.full_like(state["head.weight"], float(version)),
+    }
+    publisher.publish(0, head(0))
+    generator = fast_workers.Generator(
+        tmp_path,
+        CONFIG,
+        torch.float32,
+        "cpu",
+        TRAINED,
+        3,
+        Limits(400, 2, 40),
+        temperature=0,
+        draft=draft,
+    )
+    model, step = generator.sampler.model, generator.sampler.step
+    model.logits = lambda hidden: F.one_hot(
+        (65 + model.head.weight[0, 0].long()).expand(len(hidden)), TRAINED.vocab
+    ).float()
+
+    def counted(rows):
+        step(rows)
+        if generator.sampler.steps in (7, 8, 21):  # 8: two uploads within two steps
+            publisher.publish(
+                generator.sampler.steps, head({7: 1, 8: 2, 21: 3}[generator.sampler.steps])
+            )
+
+    generator.sampler.step = counted
+    (group,) = generator(REAL[:1], [0], 5)
+    for turn in (t for chain in group for t in chain.turns if t.role == "assistant"):
+        assert [{0: 0, 7: 1, 8: 2, 21: 3}[v] for v in turn.versions] == [
+            t - 65 for t in turn.tokens[1:]
+        ]
+        assert len(turn.versions) == len(turn.logprobs) == 40 and turn.versions.tolist() == sorted(
+            turn.versions
+        )
+        assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
+    if not draft:
+        # 3 rollouts: 7, 1, 13 and 19 tokens each
+        assert Counter(fast_workers.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
+
+
+def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_killed(tmp_path):
+    settings = dict(
+        folder=tmp_path,
+        config=CONFIG,
+        dtype=torch.float32,
+        device="cpu",
+        tokenizer=TRAINED,
+        group=3,
+        limits=Limits(400, 14, 24),
+        compact=Compact(400, 280),
+        rows=6,
+    )
+    publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
+    publisher.publish(0, weights())
+    alone, beside = fast_workers.Workers(0, settings), fast_workers.Workers(2, settings)
+    try:
+        for version in (0, 1):
+            publisher.publish(version, weights(version)) if version else None
+            handle = beside.submit(tasks, range(3), version)
+            # both are warm now: one is killed while it samples
+            if version == 1:
+                time.sleep(0.03)
+                os.kill(beside.processes[0].pid, signal.SIGKILL)
+            groups, expected = beside.collect(handle), alone.collect(
+                alone.submit(tasks, range(3), version)
+            )
+            assert [[c.task for c in g] for g in groups] == [[t] * 3 for t in tasks]
+            for a, b in zip((c for g in groups for c in g), (c for g in expected for c in g)):
+                same(a, b)
+                assert a.stats == b.stats and a.files == b.files
+            assert not fast_workers.staleness(groups, version).any() and beside.restarts == (
+                version > 0
+            )
+    finally:
+        beside.close()
+    assert sum(len(c.turns) > 2 for g in expected for c in g) >= 3
+
+
+def test_the_plain_form_of_generation_yields_the_same_groups(tmp_path):
+    """One process samples and updates in turn, with the plain sampler: the same tokens and counts
+    under two versions of the weights, log-probs within 1e-5"""
+    settings = dict(tokenizer=TRAINED, group=2, limits=Limits(400, 3, 24), temperature=0.9)
+    plain = rollout.InTurn(Model(CONFIG), **settings)
+    fast = fast_workers.Workers(
+        0, dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", **settings)
+    )
+    publisher = fast_workers.Publisher(tmp_path, CONFIG, torch.float32)
+    for version in (0, 1):
+        publisher.publish(version, weights(version))
+        plain.publish(version, weights(version))
+        found, twins = (
+            source.collect(source.submit(REAL[:2], [0, 1], version)) for source in (plain, fast)
+        )
+        for group, twin_group in zip(found, twins):
+            assert len(group) == 2
+            for chain, twin in zip(group, twin_group):
+                same(chain, twin)
+                assert (chain.stats, chain.files) == (twin.stats, twin.files)
+        for groups in (found, twins):
+            assert not fast_workers.staleness(groups, version).any()
+
+
+def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them(monkeypatch):
+    def fails(self, i):
+        raise EOFError("the server that forks is gone")
+
+    monkeypatch.setattr(fast_workers.Workers, "start", fails)
+    workers = fast_workers.Workers(1, {})
+    # and whoever asks again is told again
+    for _ in range(2):
+        ((future, _),) = workers.submit(REAL, range(3), 0)
+        with pytest.raises(RuntimeError, match="died three times"):
+            future.result(timeout=30)
+
+
+def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts(
+    tmp_path, monkeypatch
+):
+    """Workers that finish the moment they are asked: with staleness 1, all tokens after the first
+    step are exactly one update old."""
+    import train
+
+    class Prompt(fast_workers.Workers):
+        def submit(self, tasks, numbers, seed):
+            return super().collect(super().submit(tasks, numbers, seed))
+
+        def collect(self, groups):
+            return groups
+
+    monkeypatch.setattr(fast_workers, "Workers", Prompt)
+    words = [
+        "--scale=tiny",
+        "--dim=32",
+        "--dtype=float32",
+        "--device=cpu",
+        "--window=220",
+        "--turns=2",
+        "--tasks_per_step=2",
+        "--group=2",
+        "--stage=rl",
+        "--steps=3",
+        f"--out={tmp_path}",
+    ]
+    for lag in (1, 0):
+        run = train.Run(train.configure(train.parse(words), "rl"))
+        run.build(TRAINED)
+        source, logs = train.Reinforcement(run), []
+        source.ahead = lag
+        for step in range(3):
+            logs.append({})
+            sum(source.losses(step, logs[-1])).backward()
+            with torch.no_grad():
+                [p.view(-1)[::9].add_(0.01) for p in run.model.parameters()]
+            # a resumed run trains on what was drawn ahead
+            again = train.Reinforcement(run)
+            again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
+            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [
+                [t.instance_id for t in source.draw(step + 1)]
+            ]
+        assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
+            0,
+            lag,
+            lag,
+        ]
+        assert logs[0]["sync_same"] == 0 and all(0.85 < l["sync_same"] < 0.95 for l in logs[1:])
+        assert all(
+            l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
+            for l in logs[1:]
+        )
+        lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
+        assert (
+            sorted({l["step"] for l in lines}) == [1, 2, 3]
+            and len(lines) >= 6
+            and len({l["task"] for l in lines}) == 3
+        )
+        assert all(
+            m["versions"] == [max(0, l["step"] - 1 - lag)]
+            for l in lines
+            for m in l["messages"]
+            if m["role"] == "assistant"
+        )
+        assert all(l["reward"] in [pytest.approx(r, abs=1e-3) for r in l["group"]] for l in lines)

@@ -1,0 +1,55 @@
+"""A plain model and its accelerated twin with the same weights, for the tests of fast/."""
+
+import torch
+
+import fast
+from published.grouped_query import config_of
+
+SIZES = dict(
+    vocab=61,
+    dim=32,
+    layers=3,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=16,
+    dense_ffn=48,
+    experts=6,
+    active=2,
+    expert_ffn=16,
+    context=32,
+    kv_heads=1,
+)
+KINDS = {
+    "mla": {},
+    "mla, low-rank queries, stretched, a draft": dict(q_lora=12, yarn_factor=4.0, mtp=1),
+    "gqa": dict(attention="gqa"),
+    "gqa, biases, softmax routing, tied": dict(
+        attention="gqa", qkv_bias=True, scoring="softmax", tie=True
+    ),
+}
+
+
+def twins(**changes):
+    """-> (plain model, fast one). No matrix is zero, or what is behind it would not show."""
+    models = []
+    for number in range(2):
+        torch.manual_seed(0)
+        model = config_of({**SIZES, **changes}).build_model()
+        with torch.no_grad():
+            for p in model.parameters():
+                if not p.any():
+                    p.normal_(std=p.shape[-1] ** -0.5)
+                if p.ndim == 1:
+                    p.add_(0.3 * torch.randn_like(p))
+        models.append(fast.accelerate(model) if number else model)
+    return models
+
+
+def draw_tokens(rows, length):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def relative_difference(found, expected):
+    return float((found - expected).detach().norm() / expected.detach().norm())

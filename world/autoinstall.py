@@ -1,0 +1,346 @@
+"""autoinstall.py: finds an environment in which a repository's tests run.
+
+After Cursor's post of 6 May 2026: one agent proposes ten commands and says what they should print,
+a second one gets a bare environment and three of them, and has to make them run as described within
+five tries, mocks allowed, or else the repository is discarded.
+
+Ours: both agents are scripts (arguments of `autoinstall`; a policy can take their place). Only the
+install command has a network, and it asks only for what the repository declares. A package name
+guessed from an import is a stranger's code.
+
+    python synth_tasks.py --autoinstall --repo=PATH [--keep=DIR]
+"""
+
+import ast
+import configparser
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from world import suite as suites
+from world.copies import installed_copies
+from world.files import write_tree
+from world.hygiene import copy_repository, packages, sources
+from world.machine import fresh_directory
+from world.sandbox import Sandbox, has_bwrap, hidden_place
+from world.source import parsed
+from world.task import Refusal
+
+
+@dataclass
+class Proposal:
+    """A command, what its output has to match, and that in words."""
+
+    command: str
+    pattern: str
+    says: str
+
+    def failure(self, result):
+        """Why the result is not as described, or "". Of a suite nine tests in ten have to pass, of
+        the rest all must be well."""
+        passed, failed = (
+            sum(map(int, re.findall(rf"(\d+) {words}", result.output[-400:])))
+            for words in ("passed", "(?:failed|error)")
+        )
+        if re.search(self.pattern, result.output) and (
+            result.exit_code == 0 or passed > 9 * failed
+        ):
+            return ""
+        last = (result.output.strip().split("\n") or [""])[-1][:120]
+        return (
+            f"`{self.command}` should {self.says}, but ended with code {result.exit_code}: {last}"
+        )
+
+
+def settings(node, path=""):
+    """(dotted path, words) of every list in a parsed configuration; of a table of poetry's
+    dependencies, its names."""
+    for key, value in node.items():
+        where = f"{path}.{key}"
+        if isinstance(value, dict):
+            yield from settings(value, where)
+            if "poetry" in where and where.endswith("dependencies"):
+                yield where, [name for name in value if name != "python"]
+        elif isinstance(value, list):
+            yield where, [word for word in value if isinstance(word, str)]
+
+
+def ini(text):
+    """The sections of setup.cfg or tox.ini as dictionaries of lists."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return {}
+    return {
+        name: {key: value.split("\n") for key, value in section.items()}
+        for name, section in parser.items()
+    }
+
+
+def declared(files):
+    """What pip needs for the tests, as its arguments: what the configuration declares and nothing
+    guessed. A module's name is not its package's, and what strangers have registered under a name
+    must not run here."""
+    try:
+        lists = dict(settings(tomllib.loads(files.get("pyproject.toml", ""))))
+    except ValueError:
+        lists = {}
+    lists |= dict(settings({name: ini(files.get(name, "")) for name in ("setup.cfg", "tox.ini")}))
+    optional = re.compile(r"(optional-dependencies|extras_require|poetry\.extras)\.([\w-]+)$")
+    extras = {match[2] for path in lists if (match := optional.search(path))}
+    extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
+    needed = re.compile(
+        r"^\.dependency-groups\.[^.]*(test|dev)[^.]*$|(test|dev)[^.]*\.(extra-)?dependencies$"
+        r"|\.(dev-dependencies|tests_require|testenv\.deps)$"
+    )
+    words = [word for path, value in lists.items() if needed.search(path) for word in value]
+    calls = (
+        node for node in ast.walk(parsed(files.get("noxfile.py", ""))) if isinstance(node, ast.Call)
+    )
+    words += [
+        word.value
+        for call in calls
+        if getattr(call.func, "attr", "") == "install"
+        for word in call.args
+        if isinstance(word, ast.Constant)
+    ]
+    for path, text in files.items():
+        if re.search(r"^(Makefile|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$", path):
+            words += [
+                word
+                for line in re.findall(r"pip3? install ([^\n&|;#]*)", text)
+                for word in line.split()
+            ]
+    own = {name.lower() for name in packages(files)} | {"pip", "tox", "nox", "build", "twine"}
+    named = {
+        word.strip()
+        for word in words
+        if re.match(r"[A-Za-z][\w.-]*(\[[\w,-]*\])?\s*([<>=!~;][^:]*)?$", word.strip())
+    }
+    named = {
+        word for word in named if re.match(r"[\w-]*", word)[0].lower().replace("-", "_") not in own
+    }
+    lists = [
+        f"-r{path}"
+        for path in files
+        if re.search(r"^[^/]*requirements?[^/]*(\.txt|/[^/]*(test|dev)[^/]*\.txt)$", path)
+    ]
+    extras = ",".join(sorted(name for name in extras if re.search("test|dev", name)))
+    return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named | {"pytest"}), *lists]
+
+
+def stated(files):
+    """Python commands that tox, make, CI or the README run."""
+    for path, text in files.items():
+        if re.search(
+            r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$",
+            path,
+        ):
+            text = re.sub(r"\{posargs[^}]*\}", "", text)
+            for line in re.findall(
+                r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", text, re.M
+            ):
+                if not re.search(
+                    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b",
+                    line,
+                ):
+                    yield re.sub(r"^py\.?test", "python -m pytest", line.strip()).replace(
+                        "python3", "python"
+                    )
+
+
+def propose(files):
+    """Stage 1: ten commands that work where the repository does, the most telling first."""
+    tests, ran = [
+        path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", path)
+    ], (r"\d+ passed", "pass")
+    # benchmarks are not the suite
+    tests.sort(key=lambda path: "test" not in path.partition("/")[0])
+    modules = [
+        path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__")
+        for path in sources(files)
+    ]
+    modules = sorted(
+        (
+            name
+            for name in modules
+            if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name) and name.split(".")[0] in modules
+        ),
+        key=lambda name: name.count("."),
+    )
+    # Where no file is named as pytest names tests, the authors' build files say how they are run.
+    plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
+    if (
+        not any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
+        and stated_ones
+    ):
+        plan = stated_ones[0][0]
+    suite = suites.test_command(plan)
+    found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
+    found += [(line, *(ran if "pytest" in line else ("", "end well"))) for line in stated(files)][
+        :3
+    ]
+    found += [
+        (f"python -c 'import {name}; print({name}.__name__)'", name, f"print {name}")
+        for name in modules[:4]
+    ]
+    found += [(f"python -m pytest -q {path}", *ran) for path in tests]
+    found += [
+        (f"python -m pydoc {name}", name, f"print the documentation of {name}")
+        for name in modules[:3]
+    ]
+    found += [
+        (f"python -m pytest -q {path} -k {node.name}", *ran)
+        for path in tests
+        for node in ast.walk(parsed(files[path]))
+        if getattr(node, "name", None) and node.name.startswith("test")
+    ]
+    return [Proposal(*words) for words in dict.fromkeys(found)][:10]
+
+
+MOCK = "from unittest.mock import MagicMock\n__path__ = []\ndef __getattr__(name): return MagicMock()\n"
+
+
+def install(files, tries):
+    """Stage 2: the shell command of the next try; `tries` holds each one before with all that was
+    printed. First everything at once; then one by one, whatever fails; then no index, but the
+    packages of this Python; then mocks of what is still missing."""
+    pip = (
+        f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python --disable-pip-version-check install "
+        "-q --no-compile --retries 1"
+    )
+    site, wanted = "$(echo .venv/lib/*/site-packages)", [
+        shlex.quote(word) for word in declared(files)
+    ]
+    missing = dict.fromkeys(
+        re.findall(r"No module named '?([A-Za-z]\w*)", "".join(text for _, text in tries))
+    )
+    mocks = [
+        f"printf %s {shlex.quote(MOCK)} > {site}/{name}.py"
+        for name in missing
+        if name not in packages(files)
+    ]
+    borrow = f"echo {shlex.quote(sysconfig.get_path('purelib'))} > {site}/borrowed.pth"
+    return {
+        0: f"{pip} {' '.join(wanted)}",
+        1: "; ".join(f"{pip} {word}" for word in wanted),
+        2: f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=.",
+    }.get(len(tries), "; ".join(mocks) or "true")
+
+
+def autoinstall(
+    repo,
+    time_limit=60.0,
+    seed=0,
+    network=True,
+    proposer=propose,
+    installer=install,
+    attempts=5,
+    keep=None,
+):
+    """[(install command, output)] of the tries, the last of which made three of the ten proposals
+    run as described in what was a bare environment. Proposer and installer are scripts here and may
+    be the policy. Refusal after `attempts`, with the reason. `keep` is a folder for the environment
+    that works; it must not be there yet."""
+    files = copy_repository(repo)
+    if keep is not None:
+        refuse_place(keep)
+    proposals, tries = proposer(files), []
+    if len(proposals) < 3:
+        raise Refusal(f"{repo}: fewer than three commands can be proposed")
+    chosen = [proposals[0], *random.Random(seed).sample(proposals[1:], 2)]
+    for one in proposals:
+        print("*" if one in chosen else " ", f"`{one.command}` should {one.says}")
+    limits = dict(
+        cpu=600,
+        memory=4 << 30,
+        file_size=1 << 30,
+        disk=4 << 30,
+        output=4 << 20,
+        processes=256,
+        memo=False,
+        hide=installed_copies(files),
+    )
+    offline, online = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits), Sandbox(
+        600, network=network, **limits
+    )
+    with fresh_directory() as root:
+        write_tree(files, root)
+        online.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], root)
+        while len(tries) < attempts:
+            command = installer(files, tries)
+            printed = [
+                online.run(command, root),
+                *(offline.run(one.command, root) for one in chosen),
+            ]
+            tries.append((command, "\n".join(result.output for result in printed)))
+            failures = [text for text in map(Proposal.failure, chosen, printed[1:]) if text]
+            print(
+                f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
+                *printed[0].output.strip().split("\n")[-1:],
+                failures[0] if failures else "all as described",
+                sep="\n  -> ",
+            )
+            if not failures:
+                if keep is not None:
+                    keep_environment(Path(root, ".venv"), Path(keep), files)
+                return tries
+    raise Refusal(f"{repo}: discarded after {attempts} tries: {failures[0]}")
+
+
+def refuse_place(keep):
+    """A Refusal where an environment cannot be kept, or could not be used from."""
+    place = Path(keep).resolve()
+    if os.path.lexists(keep):
+        raise Refusal(
+            f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR"
+        )
+    if not os.access(place.parent, os.W_OK):
+        raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
+    if has_bwrap() and hidden_place(place):
+        raise Refusal(
+            f"{keep}: the sandbox shows nothing of {hidden_place(place)}: name another folder by --keep=DIR"
+        )
+
+
+def keep_environment(found, place, files):
+    """Makes a virtual environment at `place` with what is installed in the one that was found, the
+    repository itself left out.
+
+    Nothing of it runs when its Python starts: .pth files and customisations of the interpreter,
+    which a stranger's installation may have written, stay behind. The packages themselves run in
+    the sandbox only."""
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(place)], capture_output=True, text=True
+    )
+    if made.returncode:
+        raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
+    source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
+    own = set(packages(files))
+    for one in sorted(source.iterdir()):
+        stem = re.split(r"[-.]", one.name)[0]
+        runs_at_start = (
+            one.suffix == ".pth"
+            or stem in ("sitecustomize", "usercustomize")
+            or stem.startswith("__editable__")
+        )
+        if runs_at_start or stem in own or one.is_symlink() or one.name == "__pycache__":
+            continue
+        if one.is_dir():
+            shutil.copytree(
+                one, target / one.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copyfile(one, target / one.name)
+    # the last resort of `install`: the packages of this Python
+    if (source / "borrowed.pth").exists():
+        (target / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -1,0 +1,191 @@
+"""copies.py: where else the code of a deleted feature stands.
+
+A feature is deleted from its own file, but a repository and a machine hold more. Three kinds of
+copies would hand an agent the answer:
+
+    in the tree, by name      an index of definitions, an archive of sources (`telltales`)
+    in the tree, by content   a backup, a notebook, a page of docs (`without_copies`)
+    on the machine            the same package installed for some Python (`installed_copies`):
+                              the sandbox hides these places
+
+A module that needs the very same code for a purpose of its own has to stay. Then the feature makes
+no task, since its code is still there to be copied.
+
+How a text is searched for code, whatever its form, is world/leftovers.py.
+"""
+
+import functools
+import os
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+from world import leftovers
+from world.hygiene import PROTECTED, sources
+from world.source import FUNCTIONS, code_lines, find_test, package_root
+from world.tree import Link
+
+
+def installed_copies(files):
+    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original:
+    installed for this Python or for another, inside another package, or in an archive of packages;
+    of a module its bytecode, too.
+
+    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside
+    site-packages, half of the names defined have to agree as well: `utils` may be anybody's."""
+    paths = set(sources(files))
+    by_name = set()
+    # folder of a package, or file of a module -> names that it defines
+    defined = {}
+    for path in paths:
+        root, _ = package_root(path, paths)
+        name = Path(path).relative_to(root or ".").parts[0]
+        by_name |= {name.removesuffix(".py")} if root in ("", "src") else set()
+        defined.setdefault(name, set()).update(names_defined(files[path]))
+    defined.pop("__init__.py", None)
+    found = []
+    for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
+        for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
+            if stem in by_name:
+                found.append(place)
+    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
+    for name, place in places(frozenset(defined)):
+        inside = place.rglob("*.py*") if place.is_dir() else [place]
+        readable_files = [
+            path for path in inside if path.suffix in (".py", ".pyi") and path.is_file()
+        ]
+        texts = {path: path.read_text(errors="replace") for path in readable_files}
+        # Another version, or a part of the package that was copied, may agree in the outermost
+        # folder only.
+        outermost = [
+            text for path, text in texts.items() if not place.is_dir() or path.parent == place
+        ]
+        if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), 0.25):
+            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
+                found.append(place)
+    found += [archive for archive in archives() if archive_holds(archive, defined)]
+    # What Python has compiled lies beside a module, in a folder that it shares with others.
+    for place in [place for place in found if place.suffix == ".py"]:
+        found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
+    return sorted({str(place) for place in found})
+
+
+def names_defined(text):
+    return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
+
+
+def same_names(own, texts, share=0.0):
+    """True if half of the names in `own`, or of those that these texts define, are common, and
+    `share` of the longer list."""
+    theirs = set().union(*map(names_defined, texts))
+    common = len(theirs & own)
+    return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
+
+
+@functools.lru_cache(16)
+def places(names):
+    """(name, place) of every folder or module so named in what a sandbox shows of this machine."""
+    return [
+        (name, Path(folder, name))
+        for top in {"/usr", sys.prefix, sys.base_prefix}
+        for folder, folders, files in os.walk(top)
+        for name in names & {*folders, *files}
+    ]
+
+
+@functools.lru_cache(1)
+def archives():
+    """Archives of Python packages in what a sandbox shows of this machine: ensurepip's wheels,
+    zipped eggs."""
+    found = []
+    for top in {"/usr", sys.prefix, sys.base_prefix}:
+        for folder, _, names in os.walk(top):
+            found += [
+                Path(folder, name) for name in names if name.endswith((".whl", ".egg", ".pyz"))
+            ]
+    return found
+
+
+def archive_holds(place, defined):
+    """True if an archive holds a copy of one of these packages or modules, wherever in it."""
+    try:
+        with zipfile.ZipFile(place) as archive:
+            members = [member for member in archive.namelist() if member.endswith(".py")]
+            for name, own in defined.items():
+                inside = [member for member in members if name in member.split("/")]
+                texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
+                if texts and same_names(own, texts, 0.25):
+                    return True
+    except (OSError, zipfile.BadZipFile):
+        pass
+    return False
+
+
+def telltales(files, names):
+    """Files that are neither source nor prose and still hold a deleted identifier: as text, bytes,
+    in an archive.
+
+    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds
+    `def name`."""
+    prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
+    found = []
+    for path, text in files.items():
+        if path.endswith(prose) or isinstance(text, Link):
+            continue
+        is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
+        before = rb"(?:def|class)\s+" if is_plain else rb"\b"
+        words = [re.compile(before + name.encode() + rb"\b") for name in names]
+        data = text.encode("utf-8", "surrogateescape")
+        if any(word.search(part) for part in leftovers.unpacked(data) for word in words):
+            found.append(path)
+    return found
+
+
+def without_copies(files, base, lost, gone):
+    """(base without the files that hold the deleted code, whether a file that has to stay holds
+    it).
+
+    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives,
+    and docs that quote a body are left out. A module that holds the very same code for a purpose of
+    its own has to stay, and so have the tests."""
+    base, copied, origins = dict(base), False, {one.path for one in lost}
+    code_paths = set(sources(files))
+    for one in lost:
+        # The code of a class is that of its methods; where they are stubs, each is listed by
+        # itself.
+        nodes = (
+            one.nodes
+            if one.kind != "class"
+            else [inner for node in one.nodes for inner in node.body if gone]
+        )
+        for node in (node for node in nodes if isinstance(node, FUNCTIONS)):
+            lines = code_lines(files[one.path], [node])
+            several = len(leftovers.distinctive(lines)) > 1
+            for path, text in list(base.items()):
+                may_go = path not in origins and not PROTECTED.search(path)
+                may_go = may_go and (
+                    path not in code_paths or leftovers.is_copy(text, files[one.path])
+                )
+                if may_go and leftovers.holds_code(text, lines, node.name):
+                    del base[path]
+                elif (
+                    not may_go
+                    and several
+                    and leftovers.holds_code(text, lines, node.name, every=True)
+                ):
+                    copied = True
+    return base, copied
+
+
+def without_test_copies(files, base, hidden):
+    """The tree without files that are no Python and hold the code of a hidden test."""
+    base = dict(base)
+    for group in hidden:
+        node = find_test(files[group.split("::")[0]], group)
+        lines = code_lines(files[group.split("::")[0]], [node])
+        for path in [path for path in base if not path.endswith(".py")]:
+            if leftovers.holds_code(base[path], lines, node.name, every=True):
+                del base[path]
+    return base

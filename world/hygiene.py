@@ -1,0 +1,128 @@
+"""hygiene.py: which files of a real repository an agent may see, and which it may not change.
+
+`copy_repository` reads a folder into a tree (path -> text). What could give a deleted feature away
+by its name alone stays behind: caches, bytecode, version control, virtual environments, builds
+(JUNK). What decides the verdict is PROTECTED: tests, their configuration, and files that run before
+a program starts. A submission may not change it.
+
+    sources    Python that a feature can be deleted from: no test, no configuration, no docs
+    packages   the names under which the sources are imported
+
+What gives a feature away by its content is world/copies.py.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from world import leftovers
+from world.source import is_python, package_root
+from world.task import Refusal
+from world.tree import Link, has_own_mode, read_link, with_mode
+
+JUNK = re.compile(
+    r"(^|/)(__pycache__"
+    r"|\.(mypy_cache|pytest_cache|ruff_cache|pytype|hypothesis|git|hg|svn|tox|nox|venv|eggs|idea|vscode)"
+    r"|venv|node_modules|htmlcov|[^/]+\.(egg-info|dist-info))(/|$)|\.(py[cod]|swp|orig|rej|so|pth)$|~$"
+    r"|(^|/)(\.coverage[^/]*|coverage\.xml|tags|TAGS|\.DS_Store)$|^(build|dist)/"
+)
+
+
+PROTECTED = re.compile(
+    r"(^|/)tests?/|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
+    r"|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml|\.coveragerc)$|\.pth$"
+)
+
+
+MOST_FILES, MOST_BYTES = 5000, 32 << 20
+
+
+def copy_repository(repo):
+    """path -> text of everything an agent may see, with modes and links; bytes that are no text are
+    surrogates.
+
+    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no
+    feature is taken from it."""
+    root, files, size = Path(repo), {}, 0
+    if not repo or not root.is_dir():
+        raise Refusal(f"{repo or '--repo'}: no such directory")
+    for folder, folders, names in os.walk(root):
+        inside = lambda name: Path(folder, name).relative_to(root).as_posix()
+        # A link to a folder is listed among the folders, but it is an entry like a file and is not
+        # walked into.
+        linked = [name for name in folders if Path(folder, name).is_symlink()]
+        names += linked
+        folders[:] = sorted(
+            name for name in folders if not JUNK.search(inside(name) + "/") and name not in linked
+        )
+        for place in (Path(folder, name) for name in sorted(names)):
+            path = place.relative_to(root).as_posix()
+            if JUNK.search(path):
+                continue
+            if place.is_symlink():
+                link = read_link(place, root)
+                target = os.path.relpath(os.path.realpath(place), os.path.realpath(root))
+                if link is None or JUNK.search(target):
+                    continue
+                files[path] = link
+            elif place.is_file():
+                status = place.stat()
+                size += status.st_size
+                data = place.read_bytes() if size <= MOST_BYTES else b""
+                if leftovers.is_bytecode(data):
+                    continue
+                files[path] = data.decode("utf-8", "surrogateescape")
+                if has_own_mode(status.st_mode):
+                    files[path] = with_mode(files[path], status.st_mode)
+            if len(files) > MOST_FILES or size > MOST_BYTES:
+                raise Refusal(
+                    f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)"
+                )
+    if not any(path.endswith(".py") for path in files):
+        raise Refusal(f"{repo}: holds no Python files")
+    candidates = sources(files)
+    if candidates and not any(is_python(files[path]) for path in candidates):
+        raise Refusal(
+            f"{repo}: {candidates[0]} does not parse as Python 3, and no other source does"
+        )
+    return files
+
+
+def sources(files):
+    """The paths features are deleted from: Python that is neither test nor configuration nor
+    documentation."""
+    return [
+        path
+        for path in files
+        if path.endswith(".py")
+        and not isinstance(files[path], Link)
+        and not PROTECTED.search(path)
+        and not re.match(r"docs?/|examples?/", path)
+    ]
+
+
+def packages(files):
+    """Names under which the sources can be imported: folders at the root or in src/, and packages
+    further down."""
+    paths = set(sources(files))
+    first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
+    first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
+    return sorted(first - {"setup", "__init__"})
+
+
+def importable(files):
+    """Top-level names that this repository's files take: folders with modules and single modules,
+    at its root or in src/."""
+    names = set()
+    for path in files:
+        parts = path.removeprefix("src/").split("/")
+        if path.endswith(".py") and (
+            len(parts) == 1 or f"{'src/' * path.startswith('src/')}{parts[0]}/__init__.py" in files
+        ):
+            names.add(parts[0].removesuffix(".py"))
+    return sorted(names - {"setup", "conftest"})
+
+
+def is_protected(path):
+    """Whether a file is a test or configuration, which no submission may change."""
+    return bool(PROTECTED.search(path)) or path == "check.py"

@@ -1,0 +1,279 @@
+"""judge.py: does a submission solve its task?
+
+The judge never believes a process in which the agent's code has run.
+
+Generated tasks: the child (world/driver.py) is given calls and returns values, and the parent
+compares them, types included, with what it alone knows. Printing, exiting early, or rewriting tests
+can only lose.
+
+pytest suites have to compare inside. They start from the repository's own files with the feature's
+files and new ones of the submission (`overlay`). The parent renames each broken test at random and
+puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that
+makes all tests pass, replaces what compares, or returns values that equal everything gives itself
+away. Not covered: code that reads the bytecode of the test that calls it, to tell the two apart.
+
+`run_trusted` says in this process what the sandbox would say, 20 times faster. It is for code that
+was written here and for nothing else.
+"""
+
+import ast
+import functools
+import os
+import random
+import sys
+import types
+from pathlib import Path
+
+from world import suite as suites
+from world.files import printable
+from world.hygiene import JUNK, PROTECTED
+from world.machine import MachineFailure
+from world.purity import DRIVER
+from world.run_suite import WORLDS, run_suite
+from world.sandbox import sandbox_for
+from world.source import BABBLE, syntax
+from world.task import Result, Verdict
+from world.tree import keep_modes, with_links
+from world.twins import lost_names, place_twins
+
+
+@functools.lru_cache(4096)
+def compiled(text, path):
+    return compile(text, path, "exec", dont_inherit=True)
+
+
+def run_trusted(files, command="python tests.py"):
+    """What the sandbox would answer, in-process and 20 times faster. ONLY for code written here:
+    nothing is contained."""
+    assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
+    printed, modules = [], {}
+
+    def leave(code=0):
+        raise SystemExit(code)
+
+    def load(name, *_):
+        if name not in modules:
+            if f"{name}.py" not in files:
+                raise ModuleNotFoundError(f"No module named {name!r}")
+            code = compiled(files[f"{name}.py"], f"{name}.py")
+            modules[name] = types.ModuleType(name)
+            modules[name].__dict__["__builtins__"] = inner
+            exec(code, modules[name].__dict__)
+        return modules[name]
+
+    modules["sys"] = system = types.SimpleNamespace(excepthook=None, exit=leave)
+    inner = {**__builtins__} if isinstance(__builtins__, dict) else {**vars(__builtins__)}
+    inner.update(
+        print=lambda *words: printed.append(" ".join(map(str, words)) + "\n"),
+        __import__=load,
+        open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
+    )
+    code = 0
+    try:
+        exec(
+            compiled(files["tests.py"], "tests.py"), {"__name__": "__main__", "__builtins__": inner}
+        )
+    except SystemExit as leaving:
+        code = int(leaving.code)
+    except Exception as error:
+        system.excepthook(type(error), error, None)
+        code = 1
+    return Result(code, "".join(printed))
+
+
+def same_value(value, expected):
+    """Whether a submission's value is the expected one, and so are the types at every depth.
+
+    A test's `==` takes no tuple for a list, and its `is` takes no True for 1. The recursion is as
+    deep as `expected` is."""
+    if type(value) is not type(expected):
+        return False
+    if isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(
+            same_value(value[key], expected[key]) for key in expected
+        )
+    if isinstance(expected, float):
+        return repr(value) == repr(expected)  # nan is itself, and -0.0 is not 0.0
+    return value == expected
+
+
+def read_values(text, number):
+    """The `number` values in a child's answer, None where there is none: each is a list of one
+    value, or not.
+
+    The answer may be anybody's: whatever it holds, this returns and never raises."""
+    try:
+        answers = ast.literal_eval(syntax(text, "eval"))
+    except BABBLE:
+        return None
+    if type(answers) is not list or len(answers) != number:
+        return None
+    values = []
+    for answer in answers:
+        is_pair = type(answer) is list and len(answer) == 2
+        is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
+        values.append(answer[1] if is_value else [])
+    return values
+
+
+def judge(task, files, sandbox):
+    """Verdict on a submission (path -> text); MachineFailure where there can be none. The child is
+    given calls and returns values; the comparison is made here, so printing, exiting early,
+    patching or rewriting tests can only lose: nothing in the child knows what is expected."""
+    if "repo" in task.meta:
+        return judge_repository(task, files, sandbox_for(task, sandbox))
+    restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
+    cases = task.hidden + task.meta["visible"]
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
+    try:
+        result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+    except ValueError as error:  # a name or a text that no file can have
+        return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
+    if not result.started:
+        raise MachineFailure(result.output)
+    values = read_values(result.output, len(cases))
+    if values is None:
+        return Verdict(
+            False,
+            0,
+            len(cases),
+            "timed out" if result.timed_out else f"no values: {result.output[-200:]}",
+        )
+    right = [bool(value) and same_value(value[0], case[3]) for value, case in zip(values, cases)]
+    wrong = next((case for case, ok in zip(cases, right) if not ok), None)
+    return Verdict(
+        wrong is None,
+        sum(right),
+        len(cases) - sum(right),
+        "" if wrong is None else f"{wrong[0]}.{wrong[1]}({wrong[2][0]}) is wrong",
+    )
+
+
+def module_name(path):
+    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
+    shop.price."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def submitted(task, files):
+    """What of a submission is judged: the files that the feature lives in, and new files that take
+    no other's place.
+
+    All other files are the repository's own. A helper that only tests use cannot be emptied, nor
+    hidden behind a new module of its name, nor can a name of the standard library or of what runs
+    the tests be taken."""
+    taken = set(sys.stdlib_module_names) | {
+        "pytest",
+        "_pytest",
+        "pluggy",
+        "iniconfig",
+        "packaging",
+        "pygments",
+    }
+    lives_in = set(task.solution)
+    own = {path: text for path, text in files.items() if path in lives_in}
+    others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
+    modules = {module_name(path) for path in others if path.endswith(".py")}
+    # what lies beside the tests is imported by its bare name
+    modules |= {
+        Path(path).stem for path in others if path.endswith(".py") and PROTECTED.search(path)
+    }
+    for path, text in files.items():
+        is_new = (
+            path not in lives_in and path not in task.files and path not in task.meta["pristine"]
+        )
+        if not is_new or PROTECTED.search(path) or JUNK.search(path):
+            continue
+        in_the_way = any(
+            other.startswith(path + "/") or path.startswith(other + "/") for other in others
+        )
+        top = (Path(path.removeprefix("src/")).parts or [""])[0].removesuffix(".py")
+        if not in_the_way and top not in taken and module_name(path) not in modules:
+            own[path] = text
+    return own
+
+
+def overlay(task, files, draw):
+    """What the judge runs: the repository's own files with what was submitted, and twins beside the
+    tests that were broken. Returns (files, node ids that must pass, node ids that must fail)."""
+    base = {path: text for path, text in task.files.items() if path not in task.solution}
+    tree = {**base, **submitted(task, files), **task.meta["pristine"]}
+    sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
+    tree, copies = place_twins(tree, sites, draw, lost_names(task.meta.get("names", [])))
+
+    def renamed(node):
+        """The copies of a node id, the one that must pass first."""
+        group = node.split("[")[0]
+        return [name + node[len(group) :] for name in copies.get(group, [group])]
+
+    must = [
+        renamed(node)[0]
+        for node in task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])
+    ]
+    return tree, must, [twin for node in task.FAIL_TO_PASS for twin in renamed(node)[1:]]
+
+
+# of a suite in which nothing is red but tests that were green before: one of them may be so now and
+# then
+MORE_RUNS = 3
+
+
+def judge_repository(task, files, sandbox):
+    """pytest in a fresh copy; every expected node id must be collected and pass, and every twin
+    must fail.
+
+    A test that was to stay green and is red is run again, with all others, before it costs a
+    submission: such a test may fail now and then, whatever was written."""
+    number = (
+        len(task.FAIL_TO_PASS) + len(task.PASS_TO_PASS) + len(task.meta.get("ERROR_TO_PASS", []))
+    )
+    try:
+        lost, loose, answer = run_judgement(task, files, sandbox)
+        first, why = lost, answer.get("stopped") or next(
+            (f"{node}: {outcome}" for node, outcome in lost.items()), ""
+        )
+        for _ in range(MORE_RUNS):
+            if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
+                break
+            again, loose, _ = run_judgement(task, files, sandbox)
+            # red in every run so far, unless this run says worse
+            both = {node: outcome for node, outcome in lost.items() if node in again}
+            lost = again if set(again) - set(task.PASS_TO_PASS) else both
+    except ValueError as error:  # a name or a text that no file can have
+        return Verdict(False, 0, number, f"cannot write: {printable(str(error))}")
+    if lost:
+        return Verdict(False, number - len(first), len(first), why)
+    if loose:
+        return Verdict(False, 0, number, "a test that must fail did not: the results are forged")
+    return Verdict(True, number, 0)
+
+
+def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
+    """One judgement: ({test that must pass: its other outcome}, the twins that did not fail, the
+    suite's last answer).
+
+    What passed is run again in a new process and in the opposite order, unless `repeated` is off:
+    code that forges from its second call on, or up to its last, would otherwise win where the test
+    and its twins happen to stand in that order."""
+    tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+    original = {**task.files, **task.solution, **task.meta["pristine"]}
+    tree = keep_modes(with_links(tree, task.files), original)
+    named = dict(
+        zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", []))
+    )
+    plan = suites.plan_of_task(task.meta.get("suite"))
+    for nodes, reverse in ((must, False), (must[: len(task.FAIL_TO_PASS)], True))[: 1 + repeated]:
+        # sorted: the order must not tell which is which
+        answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)
+        outcomes = answer["outcomes"]
+        lost = {
+            named[node]: outcomes.get(node, "not collected")
+            for node in nodes
+            if outcomes.get(node) != "passed"
+        }
+        loose = [node for node in twins if outcomes.get(node) != "failed"]
+        if lost or loose:
+            break
+    return lost, loose, answer

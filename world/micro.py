@@ -1,0 +1,134 @@
+"""micro.py: the functions of which generated codebases consist.
+
+A function takes a list, sends it through one or two steps (`x + 3`, keep `x > 4`) and reduces the
+result (sum, count, largest). The same object knows its code, its value for an input, and the phrase
+that the docs use, so a codebase, its tests and its docs agree by construction.
+
+The words are few and the constants are single digits: a model this small learns to find and to copy
+long before it learns to translate. One composition in five, and one pair of words in five, is held
+out for evaluation.
+
+The expert needs the same functions to write them and to get them wrong (world/expert.py); whole
+codebases are put together in synth_tasks.py.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+# name -> (kind, expression); constants are single digits. The docs say it in the code's own words:
+# a model this small learns to find and to copy long before it learns to translate.
+OPS = {
+    "add": ("map", "x + {k}"),
+    "subtract": ("map", "x - {k}"),
+    "multiply": ("map", "x * {k}"),
+    "cap": ("map", "min(x, {k})"),
+    "raise": ("map", "max(x, {k})"),
+    "multiples": ("filter", "x % {k} == 0"),
+    "above": ("filter", "x > {k}"),
+    "below": ("filter", "x < {k}"),
+}
+
+
+REDUCTIONS = {"list": "xs", "sum": "sum(xs)", "count": "len(xs)", "largest": "max(xs, default=0)"}
+
+
+MEANING = {
+    "add": lambda xs, k: [x + k for x in xs],
+    "subtract": lambda xs, k: [x - k for x in xs],
+    "multiply": lambda xs, k: [x * k for x in xs],
+    "cap": lambda xs, k: [min(x, k) for x in xs],
+    "raise": lambda xs, k: [max(x, k) for x in xs],
+    "multiples": lambda xs, k: [x for x in xs if x % k == 0],
+    "above": lambda xs, k: [x for x in xs if x > k],
+    "below": lambda xs, k: [x for x in xs if x < k],
+    "list": list,
+    "sum": sum,
+    "count": len,
+    "largest": lambda xs: max(xs, default=0),
+}
+
+
+VERBS = (
+    "bake bring build carry catch clean climb count drop find follow give hide hold join lift make move open paint push send "
+    "turn wash"
+).split()
+
+
+NOUNS = (
+    "apple bell boat book cloud coin door field flower garden hill horse island key lake moon paper river stone table tower "
+    "train tree window"
+).split()
+
+
+CONSTANTS = {*"23456789"}
+
+
+# what a task does not share with the others: names and constants
+WORDS = {*VERBS, *NOUNS, *CONSTANTS}
+
+
+@dataclass
+class Function:
+    """One function of a micro-codebase: xs goes through the steps and then the reduction."""
+
+    module: str
+    name: str
+    steps: list  # [(op, k), ...]
+    reduction: str
+
+    def lines(self):
+        code = []
+        for op, k in self.steps:
+            kind, expression = OPS[op]
+            expression = expression.format(k=k)
+            code.append(
+                f"xs = [{expression} for x in xs]"
+                if kind == "map"
+                else f"xs = [x for x in xs if {expression}]"
+            )
+        return code + [f"return {REDUCTIONS[self.reduction]}"]
+
+    def code(self):
+        return "\n    ".join([f"def {self.name}(xs):", *self.lines()]) + "\n"
+
+    def phrase(self):
+        steps = [
+            ("keep " if OPS[op][0] == "filter" else "") + OPS[op][1].format(k=k)
+            for op, k in self.steps
+        ]
+        return ", ".join([*steps, f"return {REDUCTIONS[self.reduction]}"])
+
+    def value(self, xs):
+        for op, k in self.steps:
+            xs = MEANING[op](xs, k)
+        return MEANING[self.reduction](xs)
+
+    def held_out(self):
+        """One composition in five is kept for evaluation: the sequence of operations, or for one
+        step its constant too."""
+        key = (
+            self.steps[0] if len(self.steps) == 1 else tuple(op for op, _ in self.steps),
+            self.reduction,
+        )
+        return zlib.crc32(repr(key).encode()) % 5 == 0
+
+
+def held_out_name(name):
+    """Function names are held out as pairs: each word is known from training, the pair is not."""
+    return zlib.crc32(name.encode()) % 5 == 0
+
+
+def draw_function(rng, module, noun, steps, held_out):
+    """A function whose composition and name are (not) among the held-out ones."""
+    names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
+    while True:
+        ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
+        function = Function(
+            module,
+            rng.choice(names),
+            [(op, rng.randint(2, 9)) for op in ops],
+            rng.choice(list(REDUCTIONS)),
+        )
+        repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
+        if function.held_out() == held_out and not repeats:
+            return function

@@ -1,0 +1,101 @@
+"""purity.py: may the outcome of a command be remembered?
+
+A group of rollouts often writes the same file and runs the same tests. A command's outcome is
+remembered by (files, command) where it can depend on nothing else: no clock, no chance, no address,
+no order of hashes, no other file. Generated codebases are small enough to decide that by reading
+their syntax trees. Everything that is not on a list of harmless names makes the command run again.
+
+Only two kinds of commands are looked at: `python NAME.py` for a script of the codebase, and the
+driver by which the judge calls functions (world/driver.py).
+
+check.py is the file that a generated codebase's tests use to count what passes. Agents see it, so
+its text is part of every generated task.
+"""
+
+import ast
+import builtins
+import functools
+import re
+from pathlib import Path
+
+from world.source import BABBLE, syntax
+
+CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
+
+
+# What a program may use and still be a function of its files: no clock, no chance, no addresses, no
+# order of hashes, no files.
+PURE = set(
+    """abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float int isinstance issubclass
+    iter len list map max min next ord pow print property range repr reversed round slice sorted staticmethod str sum super tuple
+    zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split()
+)
+PURE |= {
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
+# attributes that lead to the interpreter's own
+FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")
+
+
+def is_function_of_files(files, command):
+    """Whether what the command says can depend on these files alone, so that it may be remembered.
+    Only for the commands of the generated world: one of its scripts, or the judge's own driver.
+    When in doubt it is run again."""
+    if isinstance(command, str):
+        words = re.fullmatch(r"python3? (\w+\.py)", command)
+        if not words or words[1] not in files:
+            return False
+    elif command[-1] != DRIVER:
+        return False
+    # Anything else might be imported in a module's place: bytecode, an extension, a folder.
+    if not all(re.fullmatch(r"\w+\.(py|md)", path) for path in files):
+        return False
+    modules, checked = {path[:-3] for path in files if path.endswith(".py")}, files.get(
+        "check.py"
+    ) == CHECK
+    return all(
+        is_pure(files[f"{name}.py"], frozenset(modules), checked)
+        for name in modules
+        if name != "check" or not checked
+    )
+
+
+@functools.lru_cache(4096)
+def is_pure(text, modules, checked):
+    """Whether a module uses nothing but the listed modules, math, itertools, and what PURE names.
+    checked: check.py is ours and may be handed globals()."""
+    try:
+        tree = syntax(text)
+    except BABBLE:
+        return True  # it says the same each time
+    trusted = set()
+    for node in ast.walk(tree):
+        if checked and isinstance(node, ast.Call) and ast.unparse(node) == "check.run(globals())":
+            trusted.add(node.args[0].func)
+        elif isinstance(node, (ast.Set, ast.SetComp)):
+            return False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "__" in node.value:
+            return False
+        elif isinstance(node, ast.Attribute) and node.attr.startswith(FRAMES):
+            return False
+        elif isinstance(node, ast.Name) and node not in trusted:
+            known = hasattr(builtins, node.id) or node.id.startswith("__")
+            if known and node.id not in PURE:
+                return False
+        elif isinstance(node, ast.Import) and any(
+            alias.name not in modules | {"math", "itertools"} for alias in node.names
+        ):
+            return False
+        elif isinstance(node, ast.ImportFrom) and (
+            node.level or node.module not in modules | {"math", "itertools"}
+        ):
+            return False
+    return True
+
+
+# The driver does without json, which takes as long to import as Python takes to start. What it
+# evaluates is ours, read before any of the submission's code runs; what it answers may be
+# anybody's.
+DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")

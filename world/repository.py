@@ -1,0 +1,401 @@
+"""repository.py: a real Python repository, studied before tasks are made of it.
+
+`study` copies it, finds out how its suite is run, runs the suite several times in both directions
+under several seeds of hashes and time zones, and traces which test runs which definition. What it
+returns is a Repository: the files, the stable tests, and each definition with the tests that run
+it. A test that fails, is slow, or passes only now and then is no reason for a verdict and is left
+out.
+
+Where a repository cannot be used, a Refusal says why in one line: its suite does not pass, cannot
+be collected, is too slow, or there is none.
+
+Left out: languages other than Python, building what is not Python, hidden tests that a subclass
+inherits, repositories of more than 5,000 files.
+"""
+
+import ast
+import importlib.util
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from world import suite as suites
+from world.files import printable
+from world.hygiene import (
+    JUNK,
+    MOST_BYTES,
+    PROTECTED,
+    copy_repository,
+    importable,
+    packages,
+    sources,
+)
+from world.run_suite import (
+    WORLDS,
+    green_command,
+    import_outcomes,
+    in_one_order,
+    run_suite,
+    whole_functions,
+)
+from world.sandbox import has_bwrap, hidden_place, repository_sandbox
+from world.source import find_definitions, first_line, is_text, package_root, parsed
+from world.task import Refusal
+
+
+@dataclass
+class Repository:
+    """A copy of a repository, its stable tests, and its definitions with the tests that run
+    them."""
+
+    name: str
+    files: dict
+    stable: list
+    definitions: list
+    patience: float  # seconds for one run of the stable tests
+    plan: object  # how its suite is run (world/suite.py)
+    ignored: list  # test files that cannot be collected here
+    # tests that fail, or pass now and then, in the original: a green command has to leave them out
+    left_out: list
+    importable: list = field(default_factory=list)  # names of the modules that can be imported
+
+
+@dataclass
+class Definition:
+    path: str
+    name: str  # Class.method for a method
+    kind: str  # function | method | class
+    first: int  # first line, decorators included, from 1
+    last: int
+    node: object
+    tests: set = field(default_factory=set)
+    # every definition of this name in its scope: setters, overloads
+    nodes: list = field(default_factory=list)
+    early: bool = False  # runs while the package is imported: nothing works without it
+    wanted: bool = False  # tests import it by name: they are not collected without it
+
+    def size(self):
+        return self.last - self.first + 1
+
+
+def definitions(files, paths=None):
+    """Functions, classes and their methods, outside tests. Those of one name in one scope are one;
+    its node is the last of them."""
+    found = []
+    for path in paths if paths is not None else sources(files):
+        if not is_text(path):
+            continue
+        for name, kind, nodes in find_definitions(files[path]):
+            last = nodes[-1]
+            found.append(
+                Definition(path, name, kind, first_line(last), last.end_lineno, last, nodes=nodes)
+            )
+    return found
+
+
+FEWEST_RUNS, MOST_RUNS = 4, 8  # of a suite before a task is made of it
+
+
+# more than FEWEST_RUNS while all of them together have taken less
+SECONDS_OF_RUNS = 10.0
+
+
+def study(repo, sandbox=None, time_limit=60.0, say=print):
+    """Repository: copies it, finds out how its suite is run, runs it in both directions with
+    several seeds of hashes and time zones, and traces which test runs which definition."""
+    files = copy_repository(repo)
+    if importlib.util.find_spec("pytest") is None:
+        raise Refusal("pytest is not installed for this Python: pip install pytest")
+    if {"pytest", "_pytest"} & set(importable(files)):
+        raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
+    if has_bwrap() and hidden_place(sys.prefix):
+        raise Refusal(
+            f"this Python is in {sys.prefix}, and the sandbox shows nothing of {hidden_place(sys.prefix)}: "
+            "use a Python or a virtual environment elsewhere"
+        )
+    sandbox = sandbox or repository_sandbox(files, time_limit)
+    first = find_plan(repo, files, sandbox)
+    plan, name = first["plan"], Path(repo).resolve().name
+
+    # A test that passes now and then is not asked for: every run has another direction and another
+    # seed, and a quick suite is run more often, as is one of which a test has changed its mind.
+    runs, here, start = [first], [first], time.perf_counter()
+    while (
+        len(runs) < FEWEST_RUNS
+        or len(runs) < MOST_RUNS
+        and time.perf_counter() - start < SECONDS_OF_RUNS
+    ):
+        number = len(runs)
+        world = WORLDS[number // 2 % len(WORLDS)]
+        run = run_suite(
+            files, sandbox, reverse=number % 2 == 1, limit=False, plan=plan, world=world
+        )
+        runs.append(run)
+        if world == WORLDS[0]:
+            here.append(run)
+        if run.get("timed_out"):
+            raise Refusal(too_slow(repo, run, time_limit))
+    passing = [
+        node
+        for node in first["outcomes"]
+        if all(run["outcomes"].get(node) == "passed" for run in runs)
+        and not any(node in run["again"] for run in runs if "again" in run)
+    ]
+    failing = [
+        node for node, outcome in first["outcomes"].items() if outcome in ("failed", "error")
+    ]
+    unstable = [
+        node
+        for node, outcome in first["outcomes"].items()
+        if outcome == "passed" and node not in set(passing)
+    ]
+    seconds = {node: min(run["seconds"].get(node, 0.0) for run in runs) for node in passing}
+    bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
+    # each task runs the rest several times
+    slow = [node for node in passing if seconds[node] > bearable]
+    stable = sorted(set(passing) - set(slow))
+    if not stable or len(failing) > len(passing):
+        raise Refusal(suite_fails(repo, files, first, len(failing)))
+
+    traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
+    touched = traced.get("touched", {})
+    start = time.perf_counter()
+    again = run_suite(files, sandbox, stable, plan=plan)
+    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))  # longer than this hangs
+    stable = [
+        node
+        for node in stable
+        if again["outcomes"].get(node) == "passed" and traced["outcomes"].get(node) == "passed"
+    ]
+    if not stable:
+        raise Refusal(
+            f"{repo}: its tests pass together only, not without those that are slow or unstable"
+        )
+    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
+    # The agent's commands have the first world's seed and time zone: what passes there is no reason
+    # for a red command.
+    red = [node for node in unstable if any(run["outcomes"].get(node) != "passed" for run in here)]
+    left_out = whole_functions({*failing, *red}, first["outcomes"])
+    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    if not command:
+        raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
+
+    found, wanted = definitions(files), imported_names(files)
+    for one in found:
+        parts = [one] if one.kind != "class" else methods(one, found)
+        keys = {
+            f"{part.path}:{first_line(node)}:{node.name}" for part in parts for node in part.nodes
+        }
+        one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
+        one.early = bool(keys & set(touched.get("import", ())))
+        one.wanted = one.name in wanted
+    errors = sum(outcome == "error" for outcome in first["outcomes"].values()) + len(ignored)
+    counts = dict(
+        tests=len(first["outcomes"]),
+        stable=len(stable),
+        failing=len(failing) - errors + len(ignored),
+        errors=errors,
+        flaky=len(unstable),
+        slow=len(slow),
+    )
+    run = sum(bool(one.tests) for one in found)
+    say(
+        f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
+        f"{run} of {len(found)} definitions are run by a test"
+    )
+    for line in plan.said:
+        say(f"{name}: {line}")
+    for path in ignored[:3]:
+        say(
+            f"{name}: not collected: {suites.explain_error(path, first['errors'][path], files, packages(files), repo)}"
+        )
+    ran = {place.rsplit(":", 2)[0] for places in touched.values() for place in places}
+    imported = import_outcomes(files, sandbox, module_names(files, ran))
+    modules = [module for module, outcome in imported.items() if outcome == ""]
+    return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
+
+
+def find_plan(repo, files, sandbox):
+    """The answer of the first run, by the plan that makes most tests pass: pytest's own
+    configuration, with rewritten assertions where they are needed, or what the authors' build files
+    say. A Refusal tells why there is none."""
+    answer = run_suite(files, sandbox, limit=False, trail=True)
+    if answer.get("timed_out"):
+        raise Refusal(too_slow(repo, answer, sandbox.time_limit))
+    if answer.get("started") is False:
+        raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
+
+    built = built_files(repo, files, answer)
+    if built:
+        files.update(built)
+        answer = run_suite(files, sandbox, limit=False, trail=True)
+        line = f"taken as a build leaves it: {', '.join(sorted(built))}"
+        answer["plan"] = replace(answer["plan"], said=[*answer["plan"].said, line])
+
+    def passed(one):
+        return sum(outcome == "passed" for outcome in one["outcomes"].values())
+
+    def healthy(one):
+        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + sum(
+            "::" not in where for where in one.get("errors", {})
+        )
+
+    # A test may read what pytest makes of an assertion, or a conftest.py may.
+    if passed(answer) and passed(answer) < len(answer["outcomes"]):
+        rewritten = run_suite(
+            files, sandbox, limit=False, plan=replace(answer["plan"], rewrite=True)
+        )
+        if passed(rewritten) > passed(answer):
+            answer = rewritten
+    if any("import file mismatch" in text for text in answer.get("errors", {}).values()):
+        plan = answer["plan"]
+        line = "test files of one name are imported apart (--import-mode=importlib)"
+        other = replace(
+            plan, options=[*plan.options, "--import-mode=importlib"], said=[*plan.said, line]
+        )
+        apart = run_suite(files, sandbox, limit=False, plan=other)
+        if passed(apart) > passed(answer):
+            answer = apart
+    if healthy(answer):
+        return answer
+    best = answer
+    for plan, where in suites.stated_plans(files)[:6]:
+        plan = in_one_order(plan)
+        if plan == answer["plan"]:
+            continue
+        other = run_suite(files, sandbox, limit=False, plan=plan, trail=True)
+        if passed(other) > passed(best):
+            best = other
+            best["plan"] = replace(plan, said=[*plan.said, f"its tests are run as by {where}"])
+        if healthy(best):
+            break
+    if not best["outcomes"]:
+        raise Refusal(no_tests(repo, files, answer))
+    return best
+
+
+def built_files(repo, files, answer):
+    """{path: text} of what a suite asked for in vain and only a build writes: the package's name
+    and version, as far as the files tell them, and extensions that were compiled in their places.
+    Neither holds any Python that could be deleted."""
+    texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
+    found = (
+        suites.own_metadata(files) if any("PackageNotFoundError" in text for text in texts) else {}
+    )
+    own = set(importable(files))
+    if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
+        for place in sorted(Path(repo).rglob("*.so")):
+            path = place.relative_to(repo).as_posix()
+            folder, source = path.rpartition("/")[0] + "/", path.partition(".")[0] + ".py"
+            if (
+                not JUNK.search(folder)
+                and source not in files
+                and place.is_file()
+                and place.stat().st_size < MOST_BYTES
+            ):
+                found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
+    return {path: text for path, text in found.items() if path not in files}
+
+
+def too_slow(repo, answer, time_limit):
+    """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
+    trail = [line for line in answer.get("trail", ()) if line]
+    number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
+    began = [line[2:] for line in trail if line.startswith("> ")]
+    text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
+    if began:
+        whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
+        text += f": {len(began) - 1} of {number} tests were done, and {printable(began[-1], 100)} was running"
+        return f"{text}; try --time_limit={-(-whole // 10) * 10:.0f}"
+    return f"{text}: it was still collecting its tests; try --time_limit={3 * time_limit:g}"
+
+
+def no_tests(repo, files, answer):
+    """The refusal of a repository in which nothing could be collected: the first reason that is
+    known."""
+    own = sorted({*packages(files), *importable(files)})
+    errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        return f"{repo}: pytest finds no tests: {suites.explain_error(*errors[0], files, own, repo)}{more}"
+    if answer.get("said", "").strip() or answer.get("stopped"):
+        began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
+        if began:
+            code = answer.get("exit_code", 0)
+            how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+            return f"{repo}: its suite ends the whole Python ({how}) in {printable(began[-1], 200)}: deselect that test in addopts"
+        where, text = suites.explain_usage(answer.get("said", ""))
+        reason = (
+            suites.explain_error(where, text, files, own, repo)
+            if text
+            else answer.get("stopped", "")
+        )
+        return f"{repo}: pytest finds no tests: it does not start: {reason}"
+    tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
+    hint = (
+        f", though there is {tests[0]}: how are its tests run?"
+        if tests
+        else " (files test_*.py or *_test.py with functions test_*)"
+    )
+    return f"{repo}: pytest finds no tests{hint}"
+
+
+def suite_fails(repo, files, answer, number):
+    """The refusal of a suite that does not pass: how many, and the reason of the first."""
+    outcomes, errors = answer["outcomes"], answer.get("errors", {})
+    kinds = Counter(outcome for outcome in outcomes.values() if outcome in ("failed", "error"))
+    parts = (
+        [f"{kinds['failed']} of {len(outcomes)} tests fail"]
+        if kinds["failed"] or not kinds["error"]
+        else []
+    )
+    parts += (
+        [f"{kinds['error']} of {len(outcomes)} tests cannot be set up"] if kinds["error"] else []
+    )
+    uncollected = [where for where in errors if where and "::" not in where]
+    parts += [f"{len(uncollected)} files cannot be collected"] if uncollected else []
+    own = sorted({*packages(files), *importable(files)})
+    # The reason that most of them share says most.
+    common = Counter(text for text in errors.values()).most_common(1)
+    first = next(
+        ((where, text) for where, text in errors.items() if common and text == common[0][0]), None
+    )
+    why = f": {suites.explain_error(*first, files, own, repo)}" if first else ""
+    return f"{repo}: its own suite does not pass ({', '.join(parts)}){why}"
+
+
+def module_names(files, ran):
+    """Dotted names of the sources that are meant to be imported: in a package, at the root or in
+    src/, or run by a test (`ran`, paths). A script somewhere else may do anything when it is
+    imported."""
+    paths, names = set(sources(files)), set()
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        is_module = folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran
+        if path.endswith("__main__.py") or not is_module:
+            continue
+        name = package_root(path, paths)[1]
+        if all(part.isidentifier() for part in name.split(".")):
+            names.add(name)
+    return sorted(names)
+
+
+def methods(one, found):
+    return [
+        other for other in found if other.path == one.path and other.name.startswith(one.name + ".")
+    ]
+
+
+def imported_names(files):
+    """Names that tests and configuration import by `from ... import name`."""
+    return {
+        alias.name
+        for path, text in files.items()
+        if path.endswith(".py") and PROTECTED.search(path)
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }

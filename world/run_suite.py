@@ -1,0 +1,330 @@
+"""run_suite.py: runs a repository's pytest suite in the sandbox and reads what comes back.
+
+The program inside is world/suite_runner.py. It writes the outcome of each test as one line of JSON,
+which must carry a key that is drawn here and that the child reads before any code of the repository
+is imported. Code of the repository has run in that process all the same, so each part of the answer
+is checked before it is used.
+
+A suite is run by a Plan (world/suite.py): where it starts, what is collected, which options hold.
+One run has one seed of Python's hashes and one time zone (WORLDS).
+
+    run_suite         -> outcomes, seconds and touched code by node id
+    green_command     -> a command line for the agent that is green with the original in place
+    import_outcomes   -> which modules can be imported
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from world import suite as suites
+from world.files import printable, write_tree
+from world.hygiene import importable, sources
+from world.machine import MachineFailure, fresh_directory
+from world.source import BABBLE, package_root
+
+# The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to
+# the Python there.
+SUITE = Path(__file__).with_name("suite_runner.py").read_text(encoding="utf-8")
+
+
+# What pytest itself imports. A repository that is one of these is hidden in its installed form, and
+# pytest still needs it.
+RUNNER_PACKAGES = (
+    "pluggy",
+    "iniconfig",
+    "packaging",
+    "pygments",
+    "exceptiongroup",
+    "tomli",
+    "colorama",
+)
+
+
+# (seed of Python's hashes, time zone): the first holds for every command and every verdict, the
+# others verify a task as well.
+WORLDS = (
+    ("0", "UTC"),
+    ("1", "EST5EDT"),
+    ("2", "Asia/Kolkata" if os.path.exists("/usr/share/zoneinfo/Asia/Kolkata") else "IST-5:30"),
+)
+
+
+def run_suite(
+    files,
+    sandbox,
+    only=None,
+    reverse=False,
+    trace=False,
+    brief=False,
+    limit=True,
+    plan=None,
+    world=WORLDS[0],
+    trail=False,
+):
+    """What pytest says about these files: outcomes, seconds and touched code by node id; {} if it
+    was stopped or said nonsense.
+
+    The answer must carry a key drawn here and read by the child before any code of the repository
+    is imported. Nobody reads the messages, so asserts are not rewritten, which would be half of the
+    work, unless `plan` says so; `brief` stops at the first failure, `limit` fails a test that takes
+    a quarter of the time of all (a deletion often leaves an endless loop). `world` is the seed of
+    hashes and the time zone; `trail` tells of a suite that was stopped how far it got.
+
+    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
+    configuration says, and what pytest refuses of that is left out; answer["plan"] is what it was
+    run by."""
+    given, plan = plan, plan or in_one_order(suites.configured_plan(files))
+    for _ in range(6):
+        answer = run_planned_suite(
+            files, sandbox, plan, only, reverse, trace, brief, limit, world, trail
+        )
+        other = (
+            None
+            if given
+            else suites.adapted(plan, files, answer.get("said", ""), answer.get("errors", {}))
+        )
+        if other is None:
+            break
+        plan = other
+    return {**answer, "plan": plan}
+
+
+def in_one_order(plan):
+    """The plan without the plugin, where it is installed, that draws the order of the tests and the
+    seed of each."""
+    if importlib.util.find_spec("pytest_randomly") is None or "no:randomly" in plan.options:
+        return plan
+    line = "pytest-randomly is switched off: a verdict must not depend on an order that is drawn"
+    return replace(plan, options=[*plan.options, "-p", "no:randomly"], said=[*plan.said, line])
+
+
+def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
+    """One run of a suite by a plan; see run_suite."""
+    key = os.urandom(16).hex()
+    paths = plan.paths
+    if only is not None:
+        paths = sorted({node.split("::")[0] for node in only})
+    up = "/".join(".." for _ in Path(plan.folder).parts)
+    if plan.folder and (only is not None or paths):
+        paths = [f"{up}/{path}" if only is not None else path for path in paths]
+    order = json.dumps(
+        dict(
+            key=key,
+            only=only,
+            reverse=reverse,
+            trace=trace,
+            brief=brief,
+            paths=paths,
+            options=plan.options,
+            config=plan.config,
+            folder=plan.folder,
+            rewrite=plan.rewrite,
+            trail=trail,
+            own=importable(files),
+            borrowed=borrowed_modules(tuple(importable(files))),
+            limit=sandbox.time_limit / 4 * limit,
+        )
+    )
+    # PYTHONPATH would put the repository's files in front of the standard library, under the runner
+    # itself.
+    words = [
+        "env",
+        "-u",
+        "PYTHONPATH",
+        f"PYTHONHASHSEED={world[0]}",
+        f"TZ={world[1]}",
+        *sandbox.python,
+        "-c",
+        SUITE,
+    ]
+    start = time.perf_counter()
+    result = sandbox.run_files(files, words, order)
+    if not result.started:
+        raise MachineFailure(result.output)
+    elapsed = time.perf_counter() - start
+    trails, _, last = result.output.rpartition("\n")
+    answer = read_outcomes(last, key)
+    if answer:
+        return answer
+    # A suite that works without a pause meets the limit on processor time first.
+    killed = result.exit_code in (128 + 9, 128 + 24) and elapsed > 0.9 * sandbox.time_limit
+    timed_out = result.timed_out or killed
+    why = "timed out" if timed_out else "the run ended without an answer"
+    return {
+        "outcomes": {},
+        "stopped": why,
+        "timed_out": timed_out,
+        "started": result.started,
+        "elapsed": elapsed,
+        "exit_code": result.exit_code,
+        "trail": result.output.split("\n"),
+        "said": "" if timed_out else printable(result.output, 4000),
+    }
+
+
+@functools.lru_cache(8)
+def borrowed_modules(own):
+    """{module: [is a package, source]} of what pytest imports and a repository with these top-level
+    names hides from it."""
+    modules = {}
+    for name in set(own) & set(RUNNER_PACKAGES):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            continue
+        place = Path(spec.origin)
+        if place.name != "__init__.py":
+            modules[name] = [False, place.read_text(encoding="utf-8")]
+            continue
+        for file in sorted(place.parent.rglob("*.py")):
+            parts = [name, *file.relative_to(place.parent).with_suffix("").parts]
+            is_package = parts[-1] == "__init__"
+            modules[".".join(parts[:-1] if is_package else parts)] = [
+                is_package,
+                file.read_text(encoding="utf-8"),
+            ]
+    return modules
+
+
+LONGEST_NODE = 1000  # characters of a test's node id
+
+
+def read_outcomes(text, key):
+    """What a child answered about a suite, None if it was not asked by this key or holds no
+    outcomes.
+
+    Code of the repository ran in the child, so the shape of every part is checked: outcomes are
+    words, seconds are numbers and there is one for each outcome, touched code is a list of
+    words."""
+    try:
+        answer = json.loads(text)
+    except BABBLE:
+        return None
+    if type(answer) is not dict or answer.get("key") != key:
+        return None
+    outcomes, seconds, touched = (answer.get(name) for name in ("outcomes", "seconds", "touched"))
+    if not all(type(part) is dict for part in (outcomes, seconds, touched)):
+        return None
+    known = ("passed", "failed", "skipped", "xfail", "error")
+    # A test whose name is too long, or no text, cannot be asked for by it.
+    outcomes = {
+        node: outcome if outcome in known else "failed"
+        for node, outcome in outcomes.items()
+        if printable(node, LONGEST_NODE) == node
+    }
+    times = {node: seconds.get(node) for node in outcomes}
+    times = {
+        node: float(time) if type(time) in (int, float) and 0 <= time < 1e6 else 0.0
+        for node, time in times.items()
+    }
+    touched = {
+        node: [place for place in places if type(place) is str]
+        for node, places in touched.items()
+        if type(places) is list
+    }
+    errors, again, status, said = (
+        answer.get(name) for name in ("errors", "again", "status", "said")
+    )
+    errors = errors if type(errors) is dict else {}
+    errors = {
+        printable(where, 1000): printable(text, 400)
+        for where, text in errors.items()
+        if type(text) is str
+    }
+    again = {node for node in again if type(node) is str} if type(again) is list else set()
+    return {
+        "outcomes": outcomes,
+        "seconds": times,
+        "touched": touched,
+        "errors": errors,
+        "again": again,
+        "status": status if type(status) is int else 0,
+        "said": printable(said, 8000) if type(said) is str else "",
+    }
+
+
+LONGEST_COMMAND = 2000  # characters of a command with all that it leaves out
+
+
+def green_command(files, plan, ignored, left_out, sandbox):
+    """(the command line of a plan that is green for these files, the files it ignores, the tests it
+    leaves out), run twice in the agent's world; (None, [], the reason) where there is none.
+
+    What fails in the original is left out of it by name, and so is what fails in the agent's world
+    only."""
+    left_out, ignored, reason = set(left_out), set(ignored), ""
+    for _ in range(4):
+        command = suites.test_command(plan, sorted(left_out), sorted(ignored))
+        if len(command) > LONGEST_COMMAND:
+            return (
+                None,
+                [],
+                f"{len(left_out)} tests and {len(ignored)} files would have to be left out",
+            )
+        result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            result = run_command_in(files, command, sandbox)
+        if is_green(result):
+            return command, sorted(ignored), sorted(left_out)
+        lines = [line for line in result.output.strip().split("\n") if line.strip()] or [
+            "no output"
+        ]
+        reason = printable(lines[-1], 200)
+        red = re.findall(
+            r"^(?:FAILED|ERROR|SUBFAILED\S*) (?:\[.*?\] |\(.*?\) )?(\S+?\.py)(::.*?)?(?: - .*)?$",
+            result.output,
+            re.M,
+        )
+        new = {path + node for path, node in red if node} - left_out | {
+            path for path, node in red if not node
+        } - ignored
+        if not new:
+            break
+        left_out |= {path + node for path, node in red if node}
+        ignored |= {path for path, node in red if not node}
+    return None, [], reason
+
+
+def whole_functions(nodes, known):
+    """These node ids; of a test function whose every known case is among them, its own."""
+    left = {node.split("[")[0] for node in known if node not in nodes}
+    return sorted({node if node.split("[")[0] in left else node.split("[")[0] for node in nodes})
+
+
+def run_command_in(files, command, sandbox):
+    """A command's Result in a fresh copy of these files, as an agent would run it."""
+    with fresh_directory() as root:
+        write_tree(files, root)
+        return sandbox.run(command, root)
+
+
+def is_green(result):
+    """Whether a command's output is that of a suite in which tests ran and all went well."""
+    return (
+        result.exit_code == 0
+        and not result.timed_out
+        and bool(re.search(r"\b[1-9]\d* passed\b", result.output[-2000:]))
+    )
+
+
+def import_outcomes(files, sandbox, names):
+    """{module: outcome} of importing these modules in one process: "" where all is well, else the
+    exception's name or what `__all__` lists and the module lacks. Modules after one that ends the
+    process are not in it."""
+    paths = set(sources(files))
+    roots = {package_root(path, paths)[0] or "." for path in paths}
+    order = dict(modules=names, roots=sorted(roots))
+    program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
+    result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
+    outcomes = {}
+    for line in result.output.split("\n"):
+        with contextlib.suppress(ValueError):
+            name, outcome = json.loads(line)
+            outcomes[name] = outcome
+    return outcomes

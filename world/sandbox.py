@@ -1,0 +1,620 @@
+"""sandbox.py: runs a command that nobody trusts, in a folder, under limits.
+
+The sandbox is bubblewrap: no network, a read-only system, a private /tmp, own processes, and limits
+on CPU, wall time, memory, processes, file size, disk and output. Files of this machine that would
+give an answer away are hidden.
+
+One cage stands for all commands, and each command is a fork in it behind walls of its own, which
+takes two thirds of the time of a new cage and a new Python. The program in the cage is
+world/sandbox_server.py; `Sandbox` orders a command from it, collects what it prints, and ends what
+is left of it.
+
+Without bubblewrap there is one warning, and what resource limits cannot stop stays open: reading
+your files, writing where you may write, the network, signals to your processes, a fork bomb,
+daemons, filling the disk. Neither disk nor memory counts what a command holds in files that have no
+name (deleted while open, memfd).
+
+An outcome that can depend on the files alone is remembered (world/purity.py).
+
+    Sandbox().run("python tests.py", folder)         -> Result
+    Sandbox().run_files(files, "python tests.py")    -> Result, in a fresh copy of a tree
+"""
+
+import codecs
+import contextlib
+import functools
+import marshal
+import os
+import re
+import select
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+from world.copies import installed_copies
+from world.files import census, give, tree_key, weight, write_tree
+from world.machine import (
+    EXHAUSTED,
+    MachineFailure,
+    as_machine_failure,
+    fresh_directory,
+    is_machine_failure,
+    resource,
+    room_left,
+    try_again,
+)
+from world.purity import is_function_of_files
+from world.task import Result
+
+SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
+
+
+BUILTINS = "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask unset wait".split()
+
+
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
+
+
+NETWORK = (
+    "/etc/resolv.conf",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/ssl",
+    "/etc/pki",
+    "/etc/pip.conf",
+)
+
+
+# No command waits until a cage stands and Python has started: cages stand ready, and the server in
+# each forks (Cursor's environments fork snapshots of memory). A server is the first of its process
+# namespace and serves one command at a time: it looks on, kills whatever is left, and tells how it
+# ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it
+# is this very interpreter, in the state in which it started.
+SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
+
+
+def bwrap():
+    """The first words of a cage, which to root is one without a user namespace"""
+    return [
+        shutil.which("bwrap"),
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--as-pid-1",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--cap-add",
+        "ALL",
+        *["--unshare-user", "--uid", "0", "--gid", "0"] * (os.geteuid() != 0),
+    ]
+
+
+@functools.lru_cache(None)
+def has_bwrap():
+    """True if bubblewrap is installed and this kernel lets us use it, in one cage another;
+    otherwise says so once."""
+    command = [
+        *bwrap(),
+        "--unshare-net",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "unshare",
+        "--mount",
+        "--uts",
+        "--ipc",
+        "--net",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        "true",
+    ]
+    if command[0] and try_again(lambda: tried_cage(command)):
+        return True
+    how = (
+        "apt-get install bubblewrap"
+        if sys.platform == "linux"
+        else "it is Linux's own; in a Linux container there is one"
+    )
+    warnings.warn(
+        "bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
+        f"your files in reach ({how})",
+        stacklevel=3,
+    )
+    return False
+
+
+def tried_cage(command):
+    """Whether this cage can be made. MachineFailure where only now there is no process, memory or
+    file number left for it: a run that decided then would go on without any cage."""
+    with as_machine_failure("no cage can be tried"):
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+    said = done.stderr.decode("utf-8", "replace")
+    exhausted = any(os.strerror(number) in said for number in EXHAUSTED)
+    if done.returncode and exhausted:
+        raise MachineFailure(f"no cage can be tried: {said.strip()[:200]}")
+    return done.returncode == 0
+
+
+class CutOutput:
+    """What a command prints, in at most `most` bytes: of more, the beginning and the end, since the
+    end of a test run says what failed, and a line between them that says how much is missing."""
+
+    def __init__(self, most):
+        self.most, self.size = most, 0
+        # of the beginning, and of the end: the line needs room too
+        self.half = max(0, most - 40) // 2
+        self.head, self.tail = bytearray(), bytearray()
+
+    def add(self, chunk):
+        self.size += len(chunk)
+        room = self.half - len(self.head)
+        self.head += chunk[:room]
+        self.tail += chunk[room:]
+        # The tail may still turn out to be the rest of an output that fits as a whole.
+        if len(self.tail) > 2 * self.most:
+            del self.tail[: -self.most]
+
+    def text(self):
+        if self.size <= self.most:
+            return (self.head + self.tail).decode("utf-8", "replace")
+        # Half a character on either side of the cut is left out.
+        head = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.head))
+        tail = self.tail[len(self.tail) - self.half :]
+        while tail and len(tail) > self.half - 4 and tail[0] & 0xC0 == 0x80:
+            del tail[0]
+        missing = self.size - len(self.head) - len(tail)
+        return f"{head}\n[{missing} bytes cut]\n{tail.decode('utf-8', 'replace')}"
+
+
+class Sandbox:
+    """Runs one command at a time per call, any number of calls at once (threads).
+
+    `cpu` (s) and `memory` (bytes) hold per process, `processes` per sandbox; `disk` (bytes) is
+    looked at ten times a second. root is exempt from the process limit, so as root every directory
+    gets its own powerless user id; `hide` lists paths of this machine (installed copies of the
+    package under study) that must not be there; `network` is for pip alone. `files` are as many as
+    a tree may have, folders and links among them. `output` (bytes) is cut and does not end a
+    command, unless it prints without end."""
+
+    # bytes that whoever goes on printing is stopped at
+    FLOOD = 64 << 20
+    # bytes of a tree that is not what filled the disk
+    LIGHT = 16 << 20
+    # path in the cage -> folder of this machine: the audit's decoys
+    mounts = {}
+
+    def __init__(
+        self,
+        time_limit=10.0,
+        cpu=5,
+        memory=1 << 30,
+        file_size=64 << 20,
+        disk=256 << 20,
+        output=16_000,
+        open_files=256,
+        processes=64,
+        python=(os.path.realpath(sys.executable), "-S", "-B"),
+        memo=True,
+        hide=(),
+        network=False,
+        files=10_000,
+    ):
+        self.time_limit, self.output, self.disk, self.python, self.hide = (
+            time_limit,
+            output,
+            disk,
+            tuple(python),
+            tuple(hide),
+        )
+        self.files = files
+        limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
+        # it counts this sandbox only: alone it would count all of a user's
+        limits |= {"NPROC": processes} if has_bwrap() else {}
+        self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
+        self.memo, self.network, self.idle, self.owner = (
+            {} if memo else None,
+            network,
+            [],
+            os.getpid(),
+        )
+
+    def argv(self, command):
+        """A plain command line becomes its words (no shell to start); anything else, and what a
+        shell does itself, goes to sh."""
+        if not SHELL_SIGNS.search(command):
+            try:
+                words = shlex.split(command)
+            except ValueError:
+                words = []
+            if words and "=" not in words[0] and words[0] not in BUILTINS:
+                return [*self.python, *words[1:]] if words[0] in ("python", "python3") else words
+        python = " ".join(map(shlex.quote, self.python))
+        return ["/bin/sh", "-c", f'python() {{ {python} "$@"; }}\n{command}']
+
+    def cage(self):
+        """The words in front of the server that put it behind bubblewrap. It sees the whole machine
+        under /host and has all capabilities in there; its commands have neither."""
+        words = [*bwrap(), *["--unshare-net"] * (not self.network)]
+        prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
+        prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
+        # of a folder that is closed to others (mktemp -d), what it holds
+        mounts = []
+        for path in prefixes:
+            mounts += (
+                [path] if os.stat(path).st_mode & 5 == 5 else sorted(map(str, Path(path).iterdir()))
+            )
+        for parent in sorted(
+            {str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/"}
+        ):
+            words += ["--perms", "0755", "--dir", parent]
+        for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
+            words += (
+                ["--symlink", os.readlink(path), path]
+                if path in SYSTEM and os.path.islink(path)
+                else ["--ro-bind-try", path, path]
+            )
+        for path in sorted(set(map(os.path.realpath, self.hide))):
+            words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+        for path, folder in self.mounts.items():
+            # a Python may live there
+            if not any(word == path or word.startswith(path + "/") for word in words):
+                words += ["--ro-bind", folder, path]
+        words += [
+            "--dir",
+            "/tmp",
+            "--dir",
+            "/work",
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--remount-ro",
+            "/dev",
+            "--bind",
+            "/",
+            "/host",
+        ]
+        return [*words, "--remount-ro", "/"]
+
+    def server(self):
+        """One that does nothing at the moment, or a new one; never one of the process that this one
+        is a fork of."""
+        if self.owner != os.getpid():
+            self.idle, self.owner = [], os.getpid()
+        with contextlib.suppress(IndexError):
+            return self.idle.pop()
+        return Server(self.cage() if has_bwrap() else [], self.network)
+
+    def order(self, words, root, stdin):
+        """Orders a command -> the server that has it, our end of its output. Its input is a file:
+        of a pipe's end a fork of this process could hold a copy, and the command would wait for
+        more."""
+        uid, inside = 0, "/work" if has_bwrap() else root
+        if has_bwrap() and os.geteuid() == 0:
+            uid = 100_000 + os.stat(root).st_ino % 1_000_000
+            try:
+                give(root, uid)
+            # root of a container without such a user: as for any user
+            except OSError as error:
+                if is_machine_failure(error):
+                    raise
+                if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
+                    # the machine's own root, even without any right, owns /proc/sys
+                    raise
+                uid = 0
+        # One seed of hashes and one time zone for all commands: the order of a set must not decide
+        # a verdict.
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "HOME": "/tmp",
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",
+            "TZ": "UTC",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        # a generated codebase has no packages, and its Python may be a fork
+        if "-S" not in self.python:
+            environment["PYTHONPATH"] = f"{inside}:{inside}/src"
+        proxies = {
+            name: value
+            for name, value in os.environ.items()
+            if name.lower() in ("http_proxy", "https_proxy", "no_proxy")
+        }
+        # pip would go on trying for a minute
+        environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}
+        names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
+        text = marshal.dumps(
+            dict(
+                words=words,
+                root=root,
+                uid=uid,
+                names=names,
+                disk=self.disk,
+                limits=self.limits,
+                environment=environment,
+            )
+        )
+        if hasattr(os, "memfd_create"):
+            given = os.memfd_create("input")
+        else:  # macOS
+            with tempfile.TemporaryFile() as file:
+                given = os.dup(file.fileno())
+        try:
+            ear, wanted = os.pipe()
+        except OSError:
+            os.close(given)
+            raise
+        try:
+            with open(given, "wb", closefd=False) as file:
+                file.write(stdin.encode("utf-8", "surrogateescape"))
+            os.lseek(given, 0, os.SEEK_SET)
+            for again in (True, False):  # servers may have been killed
+                server = self.server()
+                try:
+                    socket.send_fds(server.line, [len(text).to_bytes(4, "big")], [given, wanted])
+                    server.line.sendall(text)
+                    return server, ear
+                except ConnectionError:
+                    self.idle.clear()
+                    if not again:
+                        raise
+        except BaseException:
+            os.close(ear)
+            raise
+        finally:
+            os.close(given), os.close(wanted)
+
+    def run(self, command, root, stdin="", time_limit=None):
+        """Result of `command` (a line, or a list of words) in directory `root`; never raises for
+        what the command does, nor for what the machine fails at: then the result has not
+        started."""
+        words = self.argv(command) if isinstance(command, str) else list(command)
+        if os.path.islink(root) or not os.path.isdir(root):
+            return Result(127, "no such directory")
+        if any("\0" in word for word in words):
+            return Result(127, "a command cannot hold a zero byte")
+
+        def start():
+            try:
+                return self.order(words, os.path.realpath(root), stdin)
+            except OSError as error:
+                raise MachineFailure(f"cannot start: {error}") from error
+
+        try:
+            server, ear = try_again(start)  # nothing of the command has run yet
+        except MachineFailure as failure:
+            return Result(127, str(failure), started=False)
+        try:
+            text, note = self.collect(
+                server.line, ear, time.perf_counter() + (time_limit or self.time_limit), root
+            )
+        finally:
+            os.close(ear)
+            code = server.stop()
+        if not code.lstrip("-").isdigit():
+            return Result(127, f"cannot start: {code}", started=False)
+        self.idle.append(server)
+        # Where there is no room, and the command did not take it, its failure is the machine's.
+        if int(code) and not note and room_left(root) < 1 << 16 and weight(root) < self.LIGHT:
+            return Result(127, f"no room is left in {Path(root).parent}", started=False)
+        return Result(int(code), text, note == "timed out", stopped=note)
+
+    def collect(self, control, pipe, deadline, root):
+        """(output, why it was stopped), until the command ends, or has to: at the deadline, at a
+        flood of words, when the disk is full. What is too long is cut; the command goes on."""
+        output, note, weighed = CutOutput(self.output), "", time.perf_counter()
+        while not note:
+            wait, ended = min(0.1, deadline - time.perf_counter()), ready(control, 0)
+            chunk = os.read(pipe, 65536) if (wait > 0 or ended) and ready(pipe, wait) else None
+            output.add(chunk or b"")
+            # ended before we looked: its last words would have been there
+            if chunk == b"" or (chunk is None and ended):
+                break
+            due = time.perf_counter() > weighed + 0.1
+            note = (
+                "timed out"
+                if wait <= 0 and not ended
+                else (
+                    "stopped: it printed without end"
+                    if output.size > max(self.FLOOD, 4 * self.output)
+                    else self.overfull(root) if due else ""
+                )
+            )
+            weighed = time.perf_counter() if due else weighed
+        # closed its output and goes on
+        if not note and not ready(control, max(0, deadline - time.perf_counter())):
+            note = "timed out"
+        note = note or self.overfull(root)  # thousands of files are made between two looks
+        return output.text() + (f"\n[{note}]" if note else ""), note
+
+    def overfull(self, root):
+        """ "disk full" or "too many files" if the tree is more than a command may leave, else
+        nothing."""
+        size, number = census(root)
+        return "disk full" if size > self.disk else "too many files" if number > self.files else ""
+
+    def run_files(self, files, command, stdin=""):
+        """The same in a fresh copy of `files`. Remembered where the outcome can be a function of
+        (files, command, stdin) only."""
+
+        def attempt():
+            with fresh_directory() as root:
+                try:
+                    with as_machine_failure(f"cannot write in {root}"):
+                        write_tree(files, root)
+                except OSError as error:  # a file where another needs a folder
+                    return Result(127, f"cannot write: {error}")
+                result = self.run(command, root, stdin)
+                if not result.started:
+                    raise MachineFailure(result.output)
+                return result
+
+        def run():
+            try:
+                return try_again(attempt)
+            except MachineFailure as failure:
+                return Result(127, str(failure), started=False)
+
+        if not is_function_of_files(files, command):
+            return run()
+        return self.once(tree_key(files, repr((command, stdin))), run)
+
+    def once(self, key, run, repeatable=lambda: True):
+        """run(), if it is not remembered. Who asks for the same meanwhile waits for it: a group's
+        rollouts often write the same."""
+        if self.memo is None:
+            return run()
+        entry = self.memo.setdefault(key, [threading.Lock()])
+        with entry[0]:
+            if len(entry) == 1:
+                result = run()
+                # How fast the machine is decides what a limit stops or a signal ends.
+                by_itself = not result.stopped and 0 <= result.exit_code <= 128
+                if not (by_itself or result.timed_out) or not result.started or not repeatable():
+                    return result
+                entry.append(result)
+                # those who wait hear of it; whoever asks later tries again
+                if result.timed_out:
+                    del self.memo[key]
+            return entry[1]
+
+
+class Server:
+    """A process that runs one command at a time, in a cage (the words in front of it) of its own.
+    Whoever lets go of it ends it."""
+
+    # seconds for what cannot be refused, but by a process that does not die
+    PATIENCE = 10.0
+
+    def __init__(self, cage, network=False):
+        self.line, far = socket.socketpair()
+        # no -E: with it Python would not read the seed of its hashes
+        words = [
+            os.path.realpath(sys.executable),
+            "-S",
+            "-B",
+            "-c",
+            "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
+            # what was parsed is freed now, not in every fork
+            str(far.fileno()),
+            str(int(bool(cage))),
+            str(int(network)),
+            SERVER,
+        ]
+        with far:
+            process = subprocess.Popen(
+                [*cage, *words],
+                env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"},
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        weakref.finalize(self, leave, self.line, process, os.getpid())
+        if not self.line.recv(1):
+            raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
+
+    def stop(self):
+        """Whatever is left of the command dies now -> its exit code; other words if it could not be
+        started, or the server is gone."""
+        with contextlib.suppress(ConnectionError):
+            self.line.send(b".")
+        text, more = b"", b"."
+        with contextlib.suppress(ConnectionError):
+            while more and not text.endswith(b"\n"):
+                more = self.line.recv(4096) if ready(self.line, self.PATIENCE) else b""
+                text += more
+        return (
+            text.decode("utf-8", "replace").strip()
+            if text.endswith(b"\n")
+            else f"no answer {text!r}"
+        )
+
+
+def leave(line, process, pid):
+    """A fork of the process that started a server lets go of its copy of the line only."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):  # it was killed
+            line.shutdown(socket.SHUT_RDWR)
+        try:
+            process.wait(Server.PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    line.close(), process.stderr.close()
+
+
+def ready(file, seconds):
+    """Whether there is something to read. Not by select, which knows no file of a number over
+    1023."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * max(0, seconds)))
+
+
+def repository_sandbox(files, time_limit=60.0):
+    return Sandbox(
+        time_limit,
+        cpu=int(time_limit) + 1,
+        memory=4 << 30,
+        output=16 << 20,
+        processes=256,
+        python=(sys.executable, "-B"),
+        memo=False,
+        hide=installed_copies(files),
+    )
+
+
+def sandbox_for(task, sandbox=None):
+    """The sandbox a task needs: with pytest and this Python's packages for a repository, the bare
+    interpreter else."""
+    if "repo" in task.meta:
+        return sandbox if sandbox and "-S" not in sandbox.python else repository_sandbox(task.files)
+    return sandbox or Sandbox()
+
+
+def hidden_place(place):
+    """The folder of this machine, if any, that holds this place and is another one inside the
+    sandbox."""
+    return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+
+
+# Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next
+# time.
+AUDIT_SANDBOXES = {}
+
+
+def audit_sandbox(task, mounts):
+    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there is no cage
+    to run anything again in."""
+    if not has_bwrap():
+        return None
+    sandbox = sandbox_for(task)
+    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
+    sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
+    sandbox.mounts = dict(mounts)
+    # what many variants of a submission return is long
+    sandbox.output = max(sandbox.output, 4 << 20)
+    return sandbox

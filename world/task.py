@@ -1,0 +1,108 @@
+"""task.py: what a task is, what an agent does in it, and how both are told to the rest.
+
+Every part of the project speaks of these few things: the generator and the repository make a Task,
+the agent answers with Actions, the sandbox with a Result, the judge with a Verdict. They stand on
+the lowest floor, so that the world needs nothing from above it.
+
+    Task      the files an agent sees, its prompt, and, apart from them, what solves it
+    Action    one turn of an agent: a thought and its tool calls
+    Result    what one command printed, and how it ended
+    Verdict   whether a submission solves its task, and why not
+    Refusal   an input that cannot be used, in one line for the user
+
+A Task is written as one line of JSON (`to_json`), with the field names of SWE-bench where they mean
+the same. `solution` and `hidden` never enter a sandbox.
+
+Standard library only.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from world.tools import TOOLS
+from world.tree import as_stored
+
+
+@dataclass
+class Task:
+    """Field names as in SWE-bench where they mean the same. `solution` and `hidden` never enter a
+    sandbox."""
+
+    instance_id: str
+    problem_statement: str
+    # path -> text: what the agent sees, visible tests included
+    files: dict
+    # path -> original text of every file the deletion changed
+    solution: dict
+    tools: tuple = TOOLS
+    level: int = 0
+    # micro-codebases: [module, function, arguments, expected]
+    hidden: list = field(default_factory=list)
+    test_command: str = "python tests.py"
+    FAIL_TO_PASS: list = field(default_factory=list)
+    PASS_TO_PASS: list = field(default_factory=list)
+    meta: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        # JSON forgets which files are executable and which are links.
+        if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
+            pristine = self.meta.get("pristine", {})
+            self.files = as_stored(self.files, self.meta)
+            self.solution = as_stored(self.solution, self.meta)
+            self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
+
+    def to_json(self):
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text):
+        values = {
+            name: value
+            for name, value in json.loads(text).items()
+            if name in cls.__dataclass_fields__
+        }
+        return cls(**{**values, "tools": tuple(values["tools"])})
+
+
+@dataclass
+class Result:
+    exit_code: int
+    output: str
+    timed_out: bool = False
+    # False: the machine failed, and the output says at what
+    started: bool = True
+    # why the sandbox ended it; "" if it ended by itself
+    stopped: str = ""
+    # what was recorded of the command: world.audit.Seen
+    seen: object = field(default=None, compare=False)
+
+
+@dataclass
+class Verdict:
+    solved: bool
+    passed: int
+    failed: int
+    reason: str = ""
+
+
+@dataclass
+class Action:
+    """One turn of an agent: a thought (may be empty), then calls; without calls it is the final
+    message."""
+
+    text: str = ""
+    calls: list = field(default_factory=list)  # [(tool, (argument, ...)), ...]
+    # a planted habit: the rule of feedback_distill.py that it breaks
+    flaw: str = ""
+
+
+# sent to an expert after a flawed turn: that was not played, a hint took its place; do it right
+HINTED = "<|hint|>"
+
+
+# sent to an expert: write a summary now; in its answer: the summary begins here
+SUMMARIZE = "<|summary|>"
+
+
+class Refusal(ValueError):
+    """Why an input cannot be used, in one line for the user."""

@@ -1,0 +1,181 @@
+"""workspace.py: the folder that an agent works in.
+
+A task's files are written to a private folder of the real disk. The four methods `read`, `edit`,
+`search` and `run` are what the agent's tools do there (world/tools.py); they raise ToolError with a
+text for the agent. `files()` is what the agent hands in.
+
+A path is refused if it could lead out of the folder, also by a link that a command has made. A file
+is never waited for and never read beyond a size, since a command may have put a pipe or a file of
+holes in its place. What commands open and change is recorded for the audit (world/recorder.py).
+
+MachineFailure, where the machine has no room or process left, is no answer to the agent: the
+rollout is tried again.
+"""
+
+import contextlib
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+from world.edits import ToolError, edited, without_middle
+from world.files import matches, read_regular, readable, tree_key, walk, write_regular, write_tree
+from world.hygiene import is_protected
+from world.machine import MachineFailure, as_machine_failure, fresh_directory
+from world.purity import is_function_of_files
+from world.recorder import Recorder
+from world.sandbox import sandbox_for
+from world.source import syntax
+
+
+class Workspace:
+    """A task's files in a real private directory, and the four tools on it. Tools raise ToolError
+    for the agent to read."""
+
+    def __init__(self, task, sandbox=None, longest=16_000):
+        self.task, self.sandbox = task, sandbox_for(task, sandbox)
+        self.longest = longest
+        self.largest = max(
+            [
+                1 << 20,
+                *(2 * len(text.encode("utf-8", "surrogateescape")) for text in task.files.values()),
+            ]
+        )
+        self.directory = fresh_directory()
+        self.root = Path(self.directory.name).resolve()
+        try:
+            with as_machine_failure(f"cannot write in {self.root}"):
+                write_tree(task.files, self.root)
+        except BaseException:
+            self.close()
+            raise
+        self.recorder = Recorder(self.root, task.files, is_protected, syntax)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        self.directory.cleanup()
+
+    def place(self, path):
+        """The real place of a path, refused if it could lie outside the directory."""
+        parts = Path(path).parts if path and "\0" not in path else ()
+        if not parts or os.path.isabs(path) or ".." in parts:
+            raise ToolError(f"bad path: {path[:80]!r}")
+        place = self.root / path
+        try:
+            if Path(os.path.realpath(place)) != place:  # a link somewhere on the way
+                raise ToolError(f"bad path: {path[:80]!r}")
+            if place.exists() and not place.is_file():
+                raise ToolError(f"not a file: {path[:80]}")
+        except (OSError, ValueError) as error:
+            raise (
+                error if isinstance(error, ToolError) else ToolError(f"bad path: {path[:80]!r}")
+            ) from None
+        return place
+
+    def text(self, place):
+        """An agent that writes a huge file must not fill the trainer's memory; the task's own files
+        fit."""
+        return read_regular(place, self.largest).decode("utf-8", "surrogateescape")
+
+    def read(self, path):
+        place = self.place(path)
+        if not place.exists():
+            raise ToolError(f"no such file: {path[:80]}")
+        text = readable(self.text(place))
+        self.recorder.note_read(path)
+        return without_middle(text, self.longest)
+
+    def edit(self, path, old, new):
+        """Replaces `old`, which must occur exactly once; an empty `old` appends, or creates the
+        file."""
+        # Not a ToolError, if the machine has no room: the agent could do nothing about it.
+        place = self.place(path)
+        text = edited(self.text(place) if place.exists() else None, path, old, new)
+        try:
+            with as_machine_failure(f"cannot write in {self.root}"):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_regular(place, text.encode("utf-8", "surrogateescape"))
+        except (OSError, UnicodeError):
+            raise ToolError(f"cannot write: {path[:80]!r}") from None
+        self.recorder.note_edit(path)
+        return "ok"
+
+    def search(self, query):
+        return readable(matches(self.files(), query))
+
+    def run(self, command):
+        """Result. Remembered per (files, command) where it can depend on nothing else and the
+        command did not change the files. What it opened and changed is recorded. MachineFailure if
+        it was not the command that failed."""
+        result = self.run_or_remember(command)
+        self.recorder.note(result.seen)
+        return result
+
+    def run_watched(self, command):
+        result, seen = self.recorder.watch(
+            "run_command", command, lambda: self.sandbox.run(command, self.root)
+        )
+        if not result.started:
+            raise MachineFailure(result.output)
+        return replace(result, seen=seen)
+
+    def run_or_remember(self, command):
+        run = lambda: self.run_watched(command)
+        with as_machine_failure(f"cannot look into {self.root}"):
+            files, shape = ({}, []) if "repo" in self.task.meta else (self.files(), self.shape())
+            # A file that files() does not hold (too large, bytecode, one too many) may have changed
+            # all the same.
+            whole = len(files) == sum(stat.S_ISREG(mode) for _, mode, _, _ in shape)
+            if "repo" in self.task.meta or not whole or not is_function_of_files(files, command):
+                return run()
+            same = lambda: (self.files(), self.shape()) == (files, shape)
+            return self.sandbox.once(tree_key(files, repr((command, shape))), run, same)
+
+    def shape(self):
+        """What files() does not tell: folders, links, modes and sizes."""
+        found = []
+        for folder, folders, names in walk(self.root):
+            for place in (os.path.join(folder, name) for name in folders + names):
+                with contextlib.suppress(OSError):
+                    status = os.lstat(place)
+                    size, target = stat.S_ISDIR(status.st_mode) or status.st_size, stat.S_ISLNK(
+                        status.st_mode
+                    ) and os.readlink(place)
+                    found.append((place[len(str(self.root)) :], status.st_mode, size, target))
+        return sorted(found)
+
+    def files(self):
+        """Every regular file of readable size, by path: what a submission consists of. Of a tree
+        that is larger than the sandbox allows, the task's own files first. Nothing in it is waited
+        for."""
+        places, most = {}, self.sandbox.files
+        with as_machine_failure(f"cannot look into {self.root}"):
+            for folder, _, names in walk(self.root):
+                inside = Path(folder).relative_to(self.root)
+                if len(inside.parts) < 100 and "__pycache__" not in inside.parts:
+                    for name in names:
+                        path = str(inside / name)
+                        # A name of the repository's own is kept, UTF-8 or not.
+                        if path not in self.task.files:
+                            path = path.encode("utf-8", "replace").decode()
+                        places[path] = Path(folder, name)
+                # whoever made so many was stopped, and more would only take time
+                if len(places) > 20 * most:
+                    break
+        # many files that are all holes weigh nothing on the disk
+        found, left = {}, max(self.sandbox.disk, 4 * self.largest)
+        for path in sorted(places, key=lambda path: (path not in self.task.files, path)):
+            if len(found) == most:
+                break
+            with contextlib.suppress(OSError, ToolError):  # closed by chmod, or too large
+                status = os.lstat(places[path])
+                if stat.S_ISREG(status.st_mode):
+                    left -= status.st_size
+                    if left >= 0:
+                        found[path] = self.text(places[path])
+        return dict(sorted(found.items()))
