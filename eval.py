@@ -48,6 +48,7 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from published.grouped_query import config_of
+from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
@@ -239,8 +240,8 @@ def made_by(folder):
 
 def load(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
-    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
-    """
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
+    `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
     # than these knobs: had them so
@@ -252,10 +253,8 @@ def load(folder, device="cpu", plain=False):
             raise ValueError(
                 f"{path} was made with {name}={config[name]}, no flag any more: see experiments/summary.py"
             )
-    tokenizer, model = (
-        rollout.Tokenizer(**extra["tokenizer"]),
-        config_of(extra["model"]).build_model(),
-    )
+    tokenizer = make_tokenizer(**extra["tokenizer"])
+    model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
     if not plain:
         fast.accelerate(model)

@@ -29,11 +29,9 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
 """
 
 import argparse
-import json
 import os
 import re
 import sys
-from bisect import bisect
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -44,7 +42,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import find_calls, hint_turn, read_json_object, spoken_text
+from rollout import Tokenizer, hint_turn, spoken_text
 from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
@@ -207,67 +205,16 @@ def span(tokenizer, turn, hint):
     may be none to make, and the name. On the arguments of a tool that does not exist, a reminder of
     the tools has nothing to say. Of code style the token that breaks the rule, not the code around
     it."""
-    body = turn.tokens[turn.head :]
     if hint.kind == "unavailable_tool":
-        n, where = [call.error for call in turn.calls].index("unknown_tool"), None
-    elif hint.kind == "code_style":
+        n = [call.error for call in turn.calls].index("unknown_tool")
+        return tokenizer.find_call_name(turn, n)
+    if hint.kind == "code_style":
         rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
-        n, (_, where) = next(
+        n, (_, place) = next(
             (n, found) for n, call in enumerate(turn.calls) if (found := breach(call, rule))
         )
-    else:
-        return 0, len(body)
-    if tokenizer.chat and tokenizer.chat.call:
-        return chat_span(tokenizer, body, turn.calls[n], n, where)
-    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][n]
-    if where is None:
-        return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
-    # edit_file's path, old, new
-    first = [i for i in range(first, len(body)) if body[i] == tokenizer.id["<|arg|>"]][2] + 1
-    broken = first + bisect(
-        range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first : i + 1]))
-    )
-    return broken, broken + 1
-
-
-def chat_span(tokenizer, body, call, n, where):
-    """The same of the n-th call where calls have the form of a published model: its name, or the
-    place `where` in the text that an edit writes, and the tokens that they fall into"""
-    block = find_calls(tokenizer, body)[n]
-
-    def token(character):
-        """The token of the body that this character of the call's text falls into"""
-        length = lambda i: len(tokenizer.marked(body[block.inside : i + 1], tokenizer.chat.marks()))
-        return bisect(range(block.inside, len(body)), character, key=length) + block.inside
-
-    if where is None:
-        return block.start, token(block.name_end - 1) + 1
-    # the arguments are JSON inside of JSON
-    if block.arguments_at < 0:
-        return 0, len(body)
-    start = block.text[: block.arguments_at]
-    rest = block.text[block.arguments_at :]
-    _, new, _ = read_json_members(rest)["new"]
-    broken = token(len(start) + string_position(rest, new, where))
-    return (broken, broken + 1) if broken < len(body) else (0, len(body))
-
-
-def read_json_members(text):
-    """The members of the JSON object that a text begins with, whatever stands behind it"""
-    _, end = json.JSONDecoder().raw_decode(text)
-    return read_json_object(text[:end])
-
-
-CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.S)
-
-
-def string_position(text, start, count):
-    """Where in a JSON string, which begins at `start` with its quote, the character number `count`
-    of its value is written"""
-    at = start + 1
-    for _ in range(count):
-        at = CHARACTER.match(text, at).end()
-    return at
+        return tokenizer.find_written_character(turn, n, place)
+    return 0, len(turn.tokens) - turn.head
 
 
 def muted(tokenizer, kind):
@@ -567,7 +514,7 @@ PHANTOM = "open_browser"  # a tool that exists in the model's habits only
 OFFERED = ("read_file", "edit_file", "run_command", "search_codebase")
 
 
-class Words:
+class Words(Tokenizer):
     """A tokenizer for the demo: one id per word."""
 
     def __init__(self):
@@ -576,7 +523,7 @@ class Words:
             f"<|{name}|>" for name in ("pad", "user", "assistant", "tool", "hint", "call", "end")
         ]
         self.names = list(dict.fromkeys(controls + text.split()))
-        self.id, self.chat = {name: i for i, name in enumerate(self.names)}, None
+        self.id = {name: i for i, name in enumerate(self.names)}
 
     def encode(self, text):
         return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]

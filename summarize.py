@@ -28,7 +28,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rollout import Limits, Tokenizer, demonstrate, frame, make_turn
+from rollout import Limits, Tokenizer, demonstrate, make_turn
 from synth_tasks import make_task
 from world.task import SUMMARIZE
 
@@ -44,7 +44,7 @@ def condensed(tokenizer, body, most):
     if mark in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(mark) :]
     # a published model's scratch space ends there
-    thought = (tokenizer.special or {}).get("</think>")
+    thought = tokenizer.special.get("</think>")
     if thought in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(thought) :]
     if len(tokens) <= most:
@@ -88,7 +88,7 @@ class Compact:
         )
         return [
             chain.episodes[0].turns[0],
-            frame(tokenizer, "summary", carried, tokenizer.decode(carried)),
+            tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried)),
         ]
 
 

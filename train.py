@@ -36,8 +36,6 @@ import hashlib
 import json
 import os
 import random
-import re
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -62,12 +60,12 @@ import rollout
 import summarize
 import synth_tasks
 from moe import ModelConfig, balance, count_draft_hits, mtp_loss
-from published.export import write_checkpoint
-from published.loading import load_model
+from muon import Muon, check_parameters, newton_schulz
+from published.export import export_model
 from published.families import read_config
 from published.grouped_query import config_of
-from published.safetensors import parse_json
-from muon import Muon, check_parameters, newton_schulz
+from published.loading import load_model
+from published.tokenizers import make_tokenizer, read_tokenizer
 from command import (
     checkpoint_files,
     checkpoints,
@@ -1356,7 +1354,7 @@ class Run:
     def read(self, folder, shape):
         """A published model, of which each rank reads its own part; the tokenizer first, since it
         is there that folders differ."""
-        self.tokenizer = rollout.Tokenizer.read(folder, shape.vocab)
+        self.tokenizer = read_tokenizer(folder, shape.vocab)
         self.model = load_model(
             folder,
             getattr(torch, self.config.weights),
@@ -1460,7 +1458,7 @@ def train(config, interrupted, sources=None):
     try:
         shape = published_shape(config, saved) if config.init_from else None
         if saved:
-            run.build(rollout.Tokenizer(**saved["tokenizer"]), shape)
+            run.build(make_tokenizer(**saved["tokenizer"]), shape)
         elif shape:
             run.read(config.init_from, shape)
         else:
@@ -1495,22 +1493,10 @@ def say_configuration(run, config, sources):
     run.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-)
-
-
 def export(config, given):
     """A stage of the run as the folder of a published model, weights as the run kept them or in
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
-    tokenizer. All of that is looked at before the first file is written."""
+    tokenizer."""
     for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
         usage_error(
             f"--{name} does nothing beside --export, which takes --out, --stage and --weights"
@@ -1522,41 +1508,9 @@ def export(config, given):
         )
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
-        source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
-        others = sorted(tokenizer.ends - {end})
-        # the one that turns are written with comes first
-        ends = [end, *others] if others else end
-        ids, files, more = {}, [], {}
-        if source:
-            if not source.is_dir():
-                usage_error(
-                    f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back"
-                )
-            rollout.Tokenizer.read(source, model.config.vocab)
-            raw = read_config(source / "config.json")[1].raw
-            ids = {name: raw[name] for name in ("bos_token_id", "pad_token_id") if name in raw}
-            files = [
-                path
-                for name in (*TOKENIZER_FILES, *tokenizer_code(source))
-                for path in source.glob(name)
-                if path.is_file()
-            ]
-            if (source / "generation_config.json").is_file():
-                more = parse_json(
-                    (source / "generation_config.json").read_bytes(),
-                    source / "generation_config.json",
-                )
         dtype = getattr(torch, given.get("weights", saved["weights"]))
-        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
-        for path in files:
-            shutil.copyfile(path, target / path.name)
-        # its own end of a turn may be another than the one trained
-        if more:
-            (target / "generation_config.json").write_text(
-                json.dumps({**more, "eos_token_id": ends}, indent=1)
-            )
-        if not source:
-            tokenizer.write(target)
+        source = Path(saved["init_from"]) if saved["init_from"] else None
+        export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
         usage_error(str(error))
     print(
@@ -1564,22 +1518,6 @@ def export(config, given):
         + ", ".join(sorted(p.name for p in target.iterdir()))
         + f"\n{stage} is {label}" * bool(label)
     )
-
-
-def tokenizer_code(folder):
-    """The Python files behind a tokenizer: those that auto_map names, and what they import from
-    beside them. Copied, never run; only plain names, so nothing from outside the folder."""
-    path, found = folder / "tokenizer_config.json", set()
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
-    while names:
-        file = folder / f"{names.pop()}.py"
-        if file.name not in found and file.is_file():
-            found.add(file.name)
-            names += re.findall(
-                r"^\s*from \.(\w+) import", file.read_text(errors="ignore"), re.MULTILINE
-            )
-    return sorted(found)
 
 
 # more than there are signals on all ranks together
@@ -1748,7 +1686,7 @@ def load_published(config, device):
     """As eval.load, of the folder of a published model: whole on every rank"""
     try:
         shape = published_shape(config)
-        tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
+        tokenizer = read_tokenizer(config.init_from, shape.vocab)
         model = load_model(config.init_from, getattr(torch, config.weights), device)
         model = model if config.plain else fast.accelerate(model)
         return model.requires_grad_(False), tokenizer, asdict(config)

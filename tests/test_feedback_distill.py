@@ -17,7 +17,7 @@ from torch import nn
 import feedback_distill as fd
 import hsdp
 from moe import Model, ModelConfig
-from rollout import Tokenizer, write_action
+from rollout import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 USER, ASSISTANT, TOOL, QUERY, HINT, END = range(6)
@@ -372,11 +372,9 @@ def batch_of(episodes):
 
 
 def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_there():
-    tokenizer = SimpleNamespace(
-        id={"<|call|>": 90, "<|arg|>": 91, "<|end|>": END},
-        name={90: "", 91: "", END: ""},
-        chat=None,
-    )
+    tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
+    tokenizer.id = {"<|call|>": 90, "<|arg|>": 91, "<|end|>": END}
+    tokenizer.name = {i: name for name, i in tokenizer.id.items()}
     # thought, read_file(..), cat(..), ls()
     body = [20, 90, 30, 31, 91, 32, 90, 40, 41, 91, 42, 90, 50, END]
     turn = SimpleNamespace(
@@ -423,7 +421,7 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
     turn = SimpleNamespace(
         tokens=[
             tokenizer.id["<|assistant|>"],
-            *write_action(tokenizer, "Edit # it; ", [(c.name, c.args) for c in calls]),
+            *tokenizer.write_action("Edit # it; ", [(c.name, c.args) for c in calls]),
         ],
         role="assistant",
         calls=calls,

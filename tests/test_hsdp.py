@@ -257,7 +257,8 @@ def counted_bytes(world):
         ):
             planned[kind] += size
         found[layout] = {
-            k: (float(hsdp.all_reduce_sum(float(wire.bytes[k]))) / world, planned[k]) for k in planned
+            k: (float(hsdp.all_reduce_sum(float(wire.bytes[k]))) / world, planned[k])
+            for k in planned
         }
     return found
 

@@ -38,9 +38,7 @@ from rollout import (
     make_turn,
     pack,
     policy_loss,
-    read_action,
     train_bpe,
-    write_action,
 )
 from summarize import Compact
 from synth_tasks import make_task
@@ -149,8 +147,8 @@ def test_what_is_written_as_an_action_is_read_back_the_same():
     ]
     for tokenizer in (BYTES, TRAINED):
         for n in range(5):
-            body = write_action(tokenizer, "Look <|arg|> up.", calls[:n])
-            text, read = read_action(tokenizer, body)
+            body = tokenizer.write_action("Look <|arg|> up.", calls[:n])
+            text, read = tokenizer.read_action(body)
             assert (
                 text == "Look <|arg|> up." and [(c.name, tuple(c.args)) for c in read] == calls[:n]
             )
@@ -160,10 +158,10 @@ def test_what_is_written_as_an_action_is_read_back_the_same():
 def test_arguments_before_any_call_and_an_unfinished_turn_read_as_far_as_they_go():
     call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
     x = TRAINED.encode("x")
-    assert read_action(TRAINED, [arg, *x, end]) == ("", [])
-    assert read_action(TRAINED, [*x, call, *x, arg]) == ("x", [Call("x", [""])])
-    assert read_action(TRAINED, [TRAINED.id["<|user|>"], *x]) == ("<|user|>x", [])
-    assert read_action(TRAINED, []) == ("", [])
+    assert TRAINED.read_action([arg, *x, end]) == ("", [])
+    assert TRAINED.read_action([*x, call, *x, arg]) == ("x", [Call("x", [""])])
+    assert TRAINED.read_action([TRAINED.id["<|user|>"], *x]) == ("<|user|>x", [])
+    assert TRAINED.read_action([]) == ("", [])
 
 
 def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included():
@@ -235,7 +233,7 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
     odd = [*by_bytes("Look"), call, *by_bytes("read_file"), arg, *by_bytes("a.py"), end]
     # the canonical one is shorter
-    assert len(odd) > len(write_action(TRAINED, "Look", [("read_file", ("a.py",))]))
+    assert len(odd) > len(TRAINED.write_action("Look", [("read_file", ("a.py",))]))
     # half a character
     broken = [0xE2, 0x82, end]
     chain, _, contexts = drive(
@@ -250,7 +248,7 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
 
 
 def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
-    act = lambda *calls: write_action(TRAINED, "", calls)
+    act = lambda *calls: TRAINED.write_action("", calls)
     bodies = [
         act(("read_file", ("a.py",)), ("nothing", ())),
         act(("edit_file", ("a.py", "", "x = 1\n"))),
@@ -285,7 +283,7 @@ def test_bad_calls_are_told_apart_and_answered():
     ]
     chain, _, _ = drive(
         agent(limited, TRAINED, Rehearsal(limited), Limits(900)),
-        [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])],
+        [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
     assert [c.error for c in chain.turns[1].calls] == [
         "bad_arguments",
@@ -307,8 +305,7 @@ def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
     task = Task(
         "t", "x", {"a.py": "", "tests.py": "print('ran')\n"}, {}, tools=("read_file", "run_command")
     )
-    act = lambda *names: write_action(
-        TRAINED,
+    act = lambda *names: TRAINED.write_action(
         "",
         [(name, ("python tests.py" if name == "run_command" else "a.py",)) for name in names],
     )
@@ -412,7 +409,7 @@ def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
     "tail", [("<|call|>",) * 6, ("<|call|>", "edit_file", "<|arg|>"), ("<|call|>", "read_file")]
 )
 def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_over_them(tail):
-    read, cut = write_action(BYTES, "", [("read_file", ("a.py",))]), [
+    read, cut = BYTES.write_action("", [("read_file", ("a.py",))]), [
         BYTES.id[w] if w in BYTES.id else by_bytes(w) for w in tail
     ]
     cut = sum(([w] if isinstance(w, int) else w for w in cut), [])
@@ -552,10 +549,10 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
         )
         edits = [("edit_file", (path, "", "\n\n" + text)) for path, text in task.solution.items()]
         try:
-            work = play.send((write_action(TRAINED, "", edits), zeros, 0))
+            work = play.send((TRAINED.write_action("", edits), zeros, 0))
             work.run()
             play.send(None)
-            play.send((write_action(TRAINED, "Done.", []), zeros, 0))
+            play.send((TRAINED.write_action("Done.", []), zeros, 0))
         except StopIteration as over:
             on_end(over.value)
             return over.value
@@ -838,7 +835,7 @@ def test_the_stop_token_is_trained():
     end = TRAINED.id["<|end|>"]
     chain, _, _ = drive(
         agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(200)),
-        [write_action(TRAINED, "", [("x", ())]), write_action(TRAINED, "ok", [])],
+        [TRAINED.write_action("", [("x", ())]), TRAINED.write_action("ok", [])],
     )
     batch = pack(chain.episodes, [1.0])
     logits = torch.zeros(*batch["tokens"].shape, TRAINED.vocab, requires_grad=True)
@@ -848,7 +845,7 @@ def test_the_stop_token_is_trained():
 
 
 def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
-    act = lambda text, calls=(): write_action(TRAINED, text, calls)
+    act = lambda text, calls=(): TRAINED.write_action(text, calls)
     read = [("read_file", ("a.py",))]
     bodies = [
         act("one", read),
@@ -892,7 +889,7 @@ def test_the_loss_mask_is_no_attention_mask():
     model = policy()
     chain, _, _ = drive(
         agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(300)),
-        [write_action(TRAINED, "", [("read_file", ("a.py",))]), write_action(TRAINED, "ok", [])],
+        [TRAINED.write_action("", [("read_file", ("a.py",))]), TRAINED.write_action("ok", [])],
     )
     episode, changed = chain.episodes[0], copy.deepcopy(chain.episodes[0])
     place = len(episode.turns[0].tokens) + len(episode.turns[1].tokens) + 3
@@ -976,7 +973,7 @@ def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
 
 def spoken_chain():
     """Two calls in one turn, one of a tool that is not there; a summary; a cut-off end."""
-    act = lambda text, *calls: write_action(TRAINED, text, calls)
+    act = lambda text, *calls: TRAINED.write_action(text, calls)
     bodies = [
         act("look", ("read_file", ("a.py",)), ("zz", ("1", "\x1b[2J"))),
         act("plan <|summary|>left: f"),
@@ -1224,7 +1221,7 @@ def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs
     ]
     chain, requests, _ = drive(
         agent(task, BYTES, Rehearsal(task), Limits(600, 9, 200)),
-        [write_action(BYTES, "", calls), write_action(BYTES, "ok", [])],
+        [BYTES.write_action("", calls), BYTES.write_action("ok", [])],
     )
     said = [BYTES.decode(t.tokens[1:-1]) for t in chain.turns if t.role == "tool"]
     assert (

@@ -52,6 +52,8 @@ from world.machine import Directory, fresh_directory
 from world.source import find_test, syntax
 from world.recorder import Finding
 from synth_tasks import make_task
+from published.export import write_checkpoint
+from published.loading import load_model
 from world.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
 from world.expert import demonstrate, expert, play
@@ -1287,7 +1289,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
         expert_ffn=16,
         context=4096,
     )
-    train.write_checkpoint(tmp_path / "in", sizes.build_model())
+    write_checkpoint(tmp_path / "in", sizes.build_model())
     (tmp_path / "in" / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     )
@@ -1318,7 +1320,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     assert overall["tasks"] == len(generated[0]) and overall["solved"] == 0
     train.main([f"--out={tmp_path}/out", f"--export={tmp_path}/back"])
     mine, trained = (
-        train.load_model(tmp_path / "back").state_dict(),
+        load_model(tmp_path / "back").state_dict(),
         train.eval.load(tmp_path / "out")[0].state_dict(),
     )
     assert all(

@@ -26,6 +26,9 @@ import train
 from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
 from experiments.sdft import Imitation
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.tokenizers import read_tokenizer
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -618,6 +621,79 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
 
 
+def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
+    run, tmp_path, capsys
+):
+    for stage in ("pretrain", "long", "sft"):
+        words = [*SMALL, f"--stage={stage}", "--steps=2", f"--out={tmp_path}"]
+        train.main([*words, "--mtp"])
+        *_, line = [json.loads(line) for line in (tmp_path / f"{stage}.jsonl").open()]
+        assert line["draft_kl"] > 0
+        plain, drafting = weights(run / stage), weights(tmp_path / stage)
+        assert all(torch.equal(plain[name], drafting[name]) for name in plain)
+        assert {name.split(".")[0] for name in set(drafting) - set(plain)} == {"mtp"}
+        assert ("draft_accepted" in line) == (stage != "sft")
+        # A stage without the head cannot go on from one with it.
+        if stage == "pretrain":
+            words[-1] = f"--out={tmp_path}/other"
+            words = [*words, f"--start_from={tmp_path}"]
+            words[words.index("--stage=pretrain")] = "--stage=long"
+            capsys.readouterr()
+            assert "give --mtp=1 here" in refused(words, capsys)
+    began = weights(tmp_path / "sft")
+    train.main([*SMALL, *RL, "--mtp", f"--out={tmp_path}"])
+    after = weights(tmp_path / "rl")
+    kept = {name: torch.equal(began[name], after[name]) for name in after}
+    assert all(same for name, same in kept.items() if name.startswith("mtp."))
+    assert not all(kept.values())
+    assert "--mtp (its head learns in pretrain, long and sft alone, and is kept)" in (
+        capsys.readouterr().out
+    )
+    assert "goes with --cp=1" in refused(
+        [*SMALL, "--stage=long", "--mtp", "--cp=2", f"--out={tmp_path}"], capsys
+    )
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage(
+    precision, run, tmp_path, capsys
+):
+    words = [*SMALL, "--stage=pretrain", "--steps=2", f"--precision={precision}"]
+    train.main([*words, f"--out={tmp_path}"])
+    model = train.eval.load(tmp_path)[0]
+    assert model.config.precision == precision
+    assert {block.ffn.experts.precision for block in model.layers[1:]} == {precision}
+    ours, theirs = (
+        json.loads((folder / "pretrain.jsonl").read_text().splitlines()[-1])
+        for folder in (tmp_path, run)
+    )
+    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=1e-3)
+    rounded, whole = weights(tmp_path / "pretrain"), weights(run / "pretrain")
+    moved = [name for name in whole if not torch.equal(rounded[name], whole[name])]
+    assert "layers.1.ffn.experts.w_down" in moved
+    capsys.readouterr()
+    assert f"give --precision={precision} here" in refused(
+        [*SMALL, "--stage=long", f"--out={tmp_path}/o", f"--start_from={tmp_path}"], capsys
+    )
+    assert "a multiple of 32" in refused(
+        [*SMALL, "--expert_ffn=40", f"--precision={precision}", f"--out={tmp_path}/n"], capsys
+    )
+
+
+def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path, capsys):
+    saved = {**checkpoints.open_checkpoint(run / "sft")}
+    saved["config"] = {
+        name: value for name, value in saved["config"].items() if name not in ("precision", "mtp")
+    }
+    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    checkpoints.check_same_model(config, run / "sft", saved, train.SIZES)
+    checkpoints.check_same_values(config, run / "sft", None, saved, "")
+    with pytest.raises(SystemExit):
+        drafting = train.replace(config, mtp=True)
+        checkpoints.check_same_values(drafting, run / "sft", None, saved, "")
+    assert "made with mtp=False, not True" in capsys.readouterr().err
+
+
 def test_the_advantages_are_as_stated():
     chains = [SimpleNamespace(reward=reward) for reward in (1, 0.5, 1, 0.5)]
     found = train.Reinforcement.group_advantages(SimpleNamespace(), chains)
@@ -845,7 +921,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, sizes.build_model())
+    write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -891,12 +967,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     )
     assert read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
-    mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
+    mine, config = load_model(back), json.loads((back / "config.json").read_text())
     assert (
         config["model_type"] == "deepseek_v3"
         and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
     )
-    trained, start = train.eval.load(out)[0].state_dict(), train.load_model(folder).state_dict()
+    trained, start = train.eval.load(out)[0].state_dict(), load_model(folder).state_dict()
     assert all(
         torch.equal(trained[name], t)
         for name, t in mine.state_dict().items()
@@ -928,7 +1004,7 @@ def published(tmp_path):
     )
     folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    train.write_checkpoint(
+    write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     )
     (folder / "tiktoken.model").write_bytes(
@@ -968,7 +1044,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
     train.main(
         [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
     )
-    before, after = train.load_model(published).state_dict(), weights(out / "sft")
+    before, after = load_model(published).state_dict(), weights(out / "sft")
     assert all(
         0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
         for name in ("embed.weight", "head.weight", "layers.0.attn.wq")
@@ -1145,7 +1221,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
     for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
-        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(
+        loaded, trained = load_model(tmp_path / name).state_dict(), weights(
             tmp_path / "out" / ("sft" if name == "sft" else "rl")
         )
         assert all(
@@ -1216,11 +1292,11 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
     model, tokenizer, _ = train.eval.load(run)
     again, text = (
-        train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab),
+        read_tokenizer(tmp_path / "out", tokenizer.vocab),
         Path(train.__file__).read_text(),
     )
     assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
-    state = train.load_model(tmp_path / "out").state_dict()
+    state = load_model(tmp_path / "out").state_dict()
     assert all(
         torch.equal(state[name], t)
         for name, t in model.state_dict().items()
