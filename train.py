@@ -75,6 +75,7 @@ from command import (
     hardware,
     idle_flags,
     launch,
+    old_flags,
 )
 from command.flags import usage_error
 from fast import workers as fast_workers
@@ -109,7 +110,7 @@ class Config:
     # precision
     dtype: str = "auto"
     # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
-    weights: str = "float32"
+    weight_dtype: str = "float32"
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
     # compiling 80 s
     compile: bool = False
@@ -125,7 +126,7 @@ class Config:
     layers: int = 4  # the first has a dense FFN
     heads: int = 4  # of attention
     experts: int = 8  # routed ones of a layer; one more is shared
-    active: int = 2  # of them, for a token
+    num_experts_per_tok: int = 2  # of them, for a token
     expert_ffn: int = 128  # hidden units of an expert
     dense_ffn: int = 384  # of the first layer's FFN
     kv_lora: int = 128  # width of the latent that the cache holds
@@ -152,7 +153,7 @@ class Config:
     adam_lr: float = 3e-3
     # of Muon's matrices: what a step takes off, as a share of the rate
     weight_decay: float = 0.01
-    clip: float = 1.0  # gradient norm
+    grad_clip: float = 1.0  # gradient norm
     warmup: float = 0.05  # fraction of the stage's steps
     decay: float = 0.4  # last fraction, falling linearly to a tenth
 
@@ -166,7 +167,7 @@ class Config:
     # more work
     recompute: bool = False
     # share of pretrain's and sft's steps with a shorter window: a quarter of it, then half
-    grow: float = 0.25
+    seq_len_warmup: float = 0.25
     yarn: float = 2.0  # window stretch of the long stage
 
     # ---- sft
@@ -182,13 +183,13 @@ class Config:
 
     # ---- rl
     tasks_per_step: int = 8  # over all ranks
-    group: int = 8  # rollouts per task
+    group_size: int = 8  # rollouts per task
     temperature: float = 0.95  # of rollouts, in training and evaluation
     # tokens guessed ahead while sampling: only time and the rounding of bf16 depend on it
     draft: int = 3
-    kl: float = 0.0  # weight of the k1 penalty against the policy that RL started from
-    length: float = 64.0  # L, the constant that replaces each rollout's own length
-    replay: bool = True  # router replay
+    kl_coef: float = 0.0  # weight of the k1 penalty against the policy that RL started from
+    loss_norm_length: float = 64.0  # L, the constant that replaces each rollout's own length
+    router_replay: bool = True  # router replay
     # generation processes beside each training process; 0: it samples and updates in turn
     workers: int = 0
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
@@ -205,10 +206,10 @@ class Config:
     summarize: bool = True  # self-summaries when the context passes the trigger
     trigger: float = 0.7  # of the window
     window: int = 512  # context of an agent in sft, rl and evaluation
-    turns: int = 40  # of an agent in all
+    max_turns: int = 40  # of an agent in all
     # tasks of the levels that are neither won nor lost; 0: a fixed mix
     curriculum: bool = True
-    hardest: int = 6  # the hardest level of rl: a fixed mix has all up to it
+    max_level: int = 6  # the hardest level of rl: a fixed mix has all up to it
 
     # ---- parallel (torchrun)
     cp: int = 1  # ranks that share a sequence
@@ -236,7 +237,7 @@ SCALES = {
         kv_lora=32,
         demos=64,
         tasks_per_step=2,
-        group=2,
+        group_size=2,
         eval_tasks=1,
         eval_samples=1,
         batch_tokens=2048,
@@ -261,7 +262,7 @@ SCALES = {
         micro_tokens=32768,
         window=4096,
         tasks_per_step=32,
-        group=16,
+        group_size=16,
         lr=0.005,
         adam_lr=1e-3,
         demos=20000,
@@ -269,7 +270,7 @@ SCALES = {
 }
 STAGES = {
     "pretrain": dict(steps=120),
-    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
+    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, seq_len_warmup=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
     "rl": dict(
         steps=60,
@@ -277,14 +278,14 @@ STAGES = {
         optimizer="adamw",
         adam_lr=5e-4,
         weight_decay=0.0,
-        clip=0.5,
+        grad_clip=0.5,
         decay=0.3,
     ),
     "eval": dict(),
 }
 # Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2
 # * lr = adam_lr), its biases stay, and nothing teaches it to copy.
-FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, grow=0.0, copy_loss=1.0)
+FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, seq_len_warmup=0.0, copy_loss=1.0)
 FINE_TUNING = {
     "pretrain": FINE,
     "long": FINE,
@@ -300,28 +301,6 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
 }
 
-# Fields of Config in earlier versions: the value at which they changed nothing, and the file that
-# makes the change now. A run on disk that has them at this value goes on.
-OLD_FLAGS = {
-    "std_norm": (False, "experiments/objective.py"),
-    "length_norm": (False, "experiments/objective.py"),
-    "mask_overlong": (False, "experiments/objective.py"),
-    "imitate": (False, "experiments/sdft.py"),
-    "reward": (1.0, "experiments/sdft.py"),
-    "placebo": ("none", "experiments/teachers.py"),
-    "restless": (0.0, "experiments/penalty.py"),
-    "easy": (0.0, "experiments/penalty.py"),
-    "full_price": (False, "experiments/penalty.py"),
-    "distinct": (0, "experiments/tasks.py"),
-    "truncate": (False, "experiments/summary.py"),
-    "learn_summaries": (True, "experiments/summary.py"),
-    "commands": (0, "experiments/summary.py"),
-    "short": (0.0, "experiments/summary.py"),
-    "harden": (True, "experiments/hacking.py"),
-    "documented": (True, "experiments/hacking.py"),
-    "time_tools": (False, "benchmarks/tools.py"),
-    "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
-}
 # The change of the recipe that is in force in this process, as module:function; none: "". It is
 # kept in every checkpoint, so that a run goes on with the change that it was begun with.
 PATCH = ""
@@ -336,9 +315,8 @@ def parse(argv):
     """--name=value or --name value for every field of Config -> dict of what was given. --help
     prints every flag and ends; with --stage or --scale it prints the values in force there."""
     for word in argv:
-        name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in OLD_FLAGS:
-            usage_error(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
+        if explanation := old_flags.explain_old_flag(word):
+            usage_error(explanation)
     given, wants_help = flags.parse_flags(argv, Config)
     if not wants_help:
         return given
@@ -426,7 +404,7 @@ def model_config(config, vocab):
     sizes = {name: getattr(config, name) for name in SIZES}
     sizes["precision"] = "" if config.precision == "dtype" else config.precision
     sizes["mtp"] = int(config.mtp)
-    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **sizes)
+    return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
 
 
 # ---------------------------------------------------------------- data
@@ -709,7 +687,11 @@ def seq_len_divisor(step, config):
     """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
     heads that look back and copy form several times sooner where there is less to look at; without
     it they came late in some runs and in one not at all."""
-    return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
+    return (
+        4 >> min(2, int(2 * step / (config.seq_len_warmup * config.steps)))
+        if config.seq_len_warmup
+        else 1
+    )
 
 
 def padded_length(length):
@@ -738,7 +720,7 @@ def length_groups(lengths, tokens, number, seed):
 
 
 def agent_limits(config):
-    return rollout.Limits(config.window, config.turns)
+    return rollout.Limits(config.window, config.max_turns)
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
@@ -796,7 +778,7 @@ class Reinforcement:
         )
         settings = dict(
             tokenizer=run.tokenizer,
-            group=config.group,
+            group=config.group_size,
             limits=agent_limits(config),
             compact=run.compact,
             temperature=config.temperature,
@@ -813,7 +795,7 @@ class Reinforcement:
                 dtype=run.dtype,
                 device=device,
                 draft=config.draft,
-                rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
+                rows=min(128, -(-config.tasks_per_step // run.data) * config.group_size),
             )
             self.publisher = fast_workers.Publisher(
                 self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
@@ -827,12 +809,14 @@ class Reinforcement:
             level: [task for task in tasks if task.level == level]
             for level in {task.level for task in tasks}
         }
-        levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
+        levels = (
+            min(config.levels, config.max_level + 1) if config.curriculum else config.max_level + 1
+        )
         self.curriculum = synth_tasks.Curriculum(
             range(levels),
             config.seed,
             config.curriculum,
-            config.hardest,
+            config.max_level,
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
         )
         self.teacher = (
@@ -840,9 +824,9 @@ class Reinforcement:
             if config.feedback
             else None
         )
-        self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
+        self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl_coef else None
         self.weights = length_penalty.Weights()
-        self.budget = length_penalty.effort_budget(config.window, config.turns, self.weights)
+        self.budget = length_penalty.effort_budget(config.window, config.max_turns, self.weights)
 
     def with_room(self, tasks):
         """The given tasks without those whose statement leaves no room for a turn: rollouts of them
@@ -939,7 +923,7 @@ class Reinforcement:
         any rank, the run ends with the cause."""
         kept, lost = rollout.judged(groups)
         causes = self.run.gather([chain.failure for chain in lost])
-        total = self.run.config.tasks_per_step * self.run.config.group
+        total = self.run.config.tasks_per_step * self.run.config.group_size
         log["machine_failures"] = len(causes)
         self.judged = total - len(causes)
         # for a rank that has nothing left to learn from
@@ -968,7 +952,7 @@ class Reinforcement:
                         self.splice(chain, hint) for hint in flagged if hint.episode == e
                     ]
         rollouts = self.judged
-        normaliser = rollouts * config.length
+        normaliser = rollouts * config.loss_norm_length
         targets = run.sum(
             sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)])
         )
@@ -990,7 +974,7 @@ class Reinforcement:
                 else None
             )
             read += taught.real_tokens if config.feedback else 0
-            reference = self.reference_logprobs(batch) if config.kl else None
+            reference = self.reference_logprobs(batch) if config.kl_coef else None
             hidden = run.hidden(batch)
             logp = run.model.logprobs(
                 hidden, batch["targets"], config.temperature, batch["mask"] > 0
@@ -1035,7 +1019,7 @@ class Reinforcement:
 
     def policy_objective(self, logp, batch, normaliser, reference):
         """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
-        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl)
+        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl_coef)
 
     def hint_text(self, chain, hint):
         """What the teacher reads above the flagged turn"""
@@ -1282,7 +1266,7 @@ class Run:
 
     # model
     def hidden(self, batch):
-        replay = batch.get("experts") if self.config.replay else None
+        replay = batch.get("experts") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def draft_loss(self, batch, hidden, places, log):
@@ -1296,14 +1280,14 @@ class Run:
         return loss
 
     def clip_gradients(self):
-        """Cuts the gradient at --clip -> its norm before. The head that drafts has another loss,
+        """Cuts the gradient at --grad_clip -> its norm before. The head that drafts has another loss,
         and is cut by itself: together, its gradient would shorten the model's."""
         if not self.config.mtp:
-            return hsdp.clip_grad_norm(self.model, self.config.clip)
+            return hsdp.clip_grad_norm(self.model, self.config.grad_clip)
         head = list(self.model.mtp.parameters())
         rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
-        hsdp.clip_grad_norm(self.model, self.config.clip, head)
-        return hsdp.clip_grad_norm(self.model, self.config.clip, rest)
+        hsdp.clip_grad_norm(self.model, self.config.grad_clip, head)
+        return hsdp.clip_grad_norm(self.model, self.config.grad_clip, rest)
 
     def full_state(self):
         return hsdp.full_state(self.model)
@@ -1331,7 +1315,7 @@ class Run:
         if not self.config.plain:
             fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
-        for p in model.parameters() if self.config.weights == "bfloat16" else ():
+        for p in model.parameters() if self.config.weight_dtype == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
             p.data = p.data.bfloat16()
         # elsewhere every batch has another shape
@@ -1357,7 +1341,7 @@ class Run:
         self.tokenizer = read_tokenizer(folder, shape.vocab)
         self.model = load_model(
             folder,
-            getattr(torch, self.config.weights),
+            getattr(torch, self.config.weight_dtype),
             self.device,
             lambda model: hsdp.own_parts(self.lay_out(model)),
         )
@@ -1443,7 +1427,7 @@ def train(config, interrupted, sources=None):
     if begun:
         tasks = eval.digest_file(config.tasks)
         checkpoints.check_same_values(config, out, origin, begun, tasks)
-        checkpoints.check_patch(out, begun, OLD_FLAGS, PATCH)
+        checkpoints.check_patch(out, begun, PATCH)
         # finished or not: a result is called by what it was made from
         if config.data and stage in ("pretrain", "long"):
             texts = digest_texts(*python_sources(config.data))
@@ -1497,9 +1481,9 @@ def export(config, given):
     """A stage of the run as the folder of a published model, weights as the run kept them or in
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
     tokenizer."""
-    for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
+    for name in sorted(set(given) - {"export", "out", "stage", "weight_dtype"}):
         usage_error(
-            f"--{name} does nothing beside --export, which takes --out, --stage and --weights"
+            f"--{name} does nothing beside --export, which takes --out, --stage and --weight_dtype"
         )
     target = Path(config.export)
     try:
@@ -1508,7 +1492,7 @@ def export(config, given):
         )
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
-        dtype = getattr(torch, given.get("weights", saved["weights"]))
+        dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
@@ -1620,7 +1604,7 @@ def bias_rate(run):
     where the experts of sampling are replayed: what is counted then is what was sampled, for the
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
-    replayed = config.stage == "rl" and config.replay
+    replayed = config.stage == "rl" and config.router_replay
     return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
@@ -1687,7 +1671,7 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = read_tokenizer(config.init_from, shape.vocab)
-        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = load_model(config.init_from, getattr(torch, config.weight_dtype), device)
         model = model if config.plain else fast.accelerate(model)
         return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
@@ -1699,7 +1683,7 @@ def evaluate(config, given, sources):
     trained = Path(config.out, "rl")
     if hsdp.exists(trained):
         saved = checkpoints.open_checkpoint(trained)
-        checkpoints.check_patch(trained, saved, OLD_FLAGS, PATCH)
+        checkpoints.check_patch(trained, saved, PATCH)
     run = Run(config)
     try:
         config, paths, made, published = eval.find_policies(

@@ -261,7 +261,7 @@ def make_run(stage, sources, **flags):
         micro_tokens=256,
         demos=6,
         window=2048,
-        turns=8,
+        max_turns=8,
         steps=2,
         **flags,
     )
@@ -368,7 +368,7 @@ SELECTED = {"boolean index": 2}
             dict(divergence="forward", teacher="frozen"),
             {"forward": (568, SELECTED), "backward": (342, {})},
         ),
-        ("rl", dict(kl=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
+        ("rl", dict(kl_coef=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
         ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
     ],
 )
