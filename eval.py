@@ -52,13 +52,14 @@ import summarize
 import synth_tasks
 from length_penalty import Weights, effort
 from published.grouped_query import config_of
+from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
 from world.judge import judge
 from world.sandbox import Sandbox
+from world.task import Refusal
 from world.task_file import read_tasks
-from world import sandbox as world_sandbox, task as world_task, task_file
 
 LEVELS = range(6)
 
@@ -225,7 +226,7 @@ def last_stage(folder):
 def unfinished(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
-    extra = hsdp.peek(folder)
+    extra = hsdp.load_extra(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
     return (
         f"unfinished: step {step} of {steps}"
@@ -236,17 +237,15 @@ def unfinished(folder):
 
 def load(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
-    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is `unfinished`.
-    """
+    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
+    `unfinished`."""
     path = last_stage(folder)
-    extra = hsdp.peek(path)
+    extra = hsdp.load_extra(path)
     # than these knobs: had them so
     older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
-    tokenizer, model = (
-        rollout.Tokenizer(**extra["tokenizer"]),
-        config_of(extra["model"]).build_model(),
-    )
+    tokenizer = make_tokenizer(**extra["tokenizer"])
+    model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
     if not plain:
         fast.accelerate(model)
@@ -285,9 +284,7 @@ def attempt(
     )
     temperature = config["temperature"] if temperature is None else temperature
     sampler = make_sampler(model, tokenizer, config, temperature)
-    groups = rollout.rollouts(
-        sampler, tasks, passes, seed, limits, world_sandbox.Sandbox(), compact, numbers
-    )
+    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.judged(groups)
     if lost:
@@ -714,7 +711,7 @@ def write_json(policies, path, extra=None):
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    published model as `load` gives it or None).
+    configuration that the last one was made with, the published model as `load` gives it or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -726,7 +723,7 @@ def find_policies(config, given, sizes, load_published):
     trained = hsdp.exists(out / "rl")
     before = out / "sft"
     if not hsdp.exists(before):
-        begun = hsdp.peek(out / "rl")["config"]["start_from"] if trained else ""
+        begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
         before = Path(config.start_from or begun or config.out) / "sft"
     paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
     paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
@@ -734,7 +731,7 @@ def find_policies(config, given, sizes, load_published):
         published = load_published()
         paths = {"published": Path(config.init_from)}
     if not paths:
-        raise world_task.Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+        raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
 
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
@@ -746,7 +743,7 @@ def find_policies(config, given, sizes, load_published):
     last = list(labelled.values())[-1]
     made = published[2] if published else load(last)[2]
     if config.init_from not in ("", made["init_from"]):
-        raise world_task.Refusal(
+        raise Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
@@ -756,21 +753,21 @@ def find_policies(config, given, sizes, load_published):
         # A run older than a flag was made with its default.
         before = made.get(name, getattr(type(config), name))
         if given.get(name, before) != before:
-            raise world_task.Refusal(
+            raise Refusal(
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
     as_made = {name: made[name] for name in rules}
     # These may be asked for otherwise.
     for name in ("temperature", "distinct"):
         as_made[name] = given.get(name, made.get(name, getattr(config, name)))
-    return replace(config, **as_made), labelled, published
+    return replace(config, **as_made), labelled, made, published
 
 
-def evaluate(run, config, paths, published, make_task, describe_cost):
+def evaluate(run, config, paths, made, published, make_task, describe_cost):
     """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
-    share of the tasks. paths, published, config: see find_policies; run: train.py's; make_task:
-    (configuration, level, number) -> a task that RL has seen; describe_cost: called on every rank
-    at the end, gives a line on what the command took."""
+    share of the tasks. config, paths, made, published: see find_policies; run: train.py's;
+    make_task: (configuration, level, number) -> a task that RL has seen; describe_cost: called on
+    every rank at the end, gives a line on what the command took."""
     out = Path(config.out)
     trained = hsdp.exists(out / "rl")
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
@@ -785,9 +782,8 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
     # Tasks that no policy has seen, and, where RL had a fixed number of tasks, those as well.
     held = held_out(config.eval_tasks, range(config.eval_levels))
     if config.tasks:
-        held = task_file.read_tasks(config.tasks)
+        held = read_tasks(config.tasks)
     jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
-    made = published[2] if published else load(list(paths.values())[-1])[2]
     if config.distinct and not config.tasks and trained:
         number = min(config.distinct, config.eval_tasks)
         own = replace(config, **{name: made[name] for name in ("seed", "harden", "documented")})
@@ -823,7 +819,8 @@ def evaluate(run, config, paths, published, make_task, describe_cost):
 
 
 def find_kept_table(config, made_from):
-    """The table in summary.json, if the same evaluation of the same checkpoints is there, else "" """
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
+    empty text"""
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature", "distinct", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]

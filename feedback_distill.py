@@ -29,11 +29,9 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
 """
 
 import argparse
-import json
 import os
 import re
 import sys
-from bisect import bisect
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -44,8 +42,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import find_calls, hint_turn, read_json_object, spoken_text
-from world.task import ARGUMENTS
+from rollout import Tokenizer, hint_turn, spoken_text
+from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
 KNOBS = "placebo", "divergence", "teacher", "teacher_rate"
@@ -207,67 +205,16 @@ def span(tokenizer, turn, hint):
     may be none to make, and the name. On the arguments of a tool that does not exist, a reminder of
     the tools has nothing to say. Of code style the token that breaks the rule, not the code around
     it."""
-    body = turn.tokens[turn.head :]
     if hint.kind == "unavailable_tool":
-        n, where = [call.error for call in turn.calls].index("unknown_tool"), None
-    elif hint.kind == "code_style":
+        n = [call.error for call in turn.calls].index("unknown_tool")
+        return tokenizer.find_call_name(turn, n)
+    if hint.kind == "code_style":
         rule = [name for name, (said, _) in STYLE.items() if hint.text.endswith(said)]
-        n, (_, where) = next(
+        n, (_, place) = next(
             (n, found) for n, call in enumerate(turn.calls) if (found := breach(call, rule))
         )
-    else:
-        return 0, len(body)
-    if tokenizer.chat and tokenizer.chat.call:
-        return chat_span(tokenizer, body, turn.calls[n], n, where)
-    first = [i for i, token in enumerate(body) if token == tokenizer.id["<|call|>"]][n]
-    if where is None:
-        return first, next(i for i in range(first + 1, len(body)) if body[i] in tokenizer.name)
-    # edit_file's path, old, new
-    first = [i for i in range(first, len(body)) if body[i] == tokenizer.id["<|arg|>"]][2] + 1
-    broken = first + bisect(
-        range(first, len(body)), where, key=lambda i: len(tokenizer.decode(body[first : i + 1]))
-    )
-    return broken, broken + 1
-
-
-def chat_span(tokenizer, body, call, n, where):
-    """The same of the n-th call where calls have the form of a published model: its name, or the
-    place `where` in the text that an edit writes, and the tokens that they fall into"""
-    block = find_calls(tokenizer, body)[n]
-
-    def token(character):
-        """The token of the body that this character of the call's text falls into"""
-        length = lambda i: len(tokenizer.marked(body[block.inside : i + 1], tokenizer.chat.marks()))
-        return bisect(range(block.inside, len(body)), character, key=length) + block.inside
-
-    if where is None:
-        return block.start, token(block.name_end - 1) + 1
-    # the arguments are JSON inside of JSON
-    if block.arguments_at < 0:
-        return 0, len(body)
-    start = block.text[: block.arguments_at]
-    rest = block.text[block.arguments_at :]
-    _, new, _ = read_json_members(rest)["new"]
-    broken = token(len(start) + string_position(rest, new, where))
-    return (broken, broken + 1) if broken < len(body) else (0, len(body))
-
-
-def read_json_members(text):
-    """The members of the JSON object that a text begins with, whatever stands behind it"""
-    _, end = json.JSONDecoder().raw_decode(text)
-    return read_json_object(text[:end])
-
-
-CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.S)
-
-
-def string_position(text, start, count):
-    """Where in a JSON string, which begins at `start` with its quote, the character number `count`
-    of its value is written"""
-    at = start + 1
-    for _ in range(count):
-        at = CHARACTER.match(text, at).end()
-    return at
+        return tokenizer.find_written_character(turn, n, place)
+    return 0, len(turn.tokens) - turn.head
 
 
 def muted(tokenizer, kind):
@@ -305,8 +252,8 @@ class Hint:
     text: str
 
 
-def detect(chain, rules=RULES, critic=None, per_chain=None):
-    """-> the first `per_chain` Hints of a chain, at most one per turn. `rules`: a dict of
+def detect(chain, rules=RULES, critic=None):
+    """-> the Hints of a chain, at most one per turn. `rules`: a dict of
     functions, or names out of RULES. `critic`, any function (chain, episode, turn) -> text or None,
     is asked instead of the rules: a model, for instance."""
     unknown = [name for name in rules if name not in RULES and not isinstance(rules, dict)]
@@ -325,7 +272,7 @@ def detect(chain, rules=RULES, critic=None, per_chain=None):
                 if turn.role == "assistant"
             )
             hints += [Hint(e, i, kind, text) for kind, text in said if text][:1]
-    return hints[:per_chain]
+    return hints
 
 
 # ---------------------------------------------------------------- splicing and packing
@@ -379,7 +326,6 @@ class Targets:
     hint: torch.Tensor  # (N,) index into `hinted` of the hint it belongs to
     # (N,) a token that the hint says nothing about, -1 = none: see mute
     muted: torch.Tensor
-    skipped: int = 0  # hints that did not fit the window
     real_tokens: int = 0  # of the teacher's input, without padding
 
     def __len__(self):
@@ -392,32 +338,27 @@ class Targets:
         )
 
 
-def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
+def pack(episodes, hinted, keep_empty=False):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
     any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
     speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
-    places: (row, first position) of each episode in that batch, default (index, 0). Each hint gets
-    a row of its own, since a second hint in the same row would change the context by more than
+    Each hint gets a row of its own, since a second hint in the same row would change the context by more than
     itself. An empty hint says nothing and is dropped, which makes its loss exactly 0;
     keep_empty=True keeps it as a placebo (what an EMA teacher teaches without a hint). Without any
     hint one row of one token remains: all ranks run the same forward."""
-    rows, columns, skipped = [], [], 0
+    rows, columns = [], []
     for index, (episode, turn, hint, *about) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
         cut = splice(episodes[episode], turn, hint)
-        if window and len(cut.teacher) > window:
-            skipped += 1
-            continue
-        r, first = places[episode] if places else (episode, 0)
         n = np.arange(*(about[0] if about else (cut.targets,)))
         columns.append(
             np.stack(
                 [
                     0 * n + len(rows),
                     n + cut.above + cut.hint,
-                    0 * n + r,
-                    n + first + cut.above,
+                    0 * n + episode,
+                    n + cut.above,
                     np.array(cut.student)[cut.above + 1 + n],
                     0 * n + index,
                     0 * n + (about[1] if len(about) > 1 else -1),
@@ -427,11 +368,9 @@ def pack(episodes, hinted, places=None, window=None, keep_empty=False, pad=0):
         rows.append(cut.teacher)
     S = max(map(len, rows), default=1)
     # (R, S)
-    tokens = torch.tensor([row + [pad] * (S - len(row)) for row in rows] or [[pad]])
+    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])
     columns = np.concatenate(columns, 1) if columns else np.zeros((7, 0))
-    return Targets(
-        tokens, *torch.from_numpy(columns.astype(np.int64)), skipped, sum(map(len, rows))
-    )
+    return Targets(tokens, *torch.from_numpy(columns.astype(np.int64)), sum(map(len, rows)))
 
 
 # ---------------------------------------------------------------- divergence and loss
@@ -506,11 +445,6 @@ def feedback_loss(student, teacher, count, **options):
         if len(student)
         else student.sum() * 0
     )
-
-
-def coefficient(step, final, warmup):
-    """Weight of the feedback loss at a step counted from 0: linear up to `final`."""
-    return final * min(1.0, (step + 1) / max(warmup, 1))
 
 
 # ---------------------------------------------------------------- teacher
@@ -592,7 +526,7 @@ PHANTOM = "open_browser"  # a tool that exists in the model's habits only
 OFFERED = ("read_file", "edit_file", "run_command", "search_codebase")
 
 
-class Words:
+class Words(Tokenizer):
     """A tokenizer for the demo: one id per word."""
 
     def __init__(self):
@@ -601,7 +535,7 @@ class Words:
             f"<|{name}|>" for name in ("pad", "user", "assistant", "tool", "hint", "call", "end")
         ]
         self.names = list(dict.fromkeys(controls + text.split()))
-        self.id, self.chat = {name: i for i, name in enumerate(self.names)}, None
+        self.id = {name: i for i, name in enumerate(self.names)}
 
     def encode(self, text):
         return [self.id[word] for word in re.findall(r"\w+|[^\w\s]", text)]
@@ -717,9 +651,9 @@ def teach(model, words, rng, held_out, steps=20):
         student = logits_at(
             model, toy_batch(chains)[0], targets.student_row, targets.student_position
         )
-        loss = coefficient(step, 1.0, 5) * feedback_loss(
-            student, teacher(targets), len(targets), token_cap=10.0
-        )
+        # The first steps are small.
+        warmup = min(1.0, (step + 1) / 5)
+        loss = warmup * feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -644,14 +644,27 @@ def balance(model, rate=1e-3, reduce=lambda counts: counts):
     return max(1.0, float(torch.stack(ratios).max())) if ratios else 1.0
 
 
-def mtp_loss(model, tokens, hidden):
-    """Self-distillation, as Composer's: tokens (B, T), hidden (B, T, D) = model(tokens) of whole
-    sequences -> KL from the main head's distribution at t + 1 to the draft's at t, the mean over B
-    * (T - 1) places. A sampled token would teach less."""
+def mtp_loss(model, tokens, hidden, places=None):
+    """Self-distillation, as Composer's: tokens (B, T), -1 = padding, hidden (B, T, D) =
+    model(tokens) of whole sequences -> KL from the main head's distribution at t + 1 to the
+    draft's at t, the sum over all places that have a token behind them, divided by `places` (default:
+    their number, so the mean). A sampled token would teach less."""
+    following = tokens[:, 1:]
+    real = following >= 0
     with torch.no_grad():
         target = model.logits(hidden[:, 1:]).log_softmax(-1)
-    draft = model.draft(hidden[:, :-1], tokens[:, 1:]).log_softmax(-1)
-    return F.kl_div(draft, target, reduction="sum", log_target=True) / draft[..., 0].numel()
+    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
+    divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
+    return (divergence * real).sum() / (real.sum().clamp(min=1) if places is None else places)
+
+
+@torch.no_grad()
+def count_draft_hits(model, tokens, hidden):
+    """As mtp_loss -> how many places have a draft that is the main head's own first choice. Over
+    the number of places: the share that speculative decoding accepts."""
+    following = tokens[:, 1:]
+    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
+    return ((draft == model.logits(hidden[:, 1:]).argmax(-1)) & (following >= 0)).sum()
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ do that (Newton-Schulz), no SVD:
 
     m <- mu m + (1-mu) g        u = (1-mu) g + mu m  (Nesterov)        X = u / |u|_F
     X <- (a I + b A + c A^2) X  with A = X X^T, five times             an odd polynomial acts on the singular values only
-    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C)) or sqrt(max(1, R/C))
+    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C))
 
 Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural
 granularity, per attention head and per expert; same-shaped tensors are batched, all-to-all brings
@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
 from datetime import timedelta
+from itertools import compress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -43,28 +44,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# One (a, b, c) per step; the last repeats if more steps are asked for. Sources: Keller Jordan
-# (quintic), modded-nanogpt (five_step), arXiv 2505.16932 with modded-nanogpt's 2 % safety margin
-# (polar_express).
-COEFFICIENTS = {
-    "quintic": ((3.4445, -4.7750, 2.0315),),
-    "five_step": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ),
-}
-# its first polynomial leaves [0, 1] soon after 1, and bf16 rounding reaches beyond
-MARGIN = {"polar_express": 1.02}
+# (a, b, c) of the polynomial, at every step (Keller Jordan)
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
 # on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
 CACHE_BYTES = {torch.bfloat16: 3 << 20}
 
@@ -72,7 +53,26 @@ CACHE_BYTES = {torch.bfloat16: 3 << 20}
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 
-def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None, iterate=None):
+def newton_schulz(X, table, out):
+    """out <- p_k(...p_1(X)) for X (N, R, C) of norm 1 at most, p_i(X) = (a I + b A + c A^2) X with
+    A = X X^T (N, m, m), on the small side: the transpose of a tall X is multiplied. table: the (a,
+    b, c) of each step."""
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    for a, b, c in table:
+        A = X @ X.mT
+        B = b * A + c * A @ A
+        X = a * X + B @ X
+    return out.copy_(X.mT if tall else X)
+
+
+def step_scale(rows, columns):
+    """Length of one update: its entries get an RMS of about 0.2, as AdamW's have (Moonlight), so
+    that both share a learning rate and a weight decay."""
+    return 0.2 * max(rows, columns) ** 0.5
+
+
+def orthogonalize(G, steps=5, dtype=None, out=None, iterate=None):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
@@ -81,31 +81,33 @@ def orthogonalize(G, steps=5, coefficients="quintic", dtype=None, out=None, iter
     depend on its company. out may be G itself. iterate: what to do in the place of newton_schulz.
     """
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    assert (
-        coefficients in COEFFICIENTS
-    ), f"coefficients is one of {sorted(COEFFICIENTS)}, not {coefficients!r}"
     dtype, iterate = dtype or torch.bfloat16, iterate or newton_schulz
-    out = torch.empty(G.shape, dtype=G.dtype, device=G.device) if out is None else out
+    if out is None:
+        out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
     if not G.numel():
         return out
     if not out.is_contiguous():
-        return out.copy_(orthogonalize(G, steps, coefficients, dtype, iterate=iterate))
+        return out.copy_(orthogonalize(G, steps, dtype, iterate=iterate))
+
+    # Zeros up to whole cache lines: on some CPUs the last bit hangs on where in a line a matrix
+    # begins, so on its company.
     R, C = G.shape[-2:]
-    # zeros up to whole cache lines: on some CPUs the last bit hangs
-    if G.device.type == "cpu" and (R % 8 or C % 8):
-        # on where in a line a matrix begins, so on its company
+    on_cpu = G.device.type == "cpu"
+    if on_cpu and (R % 8 or C % 8):
         padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))
-        whole = orthogonalize(padded, steps, coefficients, dtype, iterate=iterate)
+        whole = orthogonalize(padded, steps, dtype, iterate=iterate)
         return out.copy_(whole[..., :R, :C])
-    X, O = G.reshape(-1, *G.shape[-2:]), out.view(-1, *G.shape[-2:])  # (N, R, C)
-    rows, chunk = COEFFICIENTS[coefficients], max(1, len(X))
-    if G.device.type == "cpu":
-        chunk = cpu_chunk(X[0].numel(), dtype)
-    table = [rows[min(i, len(rows) - 1)] for i in range(steps)]
-    for x, o in zip(X.split(chunk), O.split(chunk)):
-        result = o if o.dtype == dtype else torch.empty(o.shape, dtype=dtype, device=o.device)
-        iterate(unit_norm(x, dtype, MARGIN.get(coefficients, 1.0)), table, result)
-        o.copy_(result) if result is not o else None
+
+    matrices, results = G.reshape(-1, R, C), out.view(-1, R, C)  # (N, R, C)
+    chunk = cpu_chunk(R * C, dtype) if on_cpu else len(matrices)
+    for X, result in zip(matrices.split(chunk), results.split(chunk)):
+        # The iteration writes into the result itself where the dtypes are the same.
+        made = result
+        if result.dtype != dtype:
+            made = torch.empty(result.shape, dtype=dtype, device=result.device)
+        iterate(unit_norm(X, dtype), [COEFFICIENTS] * steps, made)
+        if made is not result:
+            result.copy_(made)
     return out
 
 
@@ -125,7 +127,7 @@ EXPONENT_BITS = {
 }
 
 
-def unit_norm(X, dtype, margin=1.0):
+def unit_norm(X, dtype):
     """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
     of the products.
 
@@ -140,7 +142,7 @@ def unit_norm(X, dtype, margin=1.0):
     if X.device.type != "cpu" or not has_ordinary_norms(X):
         X = X / power_of_two_below(X)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return (X / (norm * margin).clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
+    return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
 
 
 def has_ordinary_norms(X):
@@ -157,45 +159,6 @@ def power_of_two_below(X):
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
     whole, mask = EXPONENT_BITS[X.dtype]
     return (largest.view(whole) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
-
-
-def newton_schulz(X, table, out):
-    """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m,
-    m), on the small side: the transpose of a tall X is multiplied."""
-    tall = X.shape[1] > X.shape[2]
-    X = X.mT if tall else X
-    for a, b, c in table:
-        A = X @ X.mT
-        B = b * A + c * A @ A
-        X = a * X + B @ X
-    return out.copy_(X.mT if tall else X)
-
-
-def step_scale(rule, rows, columns):
-    """Length of one update: "rms" makes its RMS about 0.2, as AdamW's (Moonlight); "spectral" sizes
-    it to the layer's gain."""
-    return 0.2 * max(rows, columns) ** 0.5 if rule == "rms" else max(1.0, rows / columns) ** 0.5
-
-
-@torch.no_grad()
-def qk_clip(query, key, max_logits, threshold=100.0, rope=0):
-    """QK-clip (Kimi K2), after a step: shrink the heads whose largest attention logit passed the
-    threshold.
-
-    query (H, r, D), key (K, r', D), K dividing H, plain or sharded; max_logits (H,), equal on every
-    rank. Each head's logits shrink by gamma = min(1, threshold / max_logit). The key head takes the
-    root of its smallest gamma, its query heads the rest; the last `rope` rows of a query face a
-    rotary key that all heads share (MLA) and take all of gamma."""
-    gamma = (threshold / max_logits.float().clamp(min=1e-12)).clamp(max=1.0)  # (H,)
-    key_factor = gamma.view(len(key), -1).amin(1).sqrt()  # (K,)
-    query_factor = gamma / key_factor.repeat_interleave(len(query) // len(key))  # (H,)
-    rows = torch.arange(query.shape[1], device=gamma.device) < query.shape[1] - rope  # (r,)
-    for weight, factor in (
-        (query, torch.where(rows, query_factor[:, None], gamma[:, None])),
-        (key, key_factor[:, None].expand(-1, key.shape[1])),
-    ):
-        n0, n1, r0, r1, _, _ = Leaf(weight, "qk_clip").block
-        local(weight).mul_(factor[n0:n1, r0:r1, None].to(weight.dtype))
 
 
 # ---------------------------------------------------------------------------------- who holds what, who computes what
@@ -215,12 +178,14 @@ def block_of(shape, mesh_shape, placements, coordinate):
     """(n0, n1, r0, r1, c0, c1): the block at one coordinate of a mesh. Rows are dealt as
     torch.chunk deals them."""
     spans = [[0, size] for size in shape]
-    for ranks, placement, here in zip(mesh_shape, placements, coordinate):
+    for ranks, placement, index in zip(mesh_shape, placements, coordinate):
         if isinstance(placement, Shard):
             lo, hi = spans[placement.dim]
             size = -(-(hi - lo) // ranks)
-            spans[placement.dim] = [min(lo + here * size, hi), min(lo + (here + 1) * size, hi)]
-    return tuple(edge for span in [[0, 1]] * (3 - len(shape)) + spans for edge in span)
+            spans[placement.dim] = [min(lo + index * size, hi), min(lo + (index + 1) * size, hi)]
+    # A matrix is a stack of one, a vector a stack of one row.
+    spans = [[0, 1]] * (3 - len(shape)) + spans
+    return tuple(edge for span in spans for edge in span)
 
 
 def start_of(tensor):
@@ -232,56 +197,64 @@ def start_of(tensor):
     return edges[::2][len(edges) // 2 - tensor.ndim :]
 
 
-class Leaf:
-    """One Muon parameter and the block of it that each rank holds. All of it follows from shapes:
-    no rank asks another."""
+class ShardedParam:
+    """A Muon parameter as a stack (N, R, C), and the block of it that each rank holds. All of it
+    follows from shapes: no rank asks another."""
 
     def __init__(self, param, name, group=0, column_blocks=1, replicas=None):
-        self.param, self.name, self.group = param, name, group  # group: its index in the optimizer
+        self.param, self.name = param, name
+        self.group = group  # its index in the optimizer
         self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
-        self.width = self.shape[2] // column_blocks  # columns of a unit
-        self.process_group, self.me, self.replica = None, 0, [()]
-        self.blocks = [block_of(param.shape, (), (), ())]
+        self.unit_columns = self.shape[2] // column_blocks
+
+        # One process with all of it, unless a mesh or a group of replicas says otherwise.
+        self.process_group, self.rank = None, 0
+        self.blocks = [block_of(param.shape, (), (), ())]  # by rank
+        self.copies = [()]  # by rank: the copy of the parameter that its block belongs to
         if isinstance(param, DTensor):
             self.read_mesh(param.device_mesh, param.placements)
         elif replicas is not None:
-            self.process_group, self.me, world = (
-                replicas,
-                dist.get_rank(replicas),
-                dist.get_world_size(replicas),
-            )
-            self.blocks, self.replica = self.blocks * world, [(rank,) for rank in range(world)]
-        self.block = self.blocks[self.me]
+            self.process_group, self.rank = replicas, dist.get_rank(replicas)
+            world = dist.get_world_size(replicas)
+            self.blocks = self.blocks * world
+            self.copies = [(rank,) for rank in range(world)]
+        self.block = self.blocks[self.rank]
+
         self.holders = defaultdict(list)  # stack index -> ranks that hold some of it
         for rank, (n0, n1, r0, r1, c0, c1) in enumerate(self.blocks):
-            for n in range(n0, n1) if r0 < r1 and c0 < c1 else ():
-                self.holders[n].append(rank)
+            if r0 < r1 and c0 < c1:
+                for n in range(n0, n1):
+                    self.holders[n].append(rank)
 
     def read_mesh(self, mesh, placements):
         self.process_group = mesh_group(mesh)
         ranks = dist.get_process_group_ranks(self.process_group)
-        # mesh coordinate of each rank
-        where = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]
-        self.me = ranks.index(dist.get_rank())
-        self.blocks = [block_of(self.param.shape, mesh.shape, placements, at) for at in where]
-        # ranks that agree on the replicated mesh dimensions hold one whole copy of the parameter
-        # between them
-        self.replica = [
-            tuple(c for c, p in zip(at, placements) if isinstance(p, Replicate)) for at in where
+        self.rank = ranks.index(dist.get_rank())
+        coordinates = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]
+        self.blocks = [
+            block_of(self.param.shape, mesh.shape, placements, coordinate)
+            for coordinate in coordinates
         ]
-        n0, n1, r0, r1, c0, c1 = self.blocks[self.me]
-        have, want = tuple(stacked(local(self.param)).shape), (n1 - n0, r1 - r0, c1 - c0)
-        if have != want and local(self.param).numel() + want[0] * want[1] * want[2]:
+
+        # Ranks that agree on the replicated mesh dimensions hold one whole copy of the parameter
+        # between them.
+        replicated = [isinstance(placement, Replicate) for placement in placements]
+        self.copies = [tuple(compress(coordinate, replicated)) for coordinate in coordinates]
+
+        # What torch has dealt must be what is calculated here.
+        n0, n1, r0, r1, c0, c1 = self.blocks[self.rank]
+        found, expected = tuple(stacked(local(self.param)).shape), (n1 - n0, r1 - r0, c1 - c0)
+        if found != expected and (local(self.param).numel() or math.prod(expected)):
             raise ValueError(
-                f"{self.name}: this rank holds {have} of {self.shape}; {placements} says {want}"
+                f"{self.name}: this rank holds {found} of {self.shape}; {placements} says {expected}"
             )
 
     def units(self):
-        return [
-            Unit(self, n, c)
-            for n in range(self.shape[0])
-            for c in range(0, self.shape[2], self.width)
-        ]
+        found = []
+        for n in range(self.shape[0]):
+            for column in range(0, self.shape[2], self.unit_columns):
+                found.append(Unit(self, n, column))
+        return found
 
     def matrix(self, tensor, n):
         """Layer n of what this rank holds of a tensor shaped like the parameter: (rows here,
@@ -299,37 +272,41 @@ def mesh_group(mesh):
 
 class Unit:
     """A matrix that is orthogonalised as a whole: layer n of a stack, columns `column` to `column +
-    width`."""
+    unit_columns`."""
 
-    __slots__ = ("leaf", "n", "column", "owner", "shape", "cost")
+    __slots__ = ("sharded", "n", "column", "owner", "shape", "cost")
 
-    def __init__(self, leaf, n, column):
-        self.leaf, self.n, self.column, self.owner = leaf, n, column, 0
-        self.shape = (leaf.shape[1], leaf.width)  # (R, C)
-        self.cost = leaf.shape[1] * leaf.width * min(self.shape)  # a Newton-Schulz step is m m n
+    def __init__(self, sharded, n, column):
+        self.sharded, self.n, self.column = sharded, n, column
+        self.owner = 0  # the rank that orthogonalises it
+        self.shape = (sharded.shape[1], sharded.unit_columns)  # (R, C)
+        self.cost = math.prod(self.shape) * min(self.shape)  # a Newton-Schulz step is m m n
 
     def piece(self, rank):
         """The part of the unit in a rank's block, as slices (rows, columns) of the unit."""
-        _, _, r0, r1, c0, c1 = self.leaf.blocks[rank]
+        _, _, r0, r1, c0, c1 = self.sharded.blocks[rank]
         left = max(c0 - self.column, 0)
-        return slice(r0, r1), slice(left, max(min(c1 - self.column, self.shape[1]), left))
+        right = max(min(c1 - self.column, self.shape[1]), left)
+        return slice(r0, r1), slice(left, right)
 
     @staticmethod
     def size(piece):
-        return (piece[0].stop - piece[0].start) * (piece[1].stop - piece[1].start)
+        rows, columns = piece
+        return (rows.stop - rows.start) * (columns.stop - columns.start)
 
     def holders(self):
-        return [rank for rank in self.leaf.holders[self.n] if self.size(self.piece(rank))]
+        """Ranks that hold a piece of it"""
+        return [rank for rank in self.sharded.holders[self.n] if self.size(self.piece(rank))]
 
-    def whole(self, rank):
-        return self.size(self.piece(rank)) == self.shape[0] * self.shape[1]
+    def is_whole_on(self, rank):
+        return self.size(self.piece(rank)) == math.prod(self.shape)
 
     def travels(self):
         return any(rank != self.owner for rank in self.holders())
 
-    def here(self, matrix):
+    def local_part(self, matrix):
         """The part of a local matrix (rows here, columns here) that belongs to this unit."""
-        c0 = self.leaf.block[4]
+        c0 = self.sharded.block[4]
         return matrix[:, max(self.column - c0, 0) : max(self.column + self.shape[1] - c0, 0)]
 
 
@@ -337,17 +314,18 @@ def assign_owners(units):
     """Who orthogonalises what, from shapes alone: a unit that lies whole on a rank stays there, the
     rest goes, dearest first, to the least loaded. Replicas hold the same units, and each unit is
     done by one of them only."""
-    load, away = [0] * len(units[0].leaf.blocks), []
+    load, spread_out = [0] * len(units[0].sharded.blocks), []
     for unit in units:
-        whole = [rank for rank in unit.holders() if unit.whole(rank)]
-        if whole:
-            unit.owner = min(whole, key=load.__getitem__)
+        candidates = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
+        if candidates:
+            unit.owner = min(candidates, key=load.__getitem__)
             load[unit.owner] += unit.cost
         else:
-            away.append(unit)
+            spread_out.append(unit)
+
     queue = [(cost, rank) for rank, cost in enumerate(load)]
     heapq.heapify(queue)
-    for unit in sorted(away, key=lambda unit: -unit.cost):
+    for unit in sorted(spread_out, key=lambda unit: -unit.cost):
         cost, unit.owner = queue[0]
         heapq.heapreplace(queue, (cost + unit.cost, unit.owner))
 
@@ -357,88 +335,119 @@ Route = namedtuple("Route", "rank unit piece")
 
 
 class Task:
-    """Units that are computed, and travel, together. Its four lists of routes say what crosses the
-    wire, in what order."""
+    """Units that are computed, and travel, together. Routes say which pieces cross the wire, in
+    which order:
+
+    sends           momentum of units that others own, to their owners
+    recvs           momentum of the units that this rank owns, from whoever holds a piece
+    result_sends    what became of them, back to whoever holds a piece
+    result_recvs    what became of the others, from their owners"""
 
     def __init__(self, units):
-        self.leaf, self.number, me = units[0].leaf, 0, units[0].leaf.me
-        self.gather, self.arrive, self.spread, self.settle = [], [], [], []
-        self.mine = [unit for unit in units if unit.owner == me]
-        # [parameter, lo, hi): runs of stack indices that this rank holds some of; momentum goes by
-        # run
-        self.slabs = []
+        sharded = units[0].sharded  # what all of them share: group, rank, device
+        self.process_group, self.device = sharded.process_group, sharded.param.device
+        self.rank, self.world = sharded.rank, len(sharded.blocks)
+        self.number = 0  # in the log of events
+        self.owned = [unit for unit in units if unit.owner == self.rank]
+        self.local_ranges = find_local_ranges(units, self.rank)
+
+        self.sends, self.recvs, self.result_sends, self.result_recvs = [], [], [], []
         for unit in units:
-            self.route(unit, me)
-            held, (leaf, lo, hi) = me in unit.leaf.holders[unit.n], (
-                self.slabs[-1] if self.slabs else (None, 0, 0)
-            )
-            if held and leaf is unit.leaf and unit.n <= hi:
-                self.slabs[-1][2] = max(hi, unit.n + 1)
-            elif held:
-                self.slabs.append([unit.leaf, unit.n, unit.n + 1])
-        for routes in (self.gather, self.arrive, self.spread, self.settle):
-            # stable: within a rank the order of the units, on both ends
+            self.add_routes(unit)
+        # By rank, as all-to-all wants it. The sort is stable: within a rank the order of the units,
+        # on both ends.
+        for routes in (self.sends, self.recvs, self.result_sends, self.result_recvs):
             routes.sort(key=lambda route: route.rank)
-        # known to every rank, also to one that neither sends nor receives
-        self.moves = any(unit.travels() for unit in units)
-        self.gathers = any(not unit.whole(unit.owner) for unit in units)
 
-    def route(self, unit, me):
-        replica, owner, mine = unit.leaf.replica, unit.owner, unit.piece(me)
+        # Every rank takes part in a collective, also one that neither sends nor receives.
+        self.gathers = any(not unit.is_whole_on(unit.owner) for unit in units)
+        self.returns = any(unit.travels() for unit in units)
+
+    def add_routes(self, unit):
+        owner, copies = unit.owner, unit.sharded.copies
         for rank in unit.holders():
-            if rank == owner or me not in (rank, owner):
+            # What stays on its rank crosses no wire, and what two others exchange is not ours.
+            if rank == owner or self.rank not in (rank, owner):
                 continue
-            # the owner collects from its own replica and answers them all: that way
-            near = replica[rank] == replica[owner]
-            # the all-gather over replicas costs no collective of its own
-            if rank == me:
-                self.gather.extend([Route(owner, unit, mine)] * near)
-                self.settle.append(Route(owner, unit, mine))
+            # The owner collects from its own copy of the parameter and answers all copies. That
+            # way the all-gather over copies costs no collective of its own.
+            same_copy = copies[rank] == copies[owner]
+            if rank == self.rank:
+                route = Route(owner, unit, unit.piece(rank))
+                self.sends += [route] * same_copy
+                self.result_recvs.append(route)
             else:
-                self.arrive.extend([Route(rank, unit, unit.piece(rank))] * near)
-                self.spread.append(Route(rank, unit, unit.piece(rank)))
+                route = Route(rank, unit, unit.piece(rank))
+                self.recvs += [route] * same_copy
+                self.result_sends.append(route)
 
 
-def plan_tasks(leaves, itemsize, task_bytes, window):
+def find_local_ranges(units, rank):
+    """[[parameter, lo, hi]]: the runs of stack indices of which this rank holds some. Momentum goes
+    run by run, a few calls for many units."""
+    ranges = []
+    for unit in units:
+        if rank not in unit.sharded.holders[unit.n]:
+            continue
+        if ranges and ranges[-1][0] is unit.sharded and unit.n <= ranges[-1][2]:
+            ranges[-1][2] = max(ranges[-1][2], unit.n + 1)
+        else:
+            ranges.append([unit.sharded, unit.n, unit.n + 1])
+    return ranges
+
+
+def plan_tasks(sharded_params, itemsize, task_bytes, window):
     """Cut all units into tasks: per process group those that move, about a third of the bytes each
     so that there is something to overlap, at most task_bytes per rank; then those that stay, in
     cache-sized tasks that fill the waiting time."""
-    groups, moving, staying = defaultdict(list), [], []
-    for leaf in leaves:
-        groups[leaf.process_group].extend(leaf.units())
-    for units in groups.values():
+    by_group = defaultdict(list)
+    for sharded in sharded_params:
+        by_group[sharded.process_group].extend(sharded.units())
+
+    moving, staying = [], []
+    for units in by_group.values():
         assign_owners(units)
-        # the column blocks of one matrix stay together: they share its momentum
-        rows = defaultdict(list)
+
+        # Dearest first. The column blocks of one matrix stay together: they share its momentum.
+        matrices = defaultdict(list)
         for unit in sorted(units, key=lambda unit: (-unit.cost, unit.shape)):
-            rows[unit.leaf, unit.n].append(unit)
-        moves = {key: any(unit.travels() for unit in row) for key, row in rows.items()}
-        size = itemsize * sum(
-            leaf.shape[1] * leaf.shape[2] for (leaf, _), moved in moves.items() if moved
-        )
-        bound = min(max(size // 3, 1 << 12), task_bytes * len(units[0].leaf.blocks))
-        moving += cut([row for key, row in rows.items() if moves[key]], itemsize, bound)
-        mine = [
-            row
-            for key, row in rows.items()
-            if not moves[key] and any(unit.owner == key[0].me for unit in row)
-        ]
-        staying += cut(
-            mine,
-            itemsize,
-            CACHE_BYTES[torch.bfloat16] if units[0].leaf.param.device.type == "cpu" else task_bytes,
-        )
-    for number, task in enumerate(moving + staying):
-        task.number = number + 1
+            matrices[unit.sharded, unit.n].append(unit)
+
+        # A matrix moves if any block of it does. What stays on another rank is not our work.
+        travelling, at_home = [], []
+        for (sharded, _), blocks in matrices.items():
+            if any(unit.travels() for unit in blocks):
+                travelling.append(blocks)
+            elif any(unit.owner == sharded.rank for unit in blocks):
+                at_home.append(blocks)
+
+        sharded = units[0].sharded
+        third = sum(matrix_bytes(blocks, itemsize) for blocks in travelling) // 3
+        bound = min(max(third, 1 << 12), task_bytes * len(sharded.blocks))
+        moving += cut_tasks(travelling, itemsize, bound)
+        on_cpu = sharded.param.device.type == "cpu"
+        bound = CACHE_BYTES[torch.bfloat16] if on_cpu else task_bytes
+        staying += cut_tasks(at_home, itemsize, bound)
+
+    for number, task in enumerate(moving + staying, start=1):
+        task.number = number
+    # The first of those that move are under way while those that stay multiply.
     return moving[: window - 1] + staying + moving[window - 1 :]
 
 
-def cut(rows, itemsize, bound):
+def matrix_bytes(blocks, itemsize):
+    """Of the matrix that these column blocks make up, on the wire"""
+    _, rows, columns = blocks[0].sharded.shape
+    return itemsize * rows * columns
+
+
+def cut_tasks(matrices, itemsize, bound):
     """Tasks that close as soon as they hold `bound` bytes."""
     tasks, units, size = [], [], 0
-    for row in rows:
-        units, size = units + row, size + itemsize * row[0].leaf.shape[1] * row[0].leaf.shape[2]
-        if size >= bound or row is rows[-1]:
+    for blocks in matrices:
+        units = units + blocks
+        size += matrix_bytes(blocks, itemsize)
+        if size >= bound or blocks is matrices[-1]:
             tasks.append(Task(units))
             units, size = [], 0
     return tasks
@@ -471,15 +480,15 @@ class Muon(torch.optim.Optimizer):
 
     param_groups: dicts with `params` (tensors or (name, tensor) pairs; names serve the error
     messages) and any of: algorithm "muon" or "adamw", lr, weight_decay (decoupled); for Muon
-    momentum, nesterov, ns_steps, coefficients, scale ("rms" or "spectral"), column_blocks
+    momentum, nesterov, ns_steps, column_blocks
     (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection); for
     AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
 
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
     gradients: they share the units. ns_dtype: dtype of the matrix products, and of the wire; on a
-    CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see orthogonalize. check_gradients: NaN and inf raise
-    before anything has changed. task_bytes, window: size of a task per rank, and how many are in
-    flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
+    CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see
+    orthogonalize. check_gradients: NaN and inf raise before anything has changed. task_bytes,
+    window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
     bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves
     it alone). State is fp32. Weights in bf16 are rounded by chance, alike on every rank that holds
     a copy."""
@@ -492,8 +501,6 @@ class Muon(torch.optim.Optimizer):
         nesterov=True,
         weight_decay=0.0,
         ns_steps=5,
-        coefficients="quintic",
-        scale="rms",
         betas=(0.9, 0.95),
         eps=1e-8,
         replicas=None,
@@ -503,7 +510,8 @@ class Muon(torch.optim.Optimizer):
         task_bytes=32 << 20,
         window=3,
     ):
-        self.names, self.leaves, self.plans, self.events, self.traffic = {}, [], {}, None, {}
+        self.names, self.sharded_params, self.plans = {}, [], {}
+        self.events, self.traffic = None, {}
         self.replicas, self.ns_dtype, self.check_gradients = replicas, ns_dtype, check_gradients
         self.newton_schulz = newton_schulz
         self.task_bytes, self.window = task_bytes, window
@@ -517,8 +525,6 @@ class Muon(torch.optim.Optimizer):
                 nesterov=nesterov,
                 weight_decay=weight_decay,
                 ns_steps=ns_steps,
-                coefficients=coefficients,
-                scale=scale,
                 betas=betas,
                 eps=eps,
                 algorithm="muon",
@@ -547,33 +553,26 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group({**group, "params": [p for _, p in pairs]})
         for name, p in pairs:
             self.names[p] = name
-            adamw, wide = options["algorithm"] == "adamw", torch.promote_types(
-                p.dtype, torch.float32
-            )
-            zeros = lambda dtype: torch.zeros_like(p, dtype=dtype)
-            self.state[p] = (
-                dict(exp_avg=zeros(wide), exp_avg_sq=zeros(wide))
-                if adamw
-                else dict(momentum=zeros(torch.float32))
-            )
-            if adamw or p.dtype == torch.bfloat16:
-                self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
-        self.find_leaves()
+            self.state[p] = make_state(p, options["algorithm"])
+        self.find_sharded_params()
 
-    def find_leaves(self):
+    def find_sharded_params(self):
         """What follows from the groups: who holds what of each Muon parameter. Plans are made anew
         at the next step."""
-        self.leaves, self.plans = [], {}
+        self.sharded_params, self.plans = [], {}
         for number, group in enumerate(self.param_groups):
-            for p in group["params"] if group["algorithm"] == "muon" else ():
-                self.leaves.append(
-                    Leaf(p, self.names[p], number, group["column_blocks"], self.replicas)
+            if group["algorithm"] != "muon":
+                continue
+            for p in group["params"]:
+                sharded = ShardedParam(
+                    p, self.names[p], number, group["column_blocks"], self.replicas
                 )
-                self.leaves[-1].order = len(self.leaves)
+                self.sharded_params.append(sharded)
+                sharded.order = len(self.sharded_params)
 
     def __getstate__(self):
         """What copy.deepcopy and pickle take along: torch's part, our settings and the names.
-        Leaves and plans follow from them. A process group is lent to the copy (deepcopy) and
+        Plans follow from them. A process group is lent to the copy (deepcopy) and
         refused by pickle: another process does not have it."""
         names = [[self.names[p] for p in group["params"]] for group in self.param_groups]
         return {
@@ -598,21 +597,24 @@ class Muon(torch.optim.Optimizer):
                 for group, row in zip(self.param_groups, names)
                 for p, name in zip(group["params"], row)
             }
-        self.find_leaves()
+        self.find_sharded_params()
 
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
+        # Groups of earlier versions had a choice. Its default is what is left.
+        for group in state_dict["param_groups"]:
+            for option, kept in (("scale", "rms"), ("coefficients", "quintic")):
+                if group.get(option, kept) != kept:
+                    raise ValueError(f"made with {option}={group[option]}: only {kept} is left")
         super().load_state_dict(state_dict)
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        for n, p in zip(numbers, (p for group in self.param_groups for p in group["params"])):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for n, p in zip(numbers, params):
             if p.dtype != torch.float32:
-                self.state[p].update(
-                    {
-                        key: t.to(p.device, copy=True)
-                        for key, t in state_dict["state"].get(n, {}).items()
-                    }
-                )
+                state = state_dict["state"].get(n, {})
+                for key, tensor in state.items():
+                    self.state[p][key] = tensor.to(p.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -621,162 +623,170 @@ class Muon(torch.optim.Optimizer):
         self.traffic = dict(collectives=0, bytes_received=0)
         if self.check_gradients:
             self.refuse_bad_gradients()
+
+        # AdamW is elementwise: a shard needs nobody.
         for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
                 self.adamw(group, number)
-        leaves = [
-            leaf
-            for leaf in self.leaves
-            if leaf.param.grad is not None or isinstance(leaf.param, DTensor)
-        ]
-        for state in (
-            self.state[leaf.param] for leaf in leaves if leaf.param.dtype == torch.bfloat16
-        ):
-            state["step"] += 1
-        key = tuple(map(id, leaves))
-        if leaves and key not in self.plans:
-            self.plans[key] = plan_tasks(
-                leaves, self.wire_dtype.itemsize, self.task_bytes, self.window
-            )
-        if leaves:
-            self.advance(self.plans[key])
+
+        # Muon. Every rank must take part in the same tasks, so a sharded parameter without gradient
+        # goes along, with gradient 0.
+        active = []
+        for sharded in self.sharded_params:
+            if sharded.param.grad is not None or isinstance(sharded.param, DTensor):
+                active.append(sharded)
+                if sharded.param.dtype == torch.bfloat16:
+                    self.state[sharded.param]["step"] += 1
+        if active:
+            # The plan follows from shapes: it is made once for a set of parameters.
+            key = tuple(map(id, active))
+            if key not in self.plans:
+                self.plans[key] = plan_tasks(
+                    active, self.wire_dtype.itemsize, self.task_bytes, self.window
+                )
+            self.run_tasks(self.plans[key])
         return loss
 
-    def advance(self, tasks):
+    def run_tasks(self, tasks):
         """Round robin over a window of generators: while the messages of one are under way, another
         multiplies."""
-        waiting, live = deque(self.run(task) for task in tasks), deque()
+        waiting, live = deque(self.run_task(task) for task in tasks), deque()
         while waiting or live:
+            # Fill the window first, then go on with whichever has waited longest.
             task = waiting.popleft() if waiting and len(live) < self.window else live.popleft()
             if next(task, "done") != "done":
                 live.append(task)
 
-    def run(self, task):
+    def run_task(self, task):
         """One task from momentum to new weights. It yields where it would wait; its frame owns the
         buffers on the wire."""
-        fresh = self.momentum(task)  # {(leaf, n): (rows here, columns here)}
-        stacks, slots = stack_units(task.mine, self.wire_dtype)
-        home = [unit for unit in task.mine if unit.leaf.me in unit.leaf.holders[unit.n]]
+        # 1) Momentum of what lies here: {(parameter, n): (rows here, columns here)}. Room for the
+        #    units that this rank owns, and those of them of which it holds a piece itself.
+        updates = self.update_momentum(task)
+        stacks, slots = stack_units(task.owned, self.wire_dtype)
+        own_pieces = []
+        for unit in task.owned:
+            if task.rank in unit.sharded.holders[unit.n]:
+                own_pieces.append(unit)
+
+        # 2) Pieces of others' units leave for their owners. Meanwhile our own go to their place.
         if task.gathers:
-            receive = self.exchange(
-                task,
-                task.gather,
-                [unit.here(fresh[unit.leaf, unit.n]) for _, unit, _ in task.gather],
-                task.arrive,
-            )
+            pieces = [unit.local_part(updates[unit.sharded, unit.n]) for _, unit, _ in task.sends]
+            receive = self.start_all_to_all(task, task.sends, pieces, task.recvs)
             self.log(task, "send")
-        copy(
-            [slots[unit][unit.piece(task.leaf.me)] for unit in home],
-            [unit.here(fresh[unit.leaf, unit.n]) for unit in home],
+        copy_tensors(
+            [slots[unit][unit.piece(task.rank)] for unit in own_pieces],
+            [unit.local_part(updates[unit.sharded, unit.n]) for unit in own_pieces],
         )
+
+        # 3) The pieces of our units arrive: they are whole.
         if task.gathers:
             yield
-            copy([slots[unit][piece] for _, unit, piece in task.arrive], receive())
+            copy_tensors([slots[unit][piece] for _, unit, piece in task.recvs], receive())
+
+        # 4) Newton-Schulz, units of equal shape together.
         self.log(task, "multiply")
         for (number, *_), X in stacks.items():
-            group = self.param_groups[number]
-            steps, coefficients = group["ns_steps"], group["coefficients"]
-            orthogonalize(X, steps, coefficients, self.ns_dtype, X, self.newton_schulz)
+            steps = self.param_groups[number]["ns_steps"]
+            orthogonalize(X, steps, self.ns_dtype, X, self.newton_schulz)
         self.log(task, "multiplied")
-        if task.moves:
-            receive = self.exchange(
-                task,
-                task.spread,
-                [slots[unit][piece] for _, unit, piece in task.spread],
-                task.settle,
-            )
+
+        # 5) The results leave for whoever holds a piece. Meanwhile weights here are updated.
+        if task.returns:
+            pieces = [slots[unit][piece] for _, unit, piece in task.result_sends]
+            receive = self.start_all_to_all(task, task.result_sends, pieces, task.result_recvs)
             self.log(task, "return")
-        self.decay(task)
-        self.apply(home, [slots[unit][unit.piece(task.leaf.me)] for unit in home])
-        if task.moves:
+        self.decay_weights(task)
+        self.apply_updates(own_pieces, [slots[unit][unit.piece(task.rank)] for unit in own_pieces])
+
+        # 6) The results of others arrive.
+        if task.returns:
             yield
-            self.apply([unit for _, unit, _ in task.settle], receive())
+            self.apply_updates([unit for _, unit, _ in task.result_recvs], receive())
         self.log(task, "done")
 
-    def momentum(self, task):
+    def update_momentum(self, task):
         """Momentum and Nesterov in fp32 on what lies here. A convex sum, not g + mu m: the scale is
         free, the rounding better."""
-        fresh = {}
-        for leaf, lo, hi in task.slabs:
-            group, first = self.param_groups[leaf.group], leaf.block[0]
-            # (n, rows here, columns here)
-            m = stacked(local(self.state[leaf.param]["momentum"]))[lo - first : hi - first]
-            g = leaf.param.grad
-            g = (
-                torch.zeros_like(m)
-                if g is None
-                else stacked(local(g))[lo - first : hi - first].float()
-            )
-            m.lerp_(g, 1 - group["momentum"])
-            u = torch.lerp(g, m, group["momentum"]) if group["nesterov"] else m
-            fresh.update(((leaf, n), u[n - lo]) for n in range(lo, hi))
-        return fresh
+        updates = {}
+        for sharded, lo, hi in task.local_ranges:
+            group, first = self.param_groups[sharded.group], sharded.block[0]
+            part = slice(lo - first, hi - first)
+            momentum = stacked(local(self.state[sharded.param]["momentum"]))[part]
+            gradient = sharded.param.grad
+            if gradient is None:
+                gradient = torch.zeros_like(momentum)
+            else:
+                gradient = stacked(local(gradient))[part].float()
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            update = momentum
+            if group["nesterov"]:
+                update = torch.lerp(gradient, momentum, group["momentum"])
+            for n in range(lo, hi):
+                updates[sharded, n] = update[n - lo]
+        return updates
 
-    def decay(self, task):
-        for leaf, lo, hi in task.slabs:
-            group, first = self.param_groups[leaf.group], leaf.block[0]
-            if group["weight_decay"] and leaf.param.dtype != torch.bfloat16:
-                stacked(local(leaf.param))[lo - first : hi - first].mul_(
-                    1 - group["lr"] * group["weight_decay"]
-                )
+    def decay_weights(self, task):
+        """Weight decay, decoupled. bf16 weights are rounded once for decay and update together."""
+        for sharded, lo, hi in task.local_ranges:
+            group, first = self.param_groups[sharded.group], sharded.block[0]
+            if group["weight_decay"] and sharded.param.dtype != torch.bfloat16:
+                weights = stacked(local(sharded.param))[lo - first : hi - first]
+                weights.mul_(1 - group["lr"] * group["weight_decay"])
 
-    def apply(self, units, pieces):
-        """Add each orthogonal piece to the weights here: one fused call per step length. bf16
-        weights: one rounding, decay included."""
+    def apply_updates(self, units, pieces):
+        """Add each orthogonal piece to the weights here: one fused call per step length."""
         by_length = defaultdict(lambda: ([], []))
         for unit, piece in zip(units, pieces):
-            leaf, group = unit.leaf, self.param_groups[unit.leaf.group]
-            weight, length = unit.here(leaf.matrix(leaf.param, unit.n)), group["lr"] * step_scale(
-                group["scale"], *unit.shape
-            )
+            sharded, group = unit.sharded, self.param_groups[unit.sharded.group]
+            weight = unit.local_part(sharded.matrix(sharded.param, unit.n))
+            length = group["lr"] * step_scale(*unit.shape)
             if weight.dtype == torch.bfloat16:
-                exact = (
-                    weight.float()
-                    .mul_(1 - group["lr"] * group["weight_decay"])
-                    .sub_(piece, alpha=length)
-                )
-                rows, columns = unit.piece(leaf.me)
+                exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+                exact.sub_(piece, alpha=length)
+                # The noise follows from step, parameter and place: alike on every holder.
+                step = self.state[sharded.param]["step"].item()
+                rows, columns = unit.piece(sharded.rank)
                 start = (rows.start, unit.column + columns.start)
-                round_by_chance(
-                    weight,
-                    exact,
-                    (self.state[leaf.param]["step"].item(), leaf.order, unit.n),
-                    start,
-                )
-                continue
-            weights, updates = by_length[length]
-            weights.append(weight)
-            updates.append(piece)
+                stochastic_round(weight, exact, (step, sharded.order, unit.n), start)
+            else:
+                weights, updates = by_length[length]
+                weights.append(weight)
+                updates.append(piece)
         for length, (weights, updates) in by_length.items():
             torch._foreach_add_(weights, updates, alpha=-length)
 
-    def exchange(self, task, out, tensors, back):
-        """Start one all-to-all with exact splits: tensors leave along the routes `out`; the call
-        that is returned waits, and gives what came along the routes `back`. Sizes follow from the
+    def start_all_to_all(self, task, sends, tensors, recvs):
+        """Start one all-to-all with exact splits: tensors leave along the routes `sends`. -> a
+        function that waits, and gives what came along the routes `recvs`. Sizes follow from the
         routes, on every rank alike."""
-        world, device = len(task.leaf.blocks), task.leaf.param.device
-        sizes = [[unit.size(piece) for _, unit, piece in routes] for routes in (out, back)]
-        splits = [[0] * world, [0] * world]
-        for routes, size, split in zip((out, back), sizes, splits):
-            for route, elements in zip(routes, size):
-                split[route.rank] += elements
-        sent, received = (
-            torch.empty(sum(size), dtype=self.wire_dtype, device=device) for size in sizes
-        )
-        copy(
-            [part.view(tensor.shape) for part, tensor in zip(sent.split(sizes[0]), tensors)],
-            tensors,
-        )
+        send_sizes, send_splits = measure_routes(sends, task.world)
+        recv_sizes, recv_splits = measure_routes(recvs, task.world)
+        send_buffer = torch.empty(sum(send_sizes), dtype=self.wire_dtype, device=task.device)
+        recv_buffer = torch.empty(sum(recv_sizes), dtype=self.wire_dtype, device=task.device)
+
+        # The routes are sorted by rank: one flat buffer, each rank's pieces side by side.
+        slots = []
+        for part, tensor in zip(send_buffer.split(send_sizes), tensors):
+            slots.append(part.view(tensor.shape))
+        copy_tensors(slots, tensors)
         work = dist.all_to_all_single(
-            received, sent, splits[1], splits[0], group=task.leaf.process_group, async_op=True
+            recv_buffer,
+            send_buffer,
+            recv_splits,
+            send_splits,
+            group=task.process_group,
+            async_op=True,
         )
         self.traffic["collectives"] += 1
-        self.traffic["bytes_received"] += received.nbytes
+        self.traffic["bytes_received"] += recv_buffer.nbytes
 
-        def receive(sent=sent):  # keeps the sent buffer alive until the wait is over
+        def receive(sent=send_buffer):  # keeps the sent buffer alive until the wait is over
             work.wait()
-            shapes = [(rows.stop - rows.start, -1) for _, _, (rows, _) in back]
-            return [part.view(shape) for part, shape in zip(received.split(sizes[1]), shapes)]
+            received = []
+            for part, (_, _, (rows, _)) in zip(recv_buffer.split(recv_sizes), recvs):
+                received.append(part.view(rows.stop - rows.start, -1))
+            return received
 
         return receive
 
@@ -785,7 +795,7 @@ class Muon(torch.optim.Optimizer):
             self.events.append((time.perf_counter(), task.number, event))
 
     def adamw(self, group, number):
-        """AdamW (Loshchilov and Hutter) on what lies here: elementwise, so a shard needs nobody."""
+        """AdamW (Loshchilov and Hutter) on what lies here."""
         (b1, b2), lr = group["betas"], group["lr"]
         # Parameters that have seen equally many steps share their constants, and so a few calls for
         # all of them.
@@ -794,24 +804,30 @@ class Muon(torch.optim.Optimizer):
             if p.grad is not None:
                 self.state[p]["step"] += 1
                 by_step[self.state[p]["step"].item()].append((i, p))
+
         for t, numbered in by_step.items():
             params = [p for _, p in numbered]
             m = [local(self.state[p]["exp_avg"]) for p in params]
             v = [local(self.state[p]["exp_avg_sq"]) for p in params]
-            # weights in fp32 are themselves
+            # Weights in fp32 are themselves, others a copy that is rounded below.
             w = [local(p).to(mean.dtype) for p, mean in zip(params, m)]
             g = [local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
+
+            # Decoupled weight decay, then the two running means.
             torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
             torch._foreach_lerp_(m, g, 1 - b1)
             torch._foreach_mul_(v, b2)
             torch._foreach_addcmul_(v, g, g, 1 - b2)
+
+            # w <- w - lr m^ / (sqrt(v^) + eps), both means without their bias towards 0.
             deviation = torch._foreach_sqrt(v)
             torch._foreach_div_(deviation, (1 - b2**t) ** 0.5)
             torch._foreach_add_(deviation, group["eps"])
             torch._foreach_addcdiv_(w, m, deviation, -lr / (1 - b1**t))
+
             for (i, p), updated in zip(numbered, w):
                 if p.dtype == torch.bfloat16:
-                    round_by_chance(local(p), updated, (t, number, i), start_of(p))
+                    stochastic_round(local(p), updated, (t, number, i), start_of(p))
                 elif p.dtype != updated.dtype:
                     local(p).copy_(updated)
 
@@ -820,24 +836,21 @@ class Muon(torch.optim.Optimizer):
         leaves ranks waiting."""
         by_group = defaultdict(list)
         for p, name in self.names.items():
-            if (
-                isinstance(p.grad, DTensor)
-                and isinstance(p, DTensor)
-                and p.grad.placements != p.placements
-            ):
+            sharded = isinstance(p, DTensor)
+            if sharded and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 raise ValueError(
                     f"{name}: gradient placed {p.grad.placements}, parameter {p.placements}"
                 )
-            if p.grad is not None or isinstance(p, DTensor):
-                by_group[mesh_group(p.device_mesh) if isinstance(p, DTensor) else None].append(p)
+            if p.grad is not None or sharded:
+                by_group[mesh_group(p.device_mesh) if sharded else None].append(p)
+
         for process_group, params in by_group.items():
             grads = [local(p if p.grad is None else p.grad) for p in params]
             # A rank may hold nothing of a small matrix, and nothing has no largest entry.
             grads = [g if g.numel() else g.new_zeros(1) for g in grads]
             # The largest entry: the sum of squares of large finite numbers would be infinite.
-            bad = torch.stack([~n.isfinite() for n in torch._foreach_norm(grads, math.inf)]).to(
-                torch.uint8
-            )
+            norms = torch._foreach_norm(grads, math.inf)
+            bad = torch.stack([~norm.isfinite() for norm in norms]).to(torch.uint8)
             if process_group is not None:
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=process_group)
                 self.traffic["collectives"] += 1
@@ -846,7 +859,16 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
 
 
-def round_by_chance(weight, exact, seed, start=None):
+def measure_routes(routes, world):
+    """-> numbers in the piece of each route, and numbers that go to or come from each rank"""
+    sizes, by_rank = [], [0] * world
+    for rank, _, piece in routes:
+        sizes.append(Unit.size(piece))
+        by_rank[rank] += sizes[-1]
+    return sizes, by_rank
+
+
+def stochastic_round(weight, exact, seed, start=None):
     """weight (bf16) <- one of the two neighbours of exact (fp32), each with the probability that
     makes the mean exact. Rounded to the nearest, an update of less than 1/512 of its weight would
     be lost, every time. Equal seeds round alike.
@@ -882,10 +904,25 @@ def scramble(bits):
     return bits ^ (bits >> 16 & 0xFFFF)
 
 
-def copy(targets, sources):
+def copy_tensors(targets, sources):
     if targets:
         # one kernel for many small pieces, and the cast to the wire's dtype
         torch._foreach_copy_(targets, sources)
+
+
+def make_state(p, algorithm):
+    """Of one parameter before its first step. Zeros in the parameter's placement, fp32 or wider."""
+    if algorithm == "adamw":
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        state = dict(
+            exp_avg=torch.zeros_like(p, dtype=dtype), exp_avg_sq=torch.zeros_like(p, dtype=dtype)
+        )
+    else:
+        state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
+    # AdamW's bias correction counts steps, and so does the noise of bf16 weights.
+    if algorithm == "adamw" or p.dtype == torch.bfloat16:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    return state
 
 
 def stack_units(units, dtype):
@@ -893,10 +930,10 @@ def stack_units(units, dtype):
     in there}."""
     same, stacks, slots = defaultdict(list), {}, {}
     for unit in units:
-        same[unit.leaf.group, *unit.shape].append(unit)
+        same[unit.sharded.group, *unit.shape].append(unit)
     for key, units in same.items():
         stacks[key] = torch.empty(
-            len(units), *key[1:], dtype=dtype, device=units[0].leaf.param.device
+            len(units), *key[1:], dtype=dtype, device=units[0].sharded.param.device
         )
         slots.update(zip(units, stacks[key]))
     return stacks, slots
@@ -906,10 +943,6 @@ def check_parameter(name, param, options):
     """What a group may hold, said with the parameter's name."""
     if options["algorithm"] not in ("muon", "adamw"):
         raise ValueError(f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r} ({name})")
-    if options["scale"] not in ("rms", "spectral") or options["coefficients"] not in COEFFICIENTS:
-        raise ValueError(
-            f"{name}: scale {options['scale']!r} or coefficients {options['coefficients']!r} unknown"
-        )
     if isinstance(param, DTensor) and not all(
         type(p) in (Shard, Replicate) for p in param.placements
     ):
@@ -949,23 +982,6 @@ def check_parameters(optimizer, named_parameters):
 
 
 # ------------------------------------------------------------------------------------------------------ demo
-
-
-def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
-    """The matrices of a small MoE decoder, heads and experts stacked."""
-    one = {
-        "wq": (heads, dim // heads, dim),
-        "wk": (heads, dim // heads, dim),
-        "wv": (heads, dim // heads, dim),
-        "wo": (dim, dim),
-        "gate": (experts, hidden, dim),
-        "up": (experts, hidden, dim),
-        "down": (experts, dim, hidden),
-        "shared.gate": (hidden, dim),
-        "shared.up": (hidden, dim),
-        "shared.down": (dim, hidden),
-    }
-    return {f"{layer}.{name}": shape for layer in range(layers) for name, shape in one.items()}
 
 
 def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float32, device="cpu"):
@@ -1096,40 +1112,46 @@ def draw_timeline(events, path):
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def demo():
-    torch.set_num_threads(1)
-    G = (
-        torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-        / torch.arange(1, 65)[:, None]
-    )
+def show_singular_values():
+    """How five steps bring the singular values of one matrix to about 1"""
+    generator = torch.Generator().manual_seed(0)
+    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]
+    U, _, V = torch.linalg.svd(G, full_matrices=False)
     print(
         "singular values of a 64 x 256 matrix, rows falling off as 1/k\n"
         "                 largest   median  smallest   cosine to U V^T"
     )
-    U, S, V = torch.linalg.svd(G, full_matrices=False)
-    for name, X in [("before", G)] + [
-        (name, orthogonalize(G, coefficients=name)) for name in COEFFICIENTS
-    ]:
+    for steps in range(6):
+        X = orthogonalize(G, steps) if steps else G
         S = torch.linalg.svdvals(X)
-        print(
-            f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {(X * (U @ V)).sum() / X.norm() / 8:.4f}"
-        )
+        cosine = (X * (U @ V)).sum() / X.norm() / 8
+        name = f"after {steps} step{'s' * (steps > 1)}" if steps else "before"
+        print(f"{name:15s}  {S[0]:7.3f}  {S[31]:7.3f}  {S[-1]:8.3f}   {cosine:.4f}")
+
+
+def demo():
+    torch.set_num_threads(1)
+    show_singular_values()
+
+    # The same three steps in one process and on four ranks.
     single = make_parameters(DEMO)
     optimizer = Muon([dict(params=list(single.items()))], ns_dtype=torch.float32, lr=0.02)
     for _ in range(3):
         optimizer.step()
     ranks = fork_ranks(4, demo_rank)
-    error = max(
-        (whole[name] - p).abs().max().item() for whole, _, _ in ranks for name, p in single.items()
-    )
-    events, traffic = ranks[0][1:]
+    error = 0.0
+    for whole, _, _ in ranks:
+        for name, p in single.items():
+            error = max(error, (whole[name] - p).abs().max().item())
+
+    _, events, traffic = ranks[0]
     draw_timeline(events, Path("out/muon.png"))
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
-        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB received per step) end three "
-        f"steps with weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before task 1 "
-        f"multiplied (out/muon.png)."
+        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB "
+        f"received per step) end three\nsteps with weights that differ from one process by {error}; "
+        f"task 2 was on the wire {lead:.1f} ms before\ntask 1 multiplied (out/muon.png)."
     )
 
 

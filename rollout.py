@@ -25,7 +25,7 @@ environments and semantic search.
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
 arguments; no text encodes to one, so no tool output can forge a call. A published model is
-addressed in the form that it is used to: see Chat.
+addressed in the form that it is used to: its tokenizer says what that is.
 
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
@@ -37,18 +37,15 @@ K experts per token.
 """
 
 import argparse
-import base64
 import json
 import math
 import os
 import random
 import re
 import sys
-import unicodedata
 from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -60,12 +57,12 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.tools import call_tool
-from world.workspace import Workspace
-from world.sandbox import Sandbox
-from world.judge import judge
 from world.expert import Rehearsal, expert
-from world.task import ARGUMENTS, HINTED, SUMMARIZE, Action, Task
+from world.judge import judge
+from world.sandbox import Sandbox
+from world.task import HINTED, SUMMARIZE, Action, Task
+from world.tools import ARGUMENTS, call_tool
+from world.workspace import Workspace
 from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
@@ -124,506 +121,127 @@ def train_bpe(texts, vocab):
     return ranks
 
 
-PURPOSE = {
-    "read_file": "Shows a file.",
-    "run_command": "Runs a command in the repository and shows what it prints.",
-    "edit_file": "Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends to it, or makes it.",
-    "search_codebase": "Shows the lines that hold the query.",
-}
-CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
-
-
-@dataclass(frozen=True)
-class Chat:
-    """How a family of published models writes a conversation, as in its chat template: strings in
-    which control tokens go by name. What neither the policy nor a tool says (queries, summaries,
-    hints) the harness says as the user."""
-
-    # before the first user; {tools}: their signatures, a line of JSON each
-    opening: str
-    user: str  # with {words} in it
-    assistant: str  # before what is sampled
-    after_tool: str  # the same, behind a tool's output
-    # before a turn's first output, an output {words} of call {i} to {name}, between two, behind the
-    # last
-    tool: tuple
-    # before a turn's first call, a call, between two, behind the last; (): calls have our own form
-    call: tuple = ()
-    # what stands inside a call, see marked: its name and its arguments; "": a JSON object of the
-    # two
-    reads: str = ""
-
-    @property
-    def numbered(self):
-        """Does a call carry a number, which its answer repeats?"""
-        return bool(self.call) and "{i}" in self.call[1]
-
-    def marks(self):
-        """The control tokens of a call by what they do: {name: "begin", "end", "inside" or
-        "section"}"""
-        first, one, between, last = self.call
-        begin, *inside, end = re.findall(CONTROL, one)
-        section = re.findall(CONTROL, first + between + last)
-        return {
-            **dict.fromkeys(section, "section"),
-            **dict.fromkeys(inside, "inside"),
-            begin: "begin",
-            end: "end",
-        }
-
-    def fit(self, special):
-        """This, if a tokenizer has its control tokens, without calls (and how to make them) if only
-        those of turns; else None"""
-        has = lambda *texts: set(re.findall(CONTROL, "".join(texts))) <= {
-            "<tool_response>",
-            "</tool_response>",
-            *special,
-        }
-        return (
-            self
-            if has(*self.call, self.opening)
-            else replace(self, opening="", call=()) if has(self.user, self.assistant) else None
-        )
-
-
-QWEN = Chat(
-    "<|im_start|>system\n# Tools\n\n<tools>\n{tools}\n</tools>\n\nA call:\n<tool_call>\n"
-    '{{"name": <name>, "arguments": <object>}}\n</tool_call><|im_end|>',
-    "\n<|im_start|>user\n{words}<|im_end|>",
-    "\n<|im_start|>assistant\n",
-    "\n<|im_start|>assistant\n",
-    ("\n<|im_start|>user\n", "<tool_response>\n{words}\n</tool_response>", "\n", "<|im_end|>"),
-    ("", '<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>', "\n", ""),
-)
-KIMI = Chat(
-    "<|im_system|>tool_declare<|im_middle|>[{tools}]<|im_end|><|im_system|>system<|im_middle|>You act by calling tools.<|im_end|>",
-    "<|im_user|>user<|im_middle|>{words}<|im_end|>",
-    "<|im_assistant|>assistant<|im_middle|>",
-    "<|im_assistant|>assistant<|im_middle|>",
-    ("", "<|im_system|>tool<|im_middle|>## Return of {id}\n{words}<|im_end|>", "", ""),
-    (
-        "<|tool_calls_section_begin|>",
-        "<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
-        "",
-        "<|tool_calls_section_end|>",
-    ),
-    r"\s*(?P<id>(?:[^\0:]*\.)?(?P<name>[^\0:.]*?)(?::(?P<i>[0-9]{1,9}))?)\s*\0<\|tool_call_argument_begin\|>(?P<arguments>[^\0]*)",
-)
-DEEPSEEK = Chat(
-    "<｜begin▁of▁sentence｜>Tools:\n{tools}",
-    "<｜User｜>{words}",
-    "<｜Assistant｜>",
-    "",
-    (
-        "<｜tool▁outputs▁begin｜>",
-        "<｜tool▁output▁begin｜>{words}<｜tool▁output▁end｜>",
-        "\n",
-        "<｜tool▁outputs▁end｜>",
-    ),
-    (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-    ),
-    r"\s*(?:function\s*\0<｜tool▁sep｜>)?\s*(?!function\s*\0)(?P<name>[^\s\0]*)(?:\s*```(?:json)?\s|\s*\0<｜tool▁sep｜>)(?P<arguments>[^\0]*?)(?:\s*```)?\s*",
-)
-# Tokens that may end a turn of the published models, beside the one that a turn of ours is written
-# with
-ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
-
-
 class Tokenizer:
-    """tiktoken.Encoding with this project's control tokens. Text never encodes to a control token,
-    nor to another special one.
+    """tiktoken.Encoding with this project's control tokens, and the form in which a conversation is
+    written with them. Text never encodes to a control token.
 
-    Of a published model (see `read`) the transcript's control tokens are the model's own where it
-    has one with that meaning, and otherwise rows of its embedding that it never used. before:
-    patterns that cut the text first, each piece by itself."""
+    The tokenizer of a published model is a subclass with other control tokens and another form: all
+    that a turn looks like is asked of the tokenizer."""
 
-    # Qwen2's
-    CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    KIMI = "|".join(
-        [
-            r"[\p{Han}]+",
-            *(
-                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-                + upper
-                + r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-                + lower
-                + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-                for upper, lower in ("*+", "+*")
-            ),
-            r"\p{N}{1,3}",
-            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
-    )
-    # ByteLevel's own
-    GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    HOME = {
-        "<|user|>": ("<|im_user|>", "<｜User｜>"),
-        "<|assistant|>": ("<|im_assistant|>", "<｜Assistant｜>"),
-        "<|tool|>": ("<|im_system|>", "<｜tool▁output▁begin｜>"),
-        "<|end|>": ("<|im_end|>", "<｜end▁of▁sentence｜>"),
-        "<|call|>": (
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            "<｜tool▁calls▁begin｜>",
-            "<tool_call>",
-        ),
-        "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
-        "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>"),
-    }
-
-    def __init__(self, ranks, pattern=SPLIT, before=(), special=None, nfc=False, ends=()):
-        self.ranks, self.pattern, self.before, self.special, self.nfc = (
-            ranks,
-            pattern,
-            tuple(before),
-            special,
-            nfc,
-        )
-        self.chat = next(
-            filter(None, (chat.fit(special) for chat in (QWEN, KIMI, DEEPSEEK) if special)), None
-        )
-        special = special or {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
+    def __init__(self, ranks, pattern=SPLIT):
+        self.ranks = ranks
+        self.pattern = pattern
+        # the control tokens have the ids behind those of the text
+        self.special = {name: len(ranks) + i for i, name in enumerate(CONTROLS)}
         self.encoding = tiktoken.Encoding(
-            "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special
         )
-        self.id = {
-            name: special[next(own for own in (name, *self.HOME.get(name, ())) if own in special)]
-            for name in CONTROLS
-        }
+        self.id = dict(self.special)
         self.name = {i: name for name, i in self.id.items()}
-        self.vocab = len(ranks) + len(special)
-        # Whichever of these is sampled ends the turn, and stays in it as it was sampled.
-        others = [special[name] for name in ENDS if name in special] if self.special else []
-        self.ends = {self.id["<|end|>"], *others, *ends}
+        self.vocab = len(ranks) + len(self.special)
+        # Whichever of these is sampled ends the turn.
+        self.ends = {self.id["<|end|>"]}
 
     @classmethod
     def train(cls, texts, vocab):
         return cls(train_bpe(texts, vocab))
 
     def encode(self, text):
-        pieces = [unicodedata.normalize("NFC", text) if self.nfc else text]
-        for pattern in self.before:
-            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
-        return [token for piece in pieces for token in self.encoding.encode_ordinary(piece)]
+        return self.encoding.encode_ordinary(text)
 
     def decode(self, tokens):
         return self.encoding.decode(list(tokens))
 
-    def marked(self, tokens, names=None):
-        """Text in which control tokens (those of `names`, or all), and nothing else, stand behind a
-        zero byte: a call may speak of them, too"""
-        known = {
-            i: name for name, i in (self.special or {}).items() if names is None or name in names
-        }
-        parts = [(name, list(part)) for name, part in groupby(tokens, known.get)]
-        return "".join(
-            len(part) * f"\0{name}" if name else self.decode(part).replace("\0", "\ufffd")
-            for name, part in parts
-        )
-
-    def spell(self, template, **words):
-        """A string of a Chat -> tokens. Control tokens come out of the template alone, whatever is
-        put into it."""
-        names = "|".join(
-            re.escape(name) for name in re.findall(CONTROL, template) if name in self.special
-        )
-        parts = re.split(f"({names})", template) if names else [template]
-        return [
-            token
-            for i, part in enumerate(parts)
-            for token in ([self.special[part]] if i % 2 else self.encode(part.format(**words)))
-        ]
-
-    def lead(self, after):
-        """What the harness writes before the policy's turn behind one of the role `after`"""
-        if not self.chat:
-            return [self.id["<|assistant|>"]]
-        return self.spell(
-            self.chat.after_tool if after in ("tool", "recent output") else self.chat.assistant
-        )
-
     def state_dict(self):
-        more = (
-            {
-                "pattern": self.pattern,
-                "before": self.before,
-                "special": self.special,
-                "nfc": self.nfc,
-                "ends": sorted(self.ends),
-            }
-            if self.special
-            else {}
-        )
-        return {"ranks": self.ranks, **more}
+        """What a checkpoint keeps of it: the arguments that make it again"""
+        return {"ranks": self.ranks}
 
-    @classmethod
-    def read(cls, folder, vocab):
-        """The tokenizer in the folder of a published model whose embedding has `vocab` rows:
-        tiktoken.model, tokenizer.json, or vocab.json with merges.txt. Anything that could give
-        other ids than the original is refused with a ValueError."""
-        folder, load = Path(folder), lambda path: json.loads(path.read_text(encoding="utf-8"))
-        try:
-            config = (
-                load(folder / "tokenizer_config.json")
-                if (folder / "tokenizer_config.json").is_file()
-                else {}
-            )
-            more = (
-                load(folder / "added_tokens.json")
-                if (folder / "added_tokens.json").is_file()
-                else {}
-            )
-            named = {
-                t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()
-            }
-            assert all(
-                more[name] == named.get(name, more[name]) for name in more
-            ), "added_tokens.json and tokenizer_config.json disagree"
-            named |= more
-            if (folder / "tiktoken.model").is_file():
-                lines = [
-                    line.split()
-                    for line in (folder / "tiktoken.model").read_bytes().split(b"\n")
-                    if line.strip()
-                ]
-                ranks, names = {base64.b64decode(t, validate=True): int(n) for t, n in lines}, {
-                    i: name for name, i in named.items()
-                }
-                # so many are set aside for special tokens, named or not
-                rows = range(len(ranks), len(ranks) + 256)
-                found = dict(
-                    ranks=ranks,
-                    pattern=cls.KIMI,
-                    special={names.get(i, f"<|reserved_token_{i}|>"): i for i in rows},
-                )
-                assert sorted(ranks.values()) == list(
-                    range(len(lines))
-                ), "the ranks are not 0, 1, 2, ..."
-            elif (folder / "tokenizer.json").is_file():
-                found = cls._from_json(load(folder / "tokenizer.json"))
-                special, own = found["special"], found["ranks"].values()
-                assert all(
-                    special.get(name, i) == i for name, i in named.items()
-                ), "two files give a special token two ids"
-                special |= {name: i for name, i in named.items() if i not in own}
+    # ---- the form of a conversation: [role] body <|end|>
+
+    def generation_prompt(self, after):
+        """What the harness writes before the policy's turn behind one of the role `after`"""
+        return [self.id["<|assistant|>"]]
+
+    def wrap_turn(self, role, tokens, text):
+        """A turn that was not sampled, of these very tokens"""
+        return Turn(role, [self.id[f"<|{role}|>"], *tokens, self.id["<|end|>"]], text)
+
+    def write_turn(self, role, tokens, text, answers=("", 0, 1, "")):
+        """A turn that was not sampled and says `text`, of which `tokens` is what there is room for.
+        answers: of a tool's, which tool was called, that it was call i of n in one turn, and the
+        call's id where it has one."""
+        return self.wrap_turn(role, tokens, text)
+
+    def written_text(self, turn):
+        """What a turn says that was not sampled"""
+        return self.decode(turn.tokens[1:-1])
+
+    def declare_tools(self, tools):
+        """What stands before the task of a conversation: tokens that say which tools there are.
+        Here the task itself says it."""
+        return []
+
+    def write_action(self, text, calls, number=0):
+        """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument
+        ... per call. Only for text of our own: where an expert writes SUMMARIZE, the control token
+        is meant. number: of the first call, where a family of models numbers them through the
+        conversation."""
+        thought, *carried = text.split(SUMMARIZE)
+        body = self.encode(thought)
+        for part in carried:
+            body += [self.id[SUMMARIZE], *self.encode(part)]
+        for name, args in calls:
+            body += [self.id["<|call|>"], *self.encode(name)]
+            for arg in args:
+                body += [self.id["<|arg|>"], *self.encode(arg)]
+        return body + [self.id["<|end|>"]]
+
+    def read_action(self, body, start=0):
+        """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it reads as
+        its own name. start: no call begins before it."""
+        call, arg = self.id["<|call|>"], self.id["<|arg|>"]
+        if body and body[-1] in self.ends:
+            body = body[:-1]
+        # cut the body at its calls and arguments
+        parts, marks, starts = [[]], [], []
+        for i, token in enumerate(body):
+            if token in (call, arg) and i >= start:
+                marks.append(token)
+                starts.append(i)
+                parts.append([])
             else:
-                merges = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-                merges = [line for line in merges if line and not line.startswith("#version")]
-                found = dict(
-                    ranks=cls._ranks(load(folder / "vocab.json"), merges, named),
-                    pattern=cls.CUT,
-                    special=named,
-                    nfc=True,
-                )
-            special, ends = cls._complete(found["ranks"], found["special"], vocab), cls._read_ends(
-                folder, load
-            )
-            assert all(
-                type(i) is int and 0 <= i < vocab for i in ends
-            ), f"eos_token_id {ends!r:.60}: ids below {vocab}"
-            return cls(**{**found, "special": special, "ends": ends})
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            AssertionError,
-            OSError,
-            RecursionError,
-            regex.error,
-        ) as error:
-            raise ValueError(
-                f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}"
-            ) from None
+                parts[-1].append(token)
+        text, calls = self.decode(parts[0]), []
+        for mark, begin, part in zip(marks, starts, parts[1:]):
+            if mark == call:
+                calls.append(Call(self.decode(part).strip(), [], start=begin))
+            elif calls:
+                calls[-1].args.append(self.decode(part))
+        return text, calls
 
-    @staticmethod
-    def _read_ends(folder, load):
-        """The ids that a published folder says end a turn: eos_token_id of generation_config.json
-        and config.json, one or several"""
-        ends = []
-        for name in ("generation_config.json", "config.json"):
-            raw = load(folder / name) if (folder / name).is_file() else {}
-            for settings in (raw, raw.get("text_config") or {}):
-                found = settings.get("eos_token_id")
-                ends += found if isinstance(found, list) else [] if found is None else [found]
-        return ends
+    def number_calls(self, calls, number):
+        """Where a family of models numbers its calls through the conversation, give a number to
+        those that were sampled without; -> the next one. number: of the first call that none was
+        given to."""
+        return number
 
-    @classmethod
-    def _from_json(cls, raw):
-        """tokenizer.json: byte-level BPE behind regular expressions that cut one after the other"""
-        model, added = raw["model"], {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
-        odd = [
-            k
-            for k in (
-                "dropout",
-                "unk_token",
-                "continuing_subword_prefix",
-                "end_of_word_suffix",
-                "byte_fallback",
-            )
-            if model.get(k)
-        ]
-        assert (
-            model.get("type", "BPE") == "BPE" and not odd
-        ), f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}"
-        steps, cuts, nfc = (
-            raw.get("pre_tokenizer") or {},
-            [],
-            raw.get("normalizer") or {"type": "Sequence", "normalizers": []},
-        )
-        steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-        kinds = [step["type"] == "ByteLevel" for step in steps]
-        assert kinds == [False] * (len(steps) - 1) + [
-            True
-        ], "bytes become letters last, or not at all"
-        for step in steps:
-            if step["type"] == "ByteLevel":
-                assert not step.get("add_prefix_space"), "a space is put before the text"
-                cuts += [cls.GPT2] if step.get("use_regex", True) else []
-            else:
-                assert (step["type"], step["behavior"], step.get("invert", False)) == (
-                    "Split",
-                    "Isolated",
-                    False,
-                ), f"{step!r:.80}"
-                cuts.append(step["pattern"]["Regex"])
-        kinds = [n["type"] for n in (nfc["normalizers"] if nfc["type"] == "Sequence" else [nfc])]
-        assert kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns"
-        assert not any(
-            regex.search(cut, "") for cut in cuts
-        ), "a pattern that matches nothing at all"
-        # what a pattern does not match is a piece as well
-        cuts = [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]
-        return dict(
-            ranks=cls._ranks(model["vocab"], model["merges"], added),
-            pattern=cuts[-1],
-            before=cuts[:-1],
-            special=added,
-            nfc=kinds == ["NFC"],
-        )
+    def find_call_name(self, turn, n):
+        """(first, end), among the sampled tokens of a turn, of the token that begins its n-th call
+        and the call's name"""
+        body = turn.tokens[turn.head :]
+        first = [i for i, token in enumerate(body) if token == self.id["<|call|>"]][n]
+        return first, next(i for i in range(first + 1, len(body)) if body[i] in self.name)
 
-    def write(self, folder):
-        """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for
-        transformers and its kin (with which text that holds the name of a control token encodes to
-        that token: there, keep it out of what users and tools write)."""
-        letter = {b: c for c, b in self._letters().items()}
-        name = lambda token: "".join(letter[b] for b in token)
-        added = [
-            dict(
-                id=i,
-                content=text,
-                single_word=False,
-                lstrip=False,
-                rstrip=False,
-                normalized=False,
-                special=True,
-            )
-            for text, i in sorted(self.encoding._special_tokens.items(), key=lambda pair: pair[1])
-        ]
-        byte_level = dict(
-            type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False
-        )
-        split = dict(
-            type="Split", pattern={"Regex": self.pattern}, behavior="Isolated", invert=False
-        )
-        model = dict(
-            type="BPE",
-            dropout=None,
-            unk_token=None,
-            continuing_subword_prefix=None,
-            end_of_word_suffix=None,
-            fuse_unk=False,
-            byte_fallback=False,
-            vocab={name(token): i for token, i in self.ranks.items()},
-            merges=[[name(a), name(b)] for a, b in self.merges(self.ranks)],
-        )
-        whole = dict(
-            version="1.0",
-            truncation=None,
-            padding=None,
-            added_tokens=added,
-            normalizer=None,
-            post_processor=None,
-            pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
-            decoder=byte_level,
-            model=model,
-        )
-        Path(folder, "tokenizer.json").write_text(
-            json.dumps(whole, ensure_ascii=False), encoding="utf-8"
-        )
-        Path(folder, "tokenizer_config.json").write_text(
-            json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>"))
-        )
-
-    @staticmethod
-    def merges(ranks):
-        """The pair of tokens that each longer token is merged from: what is left of its bytes when
-        every lower rank has been merged."""
-        for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
-            parts = [bytes([b]) for b in token]
-            while len(parts) > 2:
-                pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
-                i = pairs.index(min(pairs))
-                parts[i : i + 2] = [parts[i] + parts[i + 1]]
-            if len(parts) == 2:
-                yield tuple(parts)
-
-    @staticmethod
-    def _letters():
-        """{character: byte} as GPT-2 writes bytes in its vocabulary"""
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        return {chr(b): b for b in printable} | {
-            chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in set(printable))
-        }
-
-    @classmethod
-    def _ranks(cls, vocab, merges, added):
-        """Vocabulary and merges -> {bytes: id}. tiktoken merges by id, whatever two tokens make
-        another one: the merges must make all longer tokens, in the order of the ids, and from the
-        two that their bytes lead to."""
-        byte = cls._letters()
-        to_bytes = lambda text: bytes(byte[c] for c in text)
-        ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
-        pairs = [
-            tuple(to_bytes(part) for part in (m.split(" ") if isinstance(m, str) else m))
-            for m in merges
-        ]
-        made = [ranks[b"".join(pair)] for pair in pairs]
-        assert all(bytes([b]) in ranks for b in range(256)), "not every byte has a token"
-        assert made == sorted(made) and set(made) == {
-            i for token, i in ranks.items() if len(token) > 1
-        }, "merges and ids do not agree"
-        assert set(cls.merges(ranks)) <= set(
-            pairs
-        ), "a token is merged from other parts than its bytes lead to"
-        return ranks
-
-    @classmethod
-    def _complete(cls, ranks, special, vocab):
-        """Special tokens for every control of the transcript and a name for every row of the
-        embedding"""
-        used = [*ranks.values(), *special.values()]
-        assert all(type(i) is int and 0 <= i < vocab for i in used) and len(set(used)) == len(
-            used
-        ), f"ids are not distinct rows of {vocab}"
-        gaps = sorted(set(range(vocab)) - set(used)) if vocab - len(used) < 1 << 16 else []
-        special = {f"<|unused_{i}|>": i for i in gaps} | special
-        spare = [
-            name for name in special if re.match(r"<\W?(unused_|reserved_|place.?holder)", name)
-        ]
-        for name in CONTROLS:
-            if not any(own in special for own in (name, *cls.HOME.get(name, ()))):
-                assert spare, f"no unused row left for {name}"
-                special[name] = special.pop(spare.pop(0))
-        return special
+    def find_written_character(self, turn, n, place):
+        """(first, end), among the sampled tokens of a turn, of the token that holds character
+        number `place` of the text that its n-th call, an edit, writes"""
+        body = turn.tokens[turn.head :]
+        call = [i for i, token in enumerate(body) if token == self.id["<|call|>"]][n]
+        # edit_file's path, old, new
+        first = [i for i in range(call, len(body)) if body[i] == self.id["<|arg|>"]][2] + 1
+        length = lambda i: len(self.decode(body[first : i + 1]))
+        token = first + bisect(range(first, len(body)), place, key=length)
+        return token, token + 1
 
 
 # ---------------------------------------------------------------- transcript
@@ -720,23 +338,8 @@ def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
     answers: of a tool's, which tool was called, that it was call i of n in one turn, and the call's
     id where it has one."""
-    tokens, (name, i, n, call_id) = without_middle(tokenizer, tokenizer.encode(text), most), answers
-    if not tokenizer.chat:
-        return Turn(role, [tokenizer.id[f"<|{role}|>"], *tokens, tokenizer.id["<|end|>"]], text)
-    first, one, between, last = tokenizer.chat.tool
-    form = (
-        first * (i == 0) + one + (between if i < n - 1 else last)
-        if role == "tool"
-        else tokenizer.chat.user
-    )
-    # spelled as one text, as the model has seen it
-    words = tokenizer.decode(tokens)
-    tokens = tokenizer.spell(
-        form, words=words, name=name, i=i, id=call_id or f"functions.{name}:{i}"
-    )
-    return Turn(
-        role, tokens, words, open=role == "tool" and i == n - 1 and not tokenizer.lead("tool")
-    )
+    tokens = without_middle(tokenizer, tokenizer.encode(text), most)
+    return tokenizer.write_turn(role, tokens, text, answers)
 
 
 def without_middle(tokenizer, tokens, most):
@@ -758,331 +361,22 @@ def without_middle(tokenizer, tokens, most):
     return tokens[:half] + note + tokens[len(tokens) - (room - half) :]
 
 
-def frame(tokenizer, role, tokens, text):
-    """A turn of tokens that another one was made of"""
-    before, behind = (
-        ([tokenizer.id[f"<|{role}|>"]], [tokenizer.id["<|end|>"]])
-        if not tokenizer.chat
-        else (tokenizer.spell(part) for part in tokenizer.chat.user.split("{words}"))
-    )
-    return Turn(role, [*before, *tokens, *behind], text)
-
-
 def opening(tokenizer, task):
-    """The user's turn that a chain starts from. A published model is told which tools there are in
-    its own way, too."""
+    """The user's turn that a chain starts from"""
     turn = make_turn(tokenizer, "user", task.problem_statement)
-    if tokenizer.chat:
-        kind = lambda names: {
-            "type": "object",
-            "properties": {name: {"type": "string"} for name in names},
-            "required": [*names],
-        }
-        tools = [
-            {"name": tool, "description": PURPOSE[tool], "parameters": kind(ARGUMENTS[tool])}
-            for tool in task.tools
-        ]
-        lines, form = [
-            json.dumps({"type": "function", "function": tool}) for tool in tools
-        ], tokenizer.chat.opening
-        turn.tokens[:0] = tokenizer.spell(
-            form, tools=("," if "[{tools}]" in form else "\n").join(lines)
-        )
+    turn.tokens[:0] = tokenizer.declare_tools(task.tools)
     return turn
 
 
-def named(name, args):
+def name_arguments(name, args):
     """A call's arguments by their names"""
     return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))
-
-
-def write_action(tokenizer, text, calls, number=0):
-    """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument...
-    per call, or as the model's family has it. Only for text of our own: where an expert writes
-    SUMMARIZE, the control token is meant. number: of the first call, where a family numbers them
-    through the conversation."""
-    if calls and tokenizer.chat and tokenizer.chat.call:
-        (first, one, between, last), body = tokenizer.chat.call, []
-        for i, (name, args) in enumerate(calls):
-            form = (between if i else "{text}" + (first or "\n" * bool(text))) + one
-            arguments = json.dumps(named(name, args), ensure_ascii=False)
-            body += tokenizer.spell(
-                form,
-                text=text,
-                name=name,
-                quoted=json.dumps(name),
-                i=number + i,
-                arguments=arguments,
-            )
-        return body + tokenizer.spell(last) + [tokenizer.id["<|end|>"]]
-    thought, *carried = text.split(SUMMARIZE)
-    body = tokenizer.encode(thought) + [
-        t for part in carried for t in (tokenizer.id[SUMMARIZE], *tokenizer.encode(part))
-    ]
-    for name, args in calls:
-        body += [tokenizer.id["<|call|>"], *tokenizer.encode(name)]
-        for arg in args:
-            body += [tokenizer.id["<|arg|>"], *tokenizer.encode(arg)]
-    return body + [tokenizer.id["<|end|>"]]
-
-
-def read_action(tokenizer, body):
-    """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it reads as its
-    own name."""
-    if tokenizer.chat and tokenizer.chat.call:
-        return read_chat(tokenizer, body)
-    parts, call, arg = [[]], tokenizer.id["<|call|>"], tokenizer.id["<|arg|>"]
-    marks, starts, thought = [], [], own_thought(tokenizer, body)
-    for i, token in enumerate(body[:-1] if body and body[-1] in tokenizer.ends else body):
-        if token in (call, arg) and i >= thought:
-            marks.append(token)
-            starts.append(i)
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    text, calls = tokenizer.decode(parts[0]), []
-    for mark, start, part in zip(marks, starts, parts[1:]):
-        if mark == call:
-            calls.append(Call(tokenizer.decode(part).strip(), [], start=start))
-        elif calls:
-            calls[-1].args.append(tokenizer.decode(part))
-    return text, calls
-
-
-def own_thought(tokenizer, body):
-    """How many tokens of a body in our own form are a thought: through </think>, where <think>
-    comes before the first call"""
-    opens, closes = ((tokenizer.special or {}).get(name, -1) for name in ("<think>", "</think>"))
-    call = tokenizer.id["<|call|>"]
-    if opens not in body or call in body[: body.index(opens)]:
-        return 0
-    start = body.index(opens)
-    return body.index(closes, start) + 1 if closes in body[start:] else len(body)
-
-
-UNREADABLE = "This call cannot be read."
-ONLY_THOUGHT = "Calls inside a thought that is not closed are not run."
-NOT_STRINGS = "The arguments must be a JSON object of strings."
-
-
-@dataclass
-class Block:
-    """One call in a body in a published form: tokens [start, stop), and between them its text, with
-    where the parts of it stand"""
-
-    start: int
-    inside: int  # the first token of the text
-    text: str = ""
-    name: str = ""
-    id: str = ""
-    given: object = None  # the arguments as JSON has them
-    name_end: int = 0  # characters of the text through the name
-    # where in the text the arguments' own object begins, -1: nowhere
-    arguments_at: int = -1
-    error: str = ""
-
-
-def read_json_object(text, start=0):
-    """A JSON object that fills the text from `start` on -> {key: (value, where it begins, where it
-    ends)}. Of equal keys the last one counts, as in every reader of JSON. ValueError where it is
-    none."""
-    decoder, space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
-    skip = lambda at: space.match(text, at).end()
-    members, at = {}, skip(start)
-    if text[at : at + 1] != "{":
-        raise ValueError("no object")
-    at = skip(at + 1)
-    while text[at : at + 1] != "}" or members and text[:at].rstrip().endswith(","):
-        key, at = decoder.raw_decode(text, at)
-        at = skip(at)
-        if not isinstance(key, str) or text[at : at + 1] != ":":
-            raise ValueError("no key")
-        begins = skip(at + 1)
-        value, ends = decoder.raw_decode(text, begins)
-        members[key] = value, begins, ends
-        at = skip(ends)
-        if text[at : at + 1] == ",":
-            at = skip(at + 1)
-        elif text[at : at + 1] != "}":
-            raise ValueError("no end")
-    if skip(at + 1) != len(text):
-        raise ValueError("more behind it")
-    return members
-
-
-def read_block(chat, block):
-    """Fill in name, arguments and id of a call from its text. What its family's parsers would not
-    read is an error."""
-    try:
-        if not chat.reads:
-            try:
-                members = read_json_object(block.text)
-            # of a call that is no JSON the name may still be plain
-            except ValueError:
-                name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
-                members = {
-                    "name": (name, 0, block.text.index(name) + len(name) + 1),
-                    "arguments": (None, -1, -1),
-                }
-            name, _, block.name_end = members["name"]
-            given, block.arguments_at, _ = members["arguments"]
-            # an object, written as JSON once more
-            if isinstance(given, str):
-                given, block.arguments_at = json.loads(given), -1
-        else:
-            found = re.fullmatch(chat.reads, block.text)
-            space = len(found["arguments"]) - len(found["arguments"].lstrip())
-            name, block.name_end, block.arguments_at = (
-                found["name"],
-                found.end("name"),
-                found.start("arguments") + space,
-            )
-            groups = found.groupdict()
-            block.id = groups["id"] if groups.get("i") else ""
-            given = None
-            try:
-                given = json.loads(found["arguments"])
-            except (ValueError, RecursionError):  # the name is known all the same
-                pass
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError("no name")
-        block.name, block.given = name.strip(), given
-    except (ValueError, KeyError, TypeError, RecursionError):
-        block.name, block.error = "", UNREADABLE
 
 
 def spoken_text(text):
     """What a turn says, without the thought before it"""
     before, close, after = text.partition("</think>")
     return after if close else before.partition("<think>")[0]
-
-
-def find_thought(tokenizer, body):
-    """Where the models write <think> as plain text: how many tokens of the body are the thought
-    that it begins with"""
-    if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
-        return 0
-    close = tokenizer.marked(body).find("</think>") + len("</think>")
-    if close < len("</think>"):
-        return len(body)
-    return (
-        bisect(range(len(body)), close - 1, key=lambda i: len(tokenizer.marked(body[: i + 1]))) + 1
-    )
-
-
-def find_calls(tokenizer, body):
-    """The calls in a body in a published form -> [Block]. A thought (<think> ... </think>; without
-    its first token, where the template has given that) holds none, whatever it drafts. A call may
-    stand without its section's token. What belongs to a call and is no whole call is a Block with
-    an error: never nothing, or the turn would be taken for a final word."""
-    chat, names = tokenizer.chat, {i: name for name, i in tokenizer.special.items()}
-    marks = chat.marks()
-    blocks, first, block, drafts = [], None, None, False
-    skipped = find_thought(tokenizer, body)
-    thinking, may_close = skipped == len(body) > 0, skipped == 0
-
-    def close(stop, whole):
-        block.text = tokenizer.marked(body[block.inside : stop], marks)
-        # Qwen's parsers read a call to the end of the turn, too
-        if whole or not chat.reads:
-            read_block(chat, block)
-        else:
-            block.error = UNREADABLE
-        blocks.append(block)
-
-    for i, token in enumerate(body):
-        name = names.get(token)
-        mark = marks.get(name)
-        if i < skipped or thinking:
-            drafts = drafts or mark is not None
-            if name == "</think>" and thinking:
-                thinking, may_close, drafts = False, False, False
-            continue
-        if block is None and name == "<think>":
-            thinking = True
-        elif block is None and name == "</think>" and may_close:
-            blocks, first, may_close = [], None, False  # all before it was thought
-        if mark is None:
-            continue
-        first = i if first is None else first
-        if block is not None and mark != "inside":
-            close(i, mark == "end")
-            block = None
-        elif mark in ("inside", "end"):
-            if block is None:  # its beginning is missing
-                blocks.append(Block(i, i + 1, error=UNREADABLE))
-            continue
-        if mark == "begin":
-            block = Block(i, i + 1)
-    if block is not None:
-        close(len(body), False)
-    if thinking and drafts and not blocks:
-        blocks.append(Block(0, 0, error=ONLY_THOUGHT))
-    elif first is not None and not blocks:
-        blocks.append(Block(first, first + 1, error=UNREADABLE))
-    if blocks and first is not None:
-        blocks[0].start = first  # with what stands before all calls
-    return blocks
-
-
-def read_chat(tokenizer, body):
-    """The same as read_action where calls have the form of the model's family: their arguments are
-    JSON, and may be anything"""
-    body = body[:-1] if body and body[-1] in tokenizer.ends else body
-    blocks = find_calls(tokenizer, body)
-    if not blocks:
-        return tokenizer.decode(body), []
-    calls = []
-    for block in blocks:
-        call = Call(
-            block.name,
-            [],
-            block.error,
-            "bad_arguments" if block.error else "",
-            block.start,
-            block.id,
-        )
-        if not block.error:
-            take_arguments(call, block.given)
-        calls.append(call)
-    return tokenizer.decode(body[: blocks[0].start]).rstrip("\n"), calls
-
-
-def take_arguments(call, given):
-    """Put arguments that came by their names in the order of the tool's own. Another name, or one
-    too few, is an error that says so."""
-    # JSON can spell halves of characters, files cannot hold them
-    whole = lambda text: re.sub("[\ud800-\udfff]", "\ufffd", text)
-    call.name, call.given = whole(call.name), given if isinstance(given, dict) else {}
-    wanted = ARGUMENTS.get(call.name)
-    # whatever it takes, there is no such tool
-    if wanted is None:
-        call.args = [
-            whole(value) if isinstance(value, str) else json.dumps(value)
-            for value in call.given.values()
-        ]
-        return
-    missing = [f"`{name}` is missing" for name in wanted if name not in call.given]
-    unknown = [f"there is no `{whole(name)[:40]}`" for name in call.given if name not in wanted]
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        call.output, call.error = NOT_STRINGS, "bad_arguments"
-    elif missing or unknown:
-        call.output, call.error = (
-            f"{call.name}({', '.join(wanted)}): {', '.join(missing + unknown)}.",
-            "bad_arguments",
-        )
-    else:
-        call.args = [whole(given[name]) for name in wanted]
-
-
-def number_calls(tokenizer, calls, number):
-    """Where a family numbers its calls through the conversation, give a number to those that were
-    sampled without; -> the next one. number: of the first call that none was given to."""
-    if tokenizer.chat and tokenizer.chat.numbered:
-        for call in calls:
-            call.id = call.id or f"functions.{call.name}:{number}"
-            number = max(number, int(call.id.rpartition(":")[2]) + 1)
-    return number
 
 
 # ---------------------------------------------------------------- tools
@@ -1135,8 +429,8 @@ class Request:
 
 @dataclass
 class Work:
-    """Tools to run outside the model; slow ones (a process is started) run in a thread while other
-    rows decode."""
+    """Tools to run outside the model. slow: a process is started, so that others may be sampled
+    meanwhile."""
 
     calls: list
     run: callable
@@ -1145,7 +439,12 @@ class Work:
 
 def leaves_room(tokenizer, task, limits):
     """Is there room for a first turn, two tokens at least, behind the task's opening?"""
-    return limits.window - len(opening(tokenizer, task).tokens) - len(tokenizer.lead("user")) >= 2
+    return (
+        limits.window
+        - len(opening(tokenizer, task).tokens)
+        - len(tokenizer.generation_prompt("user"))
+        >= 2
+    )
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
@@ -1166,7 +465,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     for _ in range(limits.turns):
         # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
         episode = chain.episodes[-1]
-        prompt = tokenizer.lead(episode.turns[-1].role)
+        prompt = tokenizer.generation_prompt(episode.turns[-1].role)
         room = limits.window - len(episode) - len(prompt)
         if room < 2:
             break
@@ -1176,7 +475,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
 
         # 2) It is kept token for token. (A demonstration may write more than the window holds.)
         body, logprobs = body[:room], logprobs[:room]
-        text, calls = read_action(tokenizer, body)
+        text, calls = tokenizer.read_action(body)
         turn = Turn(
             "assistant",
             [*prompt, *body],
@@ -1211,7 +510,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
 
         # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
         #    not what this agent's work does.
-        call_number = number_calls(tokenizer, calls, call_number)
+        call_number = tokenizer.number_calls(calls, call_number)
         commands = refuse_calls(task, limits, calls, commands_run)
         commands_run += commands
         yield Work(calls, lambda: run_tools(workspace, calls, chain), slow=commands > 0)
@@ -1255,7 +554,7 @@ def context_tokens(tokenizer, episode):
     tokens = []
     for turn in episode.turns:
         tokens += turn.tokens
-    return tokens + tokenizer.lead(episode.turns[-1].role)
+    return tokens + tokenizer.generation_prompt(episode.turns[-1].role)
 
 
 def refuse_calls(task, limits, calls, commands_run):
@@ -1290,26 +589,19 @@ def leave_out_unread(chain, limits):
 # ---------------------------------------------------------------- sampling
 
 
-def choose(logits, uniform, temperature=1.0, top_p=1.0):
+def choose(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
-    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite; top_p from 0 (the
-    likeliest token alone) to 1: else a ValueError."""
-    if not (0 <= temperature < math.inf and 0 <= top_p <= 1):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number from 0 on, top_p={top_p} one from 0 to 1"
-        )
+    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
+    ValueError."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    p = divide_by_temperature(logits.float(), temperature).softmax(-1)
-    if top_p < 1:
-        ordered, where = p.sort(-1, descending=True)
-        # keep the token that crosses the line
-        cut = ordered.cumsum(-1) - ordered >= top_p
-        cut[:, 0] = False  # and the first one always
-        p = p.masked_fill(cut.gather(-1, where.argsort(-1)), 0)
-        p = p / p.sum(-1, keepdim=True)
+    p = divide_by_temperature(logits.float(), temperature).softmax(-1)  # (B, V)
+
+    # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
+    # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
-    # a draw just below 1 rounds to 1 in fp32
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
     tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
@@ -1336,23 +628,23 @@ class Context:
 class Sampler:
     """The plain form of sampling: one agent after the other, one token at a time, from a cache.
 
-    fast/sampler.py batches the agents, and yields the same tokens: each agent draws with random
-    numbers of its own, one per token. What the plain form costs is time. A step that decodes one
-    token reads all weights of the model, and would read them once for 64 agents too."""
+    Each agent draws with random numbers of its own, one per token: what it samples does not depend
+    on who else is sampled. What the plain form costs is time. A step that decodes one token reads
+    all weights of the model, and would read them once for a batch of 64 agents too."""
 
-    def __init__(self, model, tokenizer, window=512, temperature=1.0, top_p=1.0):
+    def __init__(self, model, tokenizer, window=512, temperature=1.0):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.window = window
         self.temperature = temperature
-        self.top_p = top_p
         self.device = model.embed.weight.device
         self.version = 0  # of the weights: how many updates they have seen
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called as each chain ends (to judge it).
-        patient means nothing here: every agent waits for its tools."""
+        """-> the Chains of the agents, in order. seeds: one per agent, of whatever numpy makes a
+        generator. on_end is called as each chain ends (to judge it). patient means nothing here:
+        every agent waits for its tools."""
         chains = []
         for agent, seed in zip(agents, seeds):
             chains.append(self.play(agent, np.random.default_rng(seed)))
@@ -1364,20 +656,24 @@ class Sampler:
         contexts = []  # one per episode
         answer, steps = None, 0
         while True:
+            # The agent goes on until it asks for something, or ends.
             try:
                 request = agent.send(answer)
             except StopIteration as end:
                 chain = end.value
                 break
+            # Tools need no model.
             if isinstance(request, Work):
                 request.run()
                 answer = None
                 continue
+            # A turn is sampled behind what the model has read, or in a new context.
             if request.restart:
                 contexts.append(Context(self.model, self.window))
             contexts[-1].tokens += request.tokens
             answer = self.sample_turn(contexts[-1], request.room, rng)
             steps += len(answer[0])
+        # The experts that each token took are part of the record: training replays them.
         chain.steps = steps
         for episode, context in zip(chain.episodes, contexts):
             episode.experts = context.experts_of(len(episode))
@@ -1389,7 +685,7 @@ class Sampler:
         while len(body) < room:
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
-            token, logprob = choose(logits, uniform, self.temperature, self.top_p)
+            token, logprob = choose(logits, uniform, self.temperature)
             body.append(int(token))
             logprobs.append(float(logprob))
             context.tokens.append(body[-1])
@@ -1412,14 +708,16 @@ class Sampler:
 
 class InTurn:
     """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights, submits tasks and collects groups of chains. fast/workers.py
-    does that in other processes, beside the updates."""
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
 
     restarts = 0  # of processes that died
 
     def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
         self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group, self.limits, self.compact = group, limits, compact
+        self.group = group
+        self.limits = limits
+        self.compact = compact
         self.sandbox = Sandbox()
 
     def publish(self, version, weights):
@@ -1435,14 +733,7 @@ class InTurn:
         """-> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
-            self.sampler,
-            tasks,
-            self.group,
-            seed,
-            self.limits,
-            self.sandbox,
-            self.compact,
-            numbers,
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
         )
 
     def close(self):
@@ -1609,7 +900,7 @@ def demonstrate(
             and rng.random() < neutral
         ):
             hinted[turn] = texts[0] if len(texts) == 1 else rng.choice(texts)
-        body, turn = write_action(tokenizer, action.text, action.calls, asked.number), turn + 1
+        body, turn = tokenizer.write_action(action.text, action.calls, asked.number), turn + 1
         try:
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
             if isinstance(asked, Work):
@@ -1656,37 +947,40 @@ def suspicious(chain):
 def submitted_untested(chain):
     """Was it submitted although the tests could be run and were not, or not since the last edit, or
     were red?"""
+    if not chain.finished or "run_command" not in chain.task.tools:
+        return False
     green = False
-    for call in (call for turn in chain.turns for call in turn.calls if not call.error):
-        if call.name == "edit_file":
-            green = False
-        elif call.name == "run_command" and call.args == [chain.task.test_command]:
-            green = "passed" in call.output and not re.search(
-                r"[1-9]\d* (failed|error)", call.output
-            )
-    return chain.finished and "run_command" in chain.task.tools and not green
+    for turn in chain.turns:
+        for call in turn.calls:
+            if call.error:
+                continue
+            if call.name == "edit_file":
+                green = False
+            elif call.name == "run_command" and call.args == [chain.task.test_command]:
+                red = re.search(r"[1-9]\d* (failed|error)", call.output)
+                green = "passed" in call.output and not red
+    return not green
 
 
 def hint_turn(tokenizer, text, turn):
     """The hint above an assistant turn: above one that begins without a word of the harness, it is
     the hint that ends in that"""
     hint = make_turn(tokenizer, "hint", text)
-    hint.tokens += [] if turn.head else tokenizer.lead("hint")
+    hint.tokens += [] if turn.head else tokenizer.generation_prompt("hint")
     return hint
 
 
 def insert_hints(tokenizer, chain, hints):
     """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = -1
+    number = 0
     for episode in chain.episodes:
         turns = []
         for turn in episode.turns:
-            number += turn.role == "assistant"
-            turns += (
-                [hint_turn(tokenizer, hints[number], turn), turn]
-                if turn.role == "assistant" and number in hints
-                else [turn]
-            )
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
         episode.turns = turns
 
 
@@ -1795,66 +1089,65 @@ def message(turn, tokenizer, flags, ids):
     (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
     calls that wait for their outputs."""
     sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
-    words = turn.text if sampled or tokenizer.chat else tokenizer.decode(turn.tokens[1:-1])
+    words = turn.text if sampled else tokenizer.written_text(turn)
     entry = {
         "role": role,
         "content": words,
         "tokens": len(turn.tokens),
-        "sampled": sampled * (len(turn.tokens) - turn.head),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
     }
     if role != turn.role:
-        # query, summary, recent or hint: the harness speaks as the user
         entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
     if turn.role == "tool" and ids:
         entry["tool_call_id"] = ids.pop(0)
     if turn.calls:
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [
-            {
-                "id": i,
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(
-                        named(call.name, call.args) if call.given is None else call.given
-                    ),
-                },
-            }
-            for i, call in zip(ids, turn.calls)
-        ]
+        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
+
     if sampled:
-        entry["versions"] = (
-            sorted({int(v) for v in turn.versions}) if turn.versions is not None else []
-        )
-        flags = [*(call.error for call in turn.calls if call.error), *flags]
-        flags += ["cut off"] if turn.tokens[-1] not in tokenizer.ends else []
-    return {**entry, "flags": flags} if flags else entry
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def tool_call(call, call_id):
+    """A call in the chat form"""
+    arguments = name_arguments(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def transcript(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
         ids = []
-        messages = [
-            message(turn, tokenizer, (flags or {}).get((e, i), []), ids)
-            for i, turn in enumerate(episode.turns)
-        ]
-        lines.append(
-            {
-                **about,
-                "task": chain.task.instance_id,
-                "level": chain.task.level,
-                "episode": e + 1,
-                "episodes": len(chain.episodes),
-                "reward": chain.reward,
-                "solved": bool(chain.solved),
-                "finished": chain.finished,
-                "messages": messages,
-            }
-        )
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
     return lines
 
 
@@ -1883,22 +1176,17 @@ def write_transcripts(path, step, lines):
     """Puts a step's lines behind those of the steps before. What the file holds of this step or
     later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
     so that none is ever torn."""
+    kept = []
     try:
-        kept = (
-            [line for line in read_transcripts(path) if line["step"] < step]
-            if path.exists()
-            else []
-        )
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
     # something else lay there: no reason for a run to end, nor for its loss
     except (ValueError, KeyError, TypeError):
         path.replace(path.with_suffix(".old"))
-        kept = []
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
-    part.write_text(
-        "".join(
-            json.dumps(line) + "\n" for line in kept + [{"step": step, **line} for line in lines]
-        )
-    )
+    part.write_text("".join(row + "\n" for row in rows))
     part.replace(path)
 
 
@@ -1938,26 +1226,21 @@ def spoken(line):
         words = [m["content"] or ""]
         for call in m.get("tool_calls", []):
             arguments = json.loads(call["function"]["arguments"])
-            words.append(
-                f"> {call['function']['name']} "
-                + " ".join(f"{name}={value}" for name, value in arguments.items())
-            )
-        versions = m.get("versions", [])
-        notes = [f"{m['sampled']} sampled"] if m.get("sampled") else []
-        notes += (
-            ["policy " + "-".join(str(v) for v in (versions[0], versions[-1])[: len(versions)])]
-            if versions
-            else []
-        )
-        text = "\n".join(w for w in words if w).encode("utf-8", "replace").decode()
-        said.append(
-            (
-                f"{m.get('name', m['role']):>9}",
-                text,
-                m.get("sampled", 0),
-                notes + list(m.get("flags", [])),
-            )
-        )
+            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+            words.append(f"> {call['function']['name']} {pairs}")
+        text = "\n".join(word for word in words if word)
+
+        notes, versions = [], m.get("versions", [])
+        if m.get("sampled"):
+            notes.append(f"{m['sampled']} sampled")
+        if len(versions) == 1:
+            notes.append(f"policy {versions[0]}")
+        elif versions:
+            notes.append(f"policy {versions[0]}-{versions[-1]}")
+        notes += m.get("flags", [])
+        who = f"{m.get('name', m['role']):>9}"
+        # what is no letter alone, half of a pair, cannot be printed
+        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
     return said
 
 
@@ -1972,21 +1255,15 @@ def printed(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
-    said = [
-        escape_control_chars(
-            "  ".join(f"{name} {value}" for name, value in line.items() if name != "messages")
-        )
-    ]
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    said = [escape_control_chars("  ".join(about))]
     for who, text, sampled, notes in spoken(line):
-        who, text, notes = (
-            escape_control_chars(who),
-            escape_control_chars(text).replace("\n", "\n" + " " * 11),
-            escape_control_chars(", ".join(notes)),
-        )
-        said.append(
-            f"{who}  \033[{1 if sampled else 2}m{text}\033[0m"
-            + (f"  \033[33m[{notes}]\033[0m" if notes else "")
-        )
+        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
+        brightness = 1 if sampled else 2
+        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        said.append(row)
     return "\n".join(said)
 
 
@@ -1998,10 +1275,12 @@ def show(line):
 
 
 def small_model(tokenizer, **sizes):
+    """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.1) if p.ndim > 1 and not p.any() else None
+        if p.ndim > 1 and not p.any():
+            torch.nn.init.normal_(p, std=0.1)
     return model
 
 
@@ -2025,17 +1304,17 @@ def draw_estimates(path, n=200_000):
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure
 
-    figure, kl, x = (
-        Figure(figsize=(6, 4), layout="constrained"),
-        np.linspace(0.02, 2, 25),
-        torch.randn(n, dtype=torch.float64),
-    )
-    found = [
-        [float(k.var()) for k in kl_estimates(-(x**2) / 2, -((x - (2 * one) ** 0.5) ** 2) / 2)]
-        for one in kl
-    ]
+    kl = np.linspace(0.02, 2, 25)
+    x = torch.randn(n, dtype=torch.float64)  # samples of pi
+    variances = []
+    for nats in kl:
+        distance = (2 * nats) ** 0.5
+        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
+        variances.append([float(estimate.var()) for estimate in estimates])
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*found)):
+    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
         ax.plot(kl, variance, label=name)
     ax.set(
         yscale="log",
@@ -2051,23 +1330,28 @@ def draw_estimates(path, n=200_000):
 def demo():
     from synth_tasks import example_texts
 
+    # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
-    for line in transcript(demonstrate(task, tokenizer, random.Random(3), Limits()), tokenizer):
+    chain = demonstrate(task, tokenizer, random.Random(3), Limits())
+    for line in transcript(chain, tokenizer):
         show(line)
+
+    # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = max(
-        float(rescore(model, e).abs().max())
-        for c in group
-        for e in c.episodes
-        if any(t.role == "assistant" for t in e.turns)
-    )
-    flat = flatten(group[0].episodes[0])
+    worst = 0.0
+    for chain in group:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                worst = max(worst, float(rescore(model, episode).abs().max()))
+    rewards = [chain.reward for chain in group]
+    tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} from an untrained model, rewards "
-        f"{[c.reward for c in group]}, advantages {[float(a) for a in advantages([c.reward for c in group])]}: {int(flat[1].sum())} of the "
-        f"first one's {len(flat[0])} tokens were sampled, and their log-probs from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
+        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
+        f"from the cache equal the trainer's to {worst:.0e}."
     )
     draw_estimates(Path("out/rollout.png"))
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, frame, make_turn
+from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
 from synth_tasks import make_task
 from world.task import SUMMARIZE
 
@@ -46,7 +46,7 @@ def condensed(tokenizer, body, most):
     if mark in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(mark) :]
     # a published model's scratch space ends there
-    thought = (tokenizer.special or {}).get("</think>")
+    thought = tokenizer.special.get("</think>")
     if thought in tokens:
         tokens = tokens[len(tokens) - tokens[::-1].index(thought) :]
     if len(tokens) <= most:
@@ -90,7 +90,7 @@ class Compact:
         )
         return [
             chain.episodes[0].turns[0],
-            frame(tokenizer, "summary", carried, tokenizer.decode(carried)),
+            tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried)),
         ]
 
     def recent(self, tokenizer, chain):

@@ -2,46 +2,29 @@
 the reward.
 
 Anything that has tests becomes a task whose solution is known to exist: remove code so that the
-rest still works while the tests of one feature fail. Small generated codebases are the gym of the
-laptop-sized model (make_task), any Python repository with a pytest suite gives the real thing
-(--repo). Around it: the sandbox, the tools, the judge, an expert that plays the generated tasks
-competently but sloppily, the curriculum, and an audit that notices cheating.
+rest still works while the tests of one feature fail. What Cursor says
+(https://cursor.com/blog/composer-2-5): features were deleted from codebases with many tests so that
+they stay functional while specific testable features vanish; 25 times more synthetic tasks than for
+Composer 2, harder ones both selected and created during the run; and the model found ways around: a
+leftover type-checking cache gave away a deleted signature, compiled bytecode was decompiled.
+Derived: a task is valid if
 
-What Cursor says (https://cursor.com/blog/composer-2-5): features were deleted from codebases with
-many tests so that they stay functional while specific testable features vanish; 25 times more
-synthetic tasks than for Composer 2, harder ones both selected and created during the run; and the
-model found ways around: a leftover type-checking cache gave away a deleted signature, compiled
-bytecode was decompiled. Derived: a task is valid if
+    tests(original) all pass
+    tests(original - feature) fail in the feature's own tests and in no other
 
-    tests(original) all pass,   tests(original - feature) fail in the feature's own tests and in no other.
+Two kinds of codebases go through the same deletion (`delete_feature`) and the same gate
+(`tests_lost`): small generated ones, the gym of the laptop-sized model (`make_task`), and any
+Python repository with a pytest suite (`make_repository_task`, --repo). `Curriculum` selects levels
+that are neither always won nor never, and opens harder ones.
+
+What surrounds a task is in world/, each part in a file of its own: the sandbox, the workspace and
+its tools, the judge, an expert that plays generated tasks competently but sloppily, the study of a
+repository, the installation, and an audit that notices cheating.
 
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for
-repositories, every audit rule.
-
-The judge never believes a process in which the agent's code has run. Generated tasks: the child is
-given calls and returns values, and the parent compares them with what it alone knows, types
-included. pytest suites have to compare inside. They start from the repository's own files with the
-feature's files and new ones of the submission; the parent renames each broken test at random and
-puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that
-makes all tests pass, replaces what compares, or returns values that equal everything gives itself
-away. Not covered: code that reads the bytecode of the test that calls it, to tell the two apart.
-
-The sandbox is bubblewrap: no network, read-only system, private /tmp, own processes, limits on CPU,
-wall time, memory, processes, file size, disk, output. One cage stands for all commands, and each is
-a fork in it behind walls of its own, which takes two thirds of the time of a new cage and a new
-Python. Without bubblewrap there is one warning, and what resource limits cannot stop stays open:
-reading your files, writing where you may write, the network, signals to your processes, a fork
-bomb, daemons, filling the disk. Neither disk nor memory counts what a command holds in files that
-have no name (deleted while open, memfd).
-
-Autoinstall (their blog of 6 May 2026): one agent proposes ten commands and says what they should
-print, a second one gets a bare environment and three of them, and has to make them run as described
-within five tries, mocks allowed, or else the repository is discarded. Ours: both agents are scripts
-(arguments of autoinstall); only the install command has a network, and it asks only for what the
-repository declares. A package name guessed from an import is a stranger's code.
-
-Left out: agents that delete features (the deletion is by ast), other languages, building what is
-not Python, tests that a subclass inherits as hidden tests, repositories over 5,000 files.
+repositories, every audit rule. Left out: agents that delete features (the deletion is by ast),
+other languages, building what is not Python, tests that a subclass inherits as hidden tests,
+repositories over 5,000 files.
 
 `python synth_tasks.py` shows a deletion, tests before, after and restored, an expert's episode, and
 a cheat that wins nothing; `python synth_tasks.py --repo=PATH --n=50 --out=tasks.jsonl` makes tasks,
@@ -87,15 +70,99 @@ from world.source import (
     remove_statements,
     remove_tests,
     replace_bodies,
-    syntax,
 )
-from world.task import TOOLS, Action, Refusal, Task
+from world.task import Action, Refusal, Task
 from world.task_file import instance, read_tasks
+from world.tools import TOOLS
 from world.tree import keep_modes, tree_meta
 from world.twins import list_changes, lost_names, place_twins
 from world.workspace import Workspace
 
-# -------------------------------------------------------------------------------- micro-codebases
+# ---------------------------------------------------------------- deletion, of any codebase
+# a feature that goes as a whole, signature and all; the other kinds leave a stub
+GONE = dict(kind="gone", docstring=False)
+
+
+def by_path(chosen):
+    """path -> the nodes of these definitions in that file."""
+    found = {}
+    for one in chosen:
+        found.setdefault(one.path, []).extend(one.nodes)
+    return found
+
+
+def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
+    """The files with these bodies replaced; every other byte stays."""
+    out = dict(files)
+    for path, nodes in by_path(functions_of(chosen)).items():
+        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
+    return out
+
+
+def functions_of(chosen):
+    return [one for one in chosen if one.kind != "class"]
+
+
+def removed(files, chosen):
+    """The files without these definitions, and without their names in imports and __all__ of other
+    sources."""
+    out = dict(files)
+    for path, nodes in by_path(chosen).items():
+        out[path] = remove_statements(files[path], nodes)
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost) if lost else out
+
+
+def dead_helpers(files, base, chosen, found):
+    """Top-level functions that only the deleted code used: they would give the answer away."""
+    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
+    words = set(re.findall(r"\w+", lost))
+    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
+    paths = {one.path for one in chosen}
+    count = lambda name, text: len(re.findall(rf"\b{name}\b", text))
+    return [
+        one
+        for one in found
+        if one.kind == "function"
+        and one not in chosen
+        and one.path in paths
+        and one.name in words
+        and count(one.name, left) == count(one.name, base[one.path]) == 1
+    ]
+
+
+def moved(files, chosen):
+    """The same definitions at their lines in the changed files."""
+    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
+    return [now[one.path, one.name] for one in chosen]
+
+
+def delete_feature(files, chosen, dials, found):
+    """(files without the feature, the dead helpers that went with it)."""
+    if dials["kind"] != "gone":
+        helpers = dead_helpers(files, stubbed(files, chosen, dials["docstring"]), chosen, found)
+        left = removed(files, helpers)
+        return stubbed(left, moved(left, chosen), dials["docstring"]), helpers
+    base = removed(files, chosen)
+    helpers = dead_helpers(files, base, chosen, found)
+    base = removed(files, chosen + helpers) if helpers else base
+    for path in telltales(base, {one.name for one in chosen + helpers}):
+        del base[path]
+    return base, helpers
+
+
+def tests_lost(stable, outcomes, own):
+    """The tests of a green suite that fail without a feature, or the reason why it makes no task:
+    some test has to fail, and each that fails has to be one of the feature's `own`."""
+    broken = {test for test in stable if outcomes.get(test) != "passed"}
+    if not broken:
+        return "no test fails"
+    if broken - own:
+        return "other tests fail"
+    return broken
+
+
+# ---------------------------------------------------------------- generated codebases
 # level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests");
 # named: prompt names the target
 LEVELS = [
@@ -166,18 +233,6 @@ def trivial(function, inputs):
     )
 
 
-def delete(text, names):
-    """The source without these top-level definitions; every other byte stays."""
-    lines = text.split("\n")
-    for node in reversed(syntax(text).body):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
-            end = node.end_lineno
-            while end < len(lines) - 1 and not lines[end].strip():
-                end += 1
-            del lines[node.lineno - 1 : end]
-    return "\n".join(lines).rstrip("\n") + "\n" if "\n".join(lines).strip() else ""
-
-
 def make_task(level, seed, split="train"):
     """The micro task of this level, seed and split: the same three always give the same task."""
     assert split in ("train", "heldout"), f"split is train or heldout, not {split}"
@@ -236,21 +291,19 @@ def assemble(rng, level, functions, cases, chosen):
     )
     original["check.py"] = CHECK
     gone = [functions[i] for i in order if i in chosen]
-    files = {
-        path: (
-            delete(text, {f.name for f in gone if path == f"{f.module}.py"})
-            if path[:-3] in modules
-            else text
-        )
-        for path, text in original.items()
-    }
-    missing = "".join(f"{f.module}.{f.name}: missing\n" for f in gone)
-    # the gates: the suite is green, and loses exactly the feature's tests
-    left = len(functions) - len(gone)
-    if (
-        run_trusted(original).exit_code
-        or run_trusted(files).output != f"{missing}{left} passed, {len(gone)} failed\n"
-    ):
+
+    # Delete the feature as from any repository.
+    found = definitions(original, [f"{module}.py" for module in modules])
+    names = {(f"{f.module}.py", f.name) for f in gone}
+    feature = [one for one in found if (one.path, one.name) in names]
+    files, _ = delete_feature(original, feature, GONE, found)
+    files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
+
+    # The gates: the suite is green, and it loses exactly the feature's tests.
+    stable, own = [f"test_{f.name}" for f in functions], {f"test_{f.name}" for f in gone}
+    if set(micro_outcomes(original, stable).values()) != {"passed"}:
+        return None
+    if tests_lost(stable, micro_outcomes(files, stable), own) != own:
         return None
     tools = draw_tools(rng, dials)
     case = lambda i, xs: [functions[i].module, functions[i].name, [xs], functions[i].value(xs)]
@@ -270,6 +323,17 @@ def assemble(rng, level, functions, cases, chosen):
             "targets": [asdict(f) for f in gone],
         },
     )
+
+
+def micro_outcomes(files, tests):
+    """{test: "passed" or "failed"} of a generated codebase, by what its own suite prints."""
+    result = run_trusted(files)
+    # check.py names each function that a test misses or finds wrong. A suite that breaks counts
+    # none.
+    if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
+        return dict.fromkeys(tests, "failed")
+    red = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
+    return {test: "failed" if test in red else "passed" for test in tests}
 
 
 def draw_tools(rng, dials):
@@ -296,7 +360,6 @@ def micro_prompt(dials, gone, tools, modules):
     return f"{ask}\nTools: {' '.join(tools)}\nFiles: {' '.join(f'{m}.py' for m in modules)} docs.md tests.py"
 
 
-# -------------------------------------------------------------------------------- the expert: competent, sloppy on purpose
 def example_texts(number, seed):
     """What is said in demonstrations, as plain texts (a tokenizer is trained on them)."""
     texts = []
@@ -313,7 +376,7 @@ def example_texts(number, seed):
     return texts
 
 
-# -------------------------------------------------------------------------------- the curriculum
+# ---------------------------------------------------------------- the curriculum
 class Curriculum:
     """Selects levels that are neither always won nor never, and opens a harder one when the hardest
     is won.
@@ -414,63 +477,15 @@ class Curriculum:
         self.taken = {int(level): taken for level, taken in state["taken"].items()}
 
 
-# -------------------------------------------------------------------------------- real repositories: deletion
+# ---------------------------------------------------------------- tasks from real repositories
 REPO_LEVELS = [
     dict(kind="function", docstring=True),
     dict(kind="function", docstring=False),
-    dict(kind="gone", docstring=False),
+    GONE,
     dict(kind="class", docstring=False),
     dict(kind="multi-file", docstring=False),
     dict(kind="module", docstring=False),
 ]
-
-
-def by_path(chosen):
-    """path -> the nodes of these definitions in that file."""
-    found = {}
-    for one in chosen:
-        found.setdefault(one.path, []).extend(one.nodes)
-    return found
-
-
-def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
-    """The files with these bodies replaced; every other byte stays."""
-    out = dict(files)
-    for path, nodes in by_path(functions_of(chosen)).items():
-        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
-    return out
-
-
-def functions_of(chosen):
-    return [one for one in chosen if one.kind != "class"]
-
-
-def removed(files, chosen):
-    """The files without these definitions, and without their names in imports and __all__ of other
-    sources."""
-    out = dict(files)
-    for path, nodes in by_path(chosen).items():
-        out[path] = remove_statements(files[path], nodes)
-    lost = {(one.path, one.name) for one in chosen}
-    return remove_names(out, sources(out), lost) if lost else out
-
-
-def dead_helpers(files, base, chosen, found):
-    """Top-level functions that only the deleted code used: they would give the answer away."""
-    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
-    words = set(re.findall(r"\w+", lost))
-    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
-    paths = {one.path for one in chosen}
-    count = lambda name, text: len(re.findall(rf"\b{name}\b", text))
-    return [
-        one
-        for one in found
-        if one.kind == "function"
-        and one not in chosen
-        and one.path in paths
-        and one.name in words
-        and count(one.name, left) == count(one.name, base[one.path]) == 1
-    ]
 
 
 def draw_feature(repository, level, rng, taken):
@@ -549,11 +564,9 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
         "::" not in where for where in answer.get("errors", {}) if where not in repository.ignored
     ):
         return "a test file cannot be collected without it"
-    broken = {node for node in stable if outcomes.get(node) != "passed"}
-    if not broken:
-        return "no test fails"
-    if broken - touching:
-        return "other tests fail"
+    broken = tests_lost(stable, outcomes, touching)
+    if isinstance(broken, str):
+        return broken
     # The tests may not import every module; what could be imported before can be imported now.
     dropped = [path for path in files.keys() - base.keys() if path.endswith(".py")]
     left_out = {package_root(path, set(files))[1] for path in dropped}
@@ -665,25 +678,6 @@ def verified(task, repository, sandbox):
     if not command or set(left_out) & set(task.FAIL_TO_PASS):
         return "its test command is not green with the original in place"
     return replace(task, test_command=command)
-
-
-def delete_feature(files, chosen, dials, found):
-    """(files without the feature, the dead helpers that went with it)."""
-    if dials["kind"] != "gone":
-        helpers = dead_helpers(files, stubbed(files, chosen, dials["docstring"]), chosen, found)
-        left = removed(files, helpers)
-        return stubbed(left, moved(left, chosen), dials["docstring"]), helpers
-    helpers = dead_helpers(files, removed(files, chosen), chosen, found)
-    base = removed(files, chosen + helpers)
-    for path in telltales(base, {one.name for one in chosen + helpers}):
-        del base[path]
-    return base, helpers
-
-
-def moved(files, chosen):
-    """The same definitions at their lines in the changed files."""
-    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
-    return [now[one.path, one.name] for one in chosen]
 
 
 # An exception of every kind that tests ask for.
@@ -838,7 +832,7 @@ def repository_prompt(chosen, style, some_visible):
     return text
 
 
-# -------------------------------------------------------------------------------- real repositories: the commands
+# ---------------------------------------------------------------- real repositories: the commands
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks,
     reasons for the discarded)."""
@@ -943,7 +937,7 @@ def check(path, jobs=2, time_limit=60.0):
     return sum(good), len(tasks)
 
 
-# -------------------------------------------------------------------------------- demo
+# ---------------------------------------------------------------- demo
 def demo():
     task, sandbox = make_task(3, 6), Sandbox()
     whole = {**task.files, **task.solution}
@@ -983,7 +977,7 @@ def demo():
     )
 
 
-# -------------------------------------------------------------------------------- command line
+# ---------------------------------------------------------------- command line
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         names = [name for action in self._actions for name in action.option_strings]

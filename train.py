@@ -1,23 +1,33 @@
 """train.py: the whole recipe. One loop; a stage only says where the batch and the loss come from.
 
-    pretrain   next-token prediction on real Python (the standard library of this machine, or --data=DIR), short window
+    pretrain   next-token prediction on real Python (the standard library of this machine, or
+               --data=DIR), short window
     long       the same with the window stretched by YaRN
     sft        transcripts of a competent but sloppy expert in generated codebases
-    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as reward, textual feedback
-               distilled into the flagged turn, a nonlinear price on effort, self-summaries, a
-               curriculum
+    rl         feature-deletion tasks in sandboxed codebases: grouped rollouts, hidden tests as
+               reward, textual feedback distilled into the flagged turn, a nonlinear price on
+               effort, self-summaries, a curriculum
     eval       held-out tasks before and after RL: table, summary.json, figures
 
 Composer 2.5's order of things (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477):
 continued pretraining at a short window, a long-context extension, a short SFT, reinforcement
 learning. All sizes, rates and step counts here are ours.
 
-    python train.py                                          everything, at the scale this machine carries
-    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run     one stage, one technique off
-    python train.py --resume                                 go on after Ctrl-C, SIGTERM or kill -9
-    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2     many GPUs, the same script (cp: not in rl)
+    python train.py                      everything, at the scale this machine carries
+    python train.py --resume             go on after Ctrl-C, SIGTERM or kill -9
+    python train.py --help --stage=rl    every flag, with its value in that stage
 
-Left out: data mixing, deduplication, multi-token prediction, and every private number.
+    one stage, one technique off:
+    python train.py --stage=rl --feedback=0 --out=out/plain --start_from=out/run
+
+    many GPUs, the same script (--cp: not in rl):
+    torchrun --nproc_per_node=8 train.py --stage=pretrain --ep=8 --cp=2
+
+In this file: the configuration, where each stage's batches and losses come from, what the stages
+share (Run), the one loop, its log. What surrounds a run (flags, checks, launch, lock, signals,
+messages) stands in command/, the stage eval in eval.py.
+
+Left out: data mixing, deduplication, and every private number.
 """
 
 import contextlib
@@ -26,8 +36,6 @@ import hashlib
 import json
 import os
 import random
-import re
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -51,20 +59,29 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import ModelConfig, balance
-from published.export import write_checkpoint
-from published.loading import load_model
+from moe import ModelConfig, balance, count_draft_hits, mtp_loss
+from muon import Muon, check_parameters, newton_schulz
+from published.export import export_model
 from published.families import read_config
 from published.grouped_query import config_of
-from published.safetensors import parse_json
-from muon import Muon, check_parameters, newton_schulz
-from command import checkpoints, checks, failures, flags, hardware, idle_flags, launch
+from published.loading import load_model
+from published.tokenizers import make_tokenizer, read_tokenizer
+from command import (
+    checkpoint_files,
+    checkpoints,
+    checks,
+    failures,
+    flags,
+    hardware,
+    idle_flags,
+    launch,
+)
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from world import task_file
 from world.careless import undocument, unharden
 from world.micro import CONSTANTS, WORDS
+from world.task_file import read_tasks
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,9 @@ class Config:
     tasks: str = ""
     seed: int = 1337
     device: str = "auto"  # cpu, cuda or auto
-    dtype: str = "auto"  # of matrix products: float32, bfloat16 or auto
+    # of matrix products: float32, bfloat16 (bf16) or auto; the experts' may be narrower, see
+    # precision
+    dtype: str = "auto"
     # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
     weights: str = "float32"
     # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
@@ -117,6 +136,13 @@ class Config:
     # short windows want fast rotations: with 10000, copying names is learned 100 steps later
     rope_theta: float = 1000.0
     balance_rate: float = 2e-3  # of the routers' biases per step
+    # of the experts' products: dtype (as all others), mxfp8 or nvfp4; emulated where the hardware
+    # has none (a GPU before the B200, a CPU): then slower, the same numbers
+    precision: str = "dtype"
+    # 1: one more block drafts the token after the next. It learns in pretrain, long and sft what
+    # the model would say there, and moves no other weight; moe.speculate decodes with it (the
+    # rollouts' sampler takes its drafts from the text)
+    mtp: bool = False
 
     # ---- optimizer
     optimizer: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
@@ -172,9 +198,6 @@ class Config:
     replay: bool = True  # router replay
     # generation processes beside each training process; 0: it samples and updates in turn
     workers: int = 0
-    # 1, for the clock: each step's rollouts again with every answer of a tool remembered (log:
-    # tools_s)
-    time_tools: bool = False
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
     # 1: advantages are divided by the group's standard deviation; like the next two left out by
@@ -401,9 +424,10 @@ def model_config(config, vocab):
     """The model of a run from noise. With one expert per token a gate over the sum of the gates
     would always be 1, and the loss would teach the router nothing: then the gate is the router's
     score itself."""
-    return ModelConfig(
-        vocab=vocab, norm_gates=config.active > 1, **{name: getattr(config, name) for name in SIZES}
-    )
+    sizes = {name: getattr(config, name) for name in SIZES}
+    sizes["precision"] = "" if config.precision == "dtype" else config.precision
+    sizes["mtp"] = int(config.mtp)
+    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **sizes)
 
 
 # ---------------------------------------------------------------- data
@@ -430,32 +454,29 @@ def python_sources(folder):
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         usage_error(f"--data={folder}: no such folder")
-    # a link may lead nowhere
-    own = lambda p: p.is_file() and not SKIP & set(p.relative_to(root).parts[:-1])
-    paths = sorted(p for p in root.rglob("*.py") if own(p) and p.stat().st_size < 200_000)
-    texts = {
-        p.relative_to(root).as_posix(): p.read_text(encoding="utf-8", errors="ignore")
-        for p in paths
-    }
-    texts = {name: text for name, text in texts.items() if text.strip()}
+    texts = {}
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        # a link may lead nowhere
+        if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            texts[inside.as_posix()] = text
     if len(texts) < 2:
         usage_error(f"--data={folder}: fewer than two Python files there")
 
     # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no
     # other: one of each is needed.
-    place = {
-        name: int.from_bytes(
-            hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:7], "big"
-        )
-        / 2**56
-        for name in texts
-    }
+    place = {}
+    for name in texts:
+        found = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        place[name] = int.from_bytes(found[:7], "big") / 2**56
     held = {name for name in texts if place[name] < HELD_OUT}
     if not 0 < len(held) < len(texts):
         held = {min(texts, key=place.get)}
-    return [text for name, text in texts.items() if name not in held], [
-        text for name, text in texts.items() if name in held
-    ]
+    train = [text for name, text in texts.items() if name not in held]
+    return train, [text for name, text in texts.items() if name in held]
 
 
 def digest_texts(train, held):
@@ -491,27 +512,32 @@ class Text:
     def __init__(self, run):
         self.run, config = run, run.config
         self.window = text_window(config)
-        tokenizer = run.tokenizer
-        stream = lambda texts: torch.cat(
-            [torch.tensor([*tokenizer.encode(text), tokenizer.id["<|text|>"]]) for text in texts]
-        )
         train, held = python_sources(config.data)
         self.data = digest_texts(train, held)
-        self.train, self.held = stream(train), stream(held)
+        self.train, self.held = self.make_stream(train), self.make_stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
-                f"--data={config.data}: {len(self.train)} tokens are too few for windows of {self.window}"
+                f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
+                f"{self.window}"
             )
+
+    def make_stream(self, texts):
+        """All texts as one row of tokens, each with the token <|text|> at its end"""
+        tokenizer = self.run.tokenizer
+        end = tokenizer.id["<|text|>"]
+        return torch.cat([torch.tensor([*tokenizer.encode(text), end]) for text in texts])
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
-        config, fold = self.run.config, 2 * self.run.config.cp
-        window = self.window // shortened(step, config) // fold * fold or self.window
+        config = self.run.config
+        # At first a quarter of the window, then half; the ranks of --cp share it in 2 * cp parts.
+        parts = 2 * config.cp
+        window = self.window // seq_len_divisor(step, config) // parts * parts or self.window
+        # The windows begin anywhere in the stream.
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
-        starts = rng.integers(
-            0, len(self.train) - window - 1, self.rows(config.batch_tokens // window)
-        )
+        number = self.rows(config.batch_tokens // window)
+        starts = rng.integers(0, len(self.train) - window - 1, number)
         yield from self.cross_entropy(self.train, starts, window, log)
 
     def rows(self, n):
@@ -520,30 +546,39 @@ class Text:
         return max(1, -(-n // self.run.data)) * self.run.data
 
     def cross_entropy(self, stream, starts, window, log):
+        """Yields the losses of the windows of `stream` that begin at `starts`, a micro-batch at a
+        time."""
         run, total = self.run, len(starts) * window
+        # Each rank takes its share of the windows; ranks of --cp its part of each window.
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
-            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]]).to(
-                run.device, non_blocking=True
-            )
+            rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]])
+            rows = rows.to(run.device, non_blocking=True)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
-            loss = -run.model.logprobs(run.hidden(batch), batch["targets"]).sum() / total
+            hidden = run.hidden(batch)
+            loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
             log["loss"] = log.get("loss", 0) + loss.detach()
             log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            if run.config.mtp:
+                loss = loss + run.draft_loss(batch, hidden, len(starts) * (window - 1), log)
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         self.run.model.eval()  # the routers count no load
+        last, number = len(self.held) - self.window - 2, max(8, 32768 // self.window)
+        starts = np.linspace(0, last, self.rows(number)).astype(int)
         log = {}
-        starts = np.linspace(
-            0, len(self.held) - self.window - 2, self.rows(max(8, 32768 // self.window))
-        ).astype(int)
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
-        return {"held_out_loss": self.run.sum(log["loss"])}
+        found = {"held_out_loss": self.run.sum(log["loss"])}
+        if self.run.config.mtp:
+            places = len(starts) * (self.window - 1)
+            found["held_out_draft_kl"] = self.run.sum(log["draft_kl"])
+            found["draft_accepted"] = self.run.sum(log["draft_hits"]) / places
+        return found
 
     after_step = lambda self: None
     tensors = lambda self: {}
@@ -561,89 +596,102 @@ class Demonstrations:
 
     def __init__(self, run):
         self.run, config = run, run.config
-        mine = make_demonstrations(
-            config, run.tokenizer, run.compact, run.share(range(config.demos)), run.bar
-        )
+        # Every rank writes its share of the demonstrations, and gets those of all.
+        numbers = run.share(range(config.demos))
+        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
-        self.episodes = [e for _, episodes in made for e in episodes]
+        self.episodes = [episode for _, episodes in made for episode in episodes]
         if not self.episodes:
             usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
         left_out = sum(not episodes for _, episodes in made)
         if left_out:
             run.say(
-                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit and are left out"
+                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
+                "and are left out"
             )
-        lengths, self.batches = np.array([len(e) for e in self.episodes]), []
-        parts = [shortened(step, config) for step in range(config.steps)]
-        for part in sorted(set(parts), reverse=True):
-            fits = np.flatnonzero(lengths <= max(lengths.max() // part, lengths.min()))
-            groups = length_groups(
-                lengths[fits], config.batch_tokens // 2, 2 * parts.count(part), (config.seed, part)
-            )
-            self.batches += [[fits[a], fits[b]] for a, b in zip(groups[::2], groups[1::2])]
-        trimmed = {
-            token: word.decode(errors="ignore").strip(" ._`")
-            for word, token in run.tokenizer.ranks.items()
-        }
-        marked = lambda words: torch.tensor(
-            [trimmed.get(token) in words for token in range(run.model.config.vocab)],
-            device=run.device,
-        )
-        self.names, self.constants = marked(WORDS - CONSTANTS), marked(CONSTANTS)
+        self.batches = self.plan_batches()
+        self.names = self.mark_tokens(WORDS - CONSTANTS)
+        self.constants = self.mark_tokens(CONSTANTS)
+
+    def plan_batches(self):
+        """For each step two groups of indices of episodes, of half of the batch's tokens each.
+        While the window is short, episodes that fit it."""
+        config, batches = self.run.config, []
+        lengths = np.array([len(episode) for episode in self.episodes])
+        divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
+        for divisor in sorted(set(divisors), reverse=True):
+            fits = np.flatnonzero(lengths <= max(lengths.max() // divisor, lengths.min()))
+            number, seed = 2 * divisors.count(divisor), (config.seed, divisor)
+            groups = length_groups(lengths[fits], config.batch_tokens // 2, number, seed)
+            for first, second in zip(groups[::2], groups[1::2]):
+                batches.append([fits[first], fits[second]])
+        return batches
+
+    def mark_tokens(self, words):
+        """(vocab,) True for each token that is one of these words, whatever stands around it"""
+        marked = torch.zeros(self.run.model.config.vocab, dtype=torch.bool)
+        for text, token in self.run.tokenizer.ranks.items():
+            # a published tokenizer may know more tokens than its model
+            if token < len(marked):
+                marked[token] = text.decode(errors="ignore").strip(" ._`") in words
+        return marked.to(self.run.device)
 
     def losses(self, step, log):
-        config, run, groups = (
-            self.run.config,
-            self.run,
-            [[self.episodes[i] for i in group] for group in self.batches[step]],
-        )
-        total = sum(int(rollout.flatten(e)[1].sum()) for group in groups for e in group)
-        mine = [
-            (e, 1.0)
-            for g, group in enumerate(groups)
-            for j, e in enumerate(group)
-            if (2 * j + g) % run.data == run.meshes.data_rank
-        ]
+        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
+        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
+        config, run = self.run.config, self.run
+        groups = [[self.episodes[i] for i in group] for group in self.batches[step]]
+        episodes = [episode for group in groups for episode in group]
+        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
+
+        # The ranks take turns in a group, so that each has short and long episodes; in the second
+        # group the next rank begins.
+        mine = []
+        for g, group in enumerate(groups):
+            for j, episode in enumerate(group):
+                if (2 * j + g) % run.data == run.meshes.data_rank:
+                    mine.append((episode, 1.0))
+
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
-            logp = run.model.logprobs(
-                run.hidden(batch), batch["targets"], where=batch["inside"] > 0
-            )
-            copied = (self.names | self.constants)[batch["targets"]] & (shortened(step, config) > 1)
-            weight = torch.where(copied, config.copy_loss, 1.0) * batch["mask"]
-            weight = weight + config.context_loss * (1 - batch["mask"]) * batch["inside"]
+            hidden, targets = run.hidden(batch), batch["targets"]
+            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)
+
+            # What the expert wrote weighs 1, names and constants more while the window is short;
+            # what it read weighs context_loss.
+            mask = batch["mask"]
+            copied = (self.names | self.constants)[targets] & (seq_len_divisor(step, config) > 1)
+            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = weight + config.context_loss * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
-            log["loss"] = (
-                log.get("loss", 0) - (logp.detach() * batch["mask"]).sum() * batch["real"] / total
-            )
+            reported = (logp.detach() * mask).sum() * batch["real"] / total
+            log["loss"] = log.get("loss", 0) - reported
             log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
+            if config.mtp:
+                places = sum(len(episode) - 1 for episode in episodes)
+                loss = loss + run.draft_loss(batch, hidden, places, log)
             yield loss
 
     @torch.no_grad()
     def validate(self):
         """Are names and constants copied? Their mean probabilities where a careful expert writes
         them, in held-out tasks."""
-        config, run = self.run.config, self.run
+        config, run, limits = self.run.config, self.run, agent_limits(self.run.config)
         run.model.eval()  # the routers count no load
-        chains = [
-            rollout.demonstrate(
-                task,
-                run.tokenizer,
-                random.Random(task.instance_id),
-                agent_limits(config),
-                0.0,
-                run.compact,
-            )
-            for task in run.share(eval.held_out(12, range(config.levels)))
-        ]
-        total = dict.fromkeys(("names", "constants"), torch.zeros(2, dtype=torch.float64))
-        episodes = [(e, 1.0) for chain in chains for e in chain.episodes if len(e) <= config.window]
+        episodes = []
+        for task in run.share(eval.held_out(12, range(config.levels))):
+            rng, careful = random.Random(task.instance_id), 0.0
+            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
+            episodes += [(e, 1.0) for e in chain.episodes if len(e) <= config.window]
+
+        # The sum of the probabilities and the number of the places, of each kind.
+        kinds = {"names": self.names, "constants": self.constants}
+        total = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
         for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
             p = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()
-            for name, those in (("names", self.names), ("constants", self.constants)):
-                where = those[batch["targets"]] & (batch["mask"] > 0)
-                total[name] = (
-                    total[name] + torch.stack([p[where].sum(), where.sum()]).cpu() * batch["real"]
-                )
+            for name, marked in kinds.items():
+                where = marked[batch["targets"]] & (batch["mask"] > 0)
+                counted = torch.stack([p[where].sum(), where.sum()]).cpu()
+                total[name] = total[name] + counted * batch["real"]
         sums = {name: [run.sum(x) for x in pair] for name, pair in total.items()}
         return {name: p / count for name, (p, count) in sums.items() if count}
 
@@ -653,7 +701,7 @@ class Demonstrations:
     tensors = lambda self: {}
 
 
-def shortened(step, config):
+def seq_len_divisor(step, config):
     """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
     heads that look back and copy form several times sooner where there is less to look at; without
     it they came late in some runs and in one not at all."""
@@ -669,12 +717,14 @@ def length_groups(lengths, tokens, number, seed):
     """Groups of indices of like length, `tokens` in each when padded: little padding, and few
     different shapes."""
     rng, groups = np.random.default_rng(seed), []
+    # One round holds every index once; as many rounds as are needed.
     while len(groups) < number:
-        pools = np.array_split(
-            rng.permutation(len(lengths)), max(1, lengths.sum() // (32 * tokens))
-        )
-        for pool in pools:
-            pool, cut = list(pool[np.argsort(lengths[pool], kind="stable")]), []
+        # Shuffled into pools of about 32 groups, so that no two rounds are alike ...
+        n_pools = max(1, lengths.sum() // (32 * tokens))
+        for pool in np.array_split(rng.permutation(len(lengths)), n_pools):
+            # ... and within a pool the longest ones together, then the next ones.
+            pool = list(pool[np.argsort(lengths[pool], kind="stable")])
+            cut = []
             while pool:
                 n = max(1, tokens // padded_length(lengths[pool[-1]]))
                 cut.append(pool[-n:])
@@ -690,12 +740,11 @@ def agent_limits(config):
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a
     summarised chain gives several training sequences."""
+    # Two sets of limits: the whole window, and a quarter of it for a share of the demonstrations.
     quarter = replace(config, window=config.window // 4)
-    whole, short = (agent_limits(config), compact), (
-        agent_limits(quarter),
-        summarize.compact(asdict(quarter)),
-    )
-    remind = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    whole = agent_limits(config), compact
+    short = agent_limits(quarter), summarize.compact(asdict(quarter))
+    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
@@ -709,21 +758,18 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
             limits,
             config.sloppy,
             fold,
-            remind,
+            reminders,
             config.hints,
             config.neutral_hints,
             config.restless,
         )
-        pairs.append(
-            (
-                i,
-                [
-                    e
-                    for e in chain.episodes
-                    if len(e) <= limits.window and any(turn.role == "assistant" for turn in e.turns)
-                ],
-            )
-        )
+        # Only what fits the window, and has a turn to learn from.
+        episodes = []
+        for episode in chain.episodes:
+            roles = {turn.role for turn in episode.turns}
+            if len(episode) <= limits.window and "assistant" in roles:
+                episodes.append(episode)
+        pairs.append((i, episodes))
     return pairs
 
 
@@ -769,7 +815,7 @@ class Reinforcement:
                 self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
             )
             self.workers = fast_workers.Workers(config.workers, settings)
-        tasks = task_file.read_tasks(config.tasks) if config.tasks else []
+        tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
         self.file = eval.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
@@ -875,10 +921,6 @@ class Reinforcement:
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        if config.time_tools:
-            self.workers.collect(asked)
-            run.gather([])  # for the slowest rank, as before
-            log["tools_s"] = 2 * log["rollout_s"] - (time.time() - start)
         lag = fast_workers.staleness([] if config.imitate else groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
@@ -1220,7 +1262,9 @@ class Run:
         return rows[self.meshes.data_rank :: self.data]
 
     def sum(self, number):
-        return float(hsdp.total(torch.as_tensor(number, dtype=torch.float64, device="cpu")))
+        return float(
+            hsdp.all_reduce_sum(torch.as_tensor(number, dtype=torch.float64, device="cpu"))
+        )
 
     def gather(self, items):
         """The items of all data ranks, on every rank."""
@@ -1232,46 +1276,67 @@ class Run:
 
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
-        T = batch["tokens"].shape[1]
-        to_device = lambda t: t.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
-        part = {
-            k: hsdp.shard_sequence(to_device(v), self.meshes) if torch.is_tensor(v) else v
-            for k, v in batch.items()
-        }
-        return {**part, "positions": hsdp.positions(T, self.meshes, self.device)}
+        part = dict(batch)
+        for name, value in batch.items():
+            if torch.is_tensor(value):
+                value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
+                part[name] = hsdp.shard_sequence(value, self.meshes)
+        length = batch["tokens"].shape[1]
+        part["positions"] = hsdp.positions(length, self.meshes, self.device)
+        return part
 
     def micro_batches(self, items, spare):
         """(episode, number) pairs of this rank -> packed batches of about micro_tokens tokens,
         short episodes together. Every rank makes as many: one that has fewer goes on with `spare`
         at weight zero."""
+        # The longest ones first, as many as fit when padded to the longest.
         items, batches = sorted(items, key=lambda item: len(item[0])), []
         while items:
             n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
             batches.append(items[-n:])
             del items[-n:]
+
         most = max(self.gather([len(batches)]))
         for i in range(most):
-            part = batches[i] if i < len(batches) else [spare]
-            batch = rollout.pack(
-                [e for e, _ in part], [a * (i < len(batches)) for _, a in part], 64 * self.config.cp
-            )
+            real = i < len(batches)
+            part = batches[i] if real else [spare]
+            episodes = [episode for episode, _ in part]
+            numbers = [number * real for _, number in part]
+            batch = rollout.pack(episodes, numbers, 64 * self.config.cp)
             # a spare: its tokens are computed and count nowhere
-            if i >= len(batches):
+            if not real:
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
             # The ranks of a sequence count an equal share of it each, so that the sum over all
             # ranks is right.
-            real_tokens = sum(len(e) for e, _ in part) / self.config.cp if i < len(batches) else 0
-            yield {
-                **self.shard(batch),
-                "episodes": [e for e, _ in part],
-                "real": i < len(batches),
-                "real_tokens": real_tokens,
-            }
+            real_tokens = sum(map(len, episodes)) / self.config.cp if real else 0
+            batch = self.shard(batch)
+            batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
+            yield batch
 
     # model
     def hidden(self, batch):
         replay = batch.get("experts") if self.config.replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
+
+    def draft_loss(self, batch, hidden, places, log):
+        """What the head that drafts learns from a micro-batch: the divergence from the model's own
+        choice, over the `places` of the whole batch. Its gradient stays in the head."""
+        loss = mtp_loss(self.model, batch["tokens"], hidden, places)
+        log["draft_kl"] = log.get("draft_kl", 0) + loss.detach()
+        if not self.model.training:
+            hits = count_draft_hits(self.model, batch["tokens"], hidden)
+            log["draft_hits"] = log.get("draft_hits", 0) + hits
+        return loss
+
+    def clip_gradients(self):
+        """Cuts the gradient at --clip -> its norm before. The head that drafts has another loss,
+        and is cut by itself: together, its gradient would shorten the model's."""
+        if not self.config.mtp:
+            return hsdp.clip_grad_norm(self.model, self.config.clip)
+        head = list(self.model.mtp.parameters())
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
+        hsdp.clip_grad_norm(self.model, self.config.clip, head)
+        return hsdp.clip_grad_norm(self.model, self.config.clip, rest)
 
     def full_state(self):
         return hsdp.full_state(self.model)
@@ -1322,7 +1387,7 @@ class Run:
     def read(self, folder, shape):
         """A published model, of which each rank reads its own part; the tokenizer first, since it
         is there that folders differ."""
-        self.tokenizer = rollout.Tokenizer.read(folder, shape.vocab)
+        self.tokenizer = read_tokenizer(folder, shape.vocab)
         self.model = load_model(
             folder,
             getattr(torch, self.config.weights),
@@ -1335,22 +1400,15 @@ class Run:
         and the routers."""
         config, matrices, rest = self.config, [], []
         for name, p in self.model.named_parameters():
-            plain = (
-                p.ndim < 2
-                or any(word in name for word in ("embed", "head", "router"))
-                or config.optimizer == "adamw"
-            )
-            (rest if plain else matrices).append((name, p))
+            plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
+            if plain or config.optimizer == "adamw":
+                rest.append((name, p))
+            else:
+                matrices.append((name, p))
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
         if matrices:
-            groups.append(
-                dict(
-                    params=matrices,
-                    algorithm="muon",
-                    lr=config.lr,
-                    weight_decay=config.weight_decay,
-                )
-            )
+            group = dict(lr=config.lr, weight_decay=config.weight_decay)
+            groups.append(dict(params=matrices, algorithm="muon", **group))
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
@@ -1432,7 +1490,7 @@ def train(config, interrupted, sources=None):
     try:
         shape = published_shape(config, saved) if config.init_from else None
         if saved:
-            run.build(rollout.Tokenizer(**saved["tokenizer"]), shape)
+            run.build(make_tokenizer(**saved["tokenizer"]), shape)
         elif shape:
             run.read(config.init_from, shape)
         else:
@@ -1454,7 +1512,7 @@ def train(config, interrupted, sources=None):
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
-    with hsdp.one_fate():
+    with hsdp.report_rank_failure():
         return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
 
 
@@ -1467,22 +1525,10 @@ def say_configuration(run, config, sources):
     run.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-)
-
-
 def export(config, given):
     """A stage of the run as the folder of a published model, weights as the run kept them or in
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
-    tokenizer. All of that is looked at before the first file is written."""
+    tokenizer."""
     for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
         usage_error(
             f"--{name} does nothing beside --export, which takes --out, --stage and --weights"
@@ -1494,41 +1540,9 @@ def export(config, given):
         )
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
-        source, end = saved["init_from"] and Path(saved["init_from"]), tokenizer.id["<|end|>"]
-        others = sorted(tokenizer.ends - {end})
-        # the one that turns are written with comes first
-        ends = [end, *others] if others else end
-        ids, files, more = {}, [], {}
-        if source:
-            if not source.is_dir():
-                usage_error(
-                    f"{source}, which this run began from, is not there: its tokenizer's files belong to an export, so put it back"
-                )
-            rollout.Tokenizer.read(source, model.config.vocab)
-            raw = read_config(source / "config.json")[1].raw
-            ids = {name: raw[name] for name in ("bos_token_id", "pad_token_id") if name in raw}
-            files = [
-                path
-                for name in (*TOKENIZER_FILES, *tokenizer_code(source))
-                for path in source.glob(name)
-                if path.is_file()
-            ]
-            if (source / "generation_config.json").is_file():
-                more = parse_json(
-                    (source / "generation_config.json").read_bytes(),
-                    source / "generation_config.json",
-                )
         dtype = getattr(torch, given.get("weights", saved["weights"]))
-        write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
-        for path in files:
-            shutil.copyfile(path, target / path.name)
-        # its own end of a turn may be another than the one trained
-        if more:
-            (target / "generation_config.json").write_text(
-                json.dumps({**more, "eos_token_id": ends}, indent=1)
-            )
-        if not source:
-            tokenizer.write(target)
+        source = Path(saved["init_from"]) if saved["init_from"] else None
+        export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
         usage_error(str(error))
     print(
@@ -1538,24 +1552,10 @@ def export(config, given):
     )
 
 
-def tokenizer_code(folder):
-    """The Python files behind a tokenizer: those that auto_map names, and what they import from
-    beside them. Copied, never run; only plain names, so nothing from outside the folder."""
-    path, found = folder / "tokenizer_config.json", set()
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
-    while names:
-        file = folder / f"{names.pop()}.py"
-        if file.name not in found and file.is_file():
-            found.add(file.name)
-            names += re.findall(
-                r"^\s*from \.(\w+) import", file.read_text(errors="ignore"), re.MULTILINE
-            )
-    return sorted(found)
-
-
 # more than there are signals on all ranks together
 LOG_FAILED = 10**9
+# of the log: each rank adds its part
+SUMMED = {"loss", "tokens", "draft_kl"}
 # whose peak is a group's rate, by its algorithm
 RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
 
@@ -1591,18 +1591,18 @@ def loop(run, source, optimizer, step, interrupted, out):
 
             # 3) The update. A gradient of zero has nothing to teach: AdamW's and Muon's memories
             #    would move on.
-            norm = hsdp.clip_grad_norm(run.model, config.clip)
+            norm = run.clip_gradients()
             if norm != 0:
                 optimizer.step()
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            worst = balance(run.model, bias_rate(run), hsdp.total)
+            worst = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
             # 5) The log. Loss and tokens are summed over the ranks; at the end held-out data, too.
-            summed = {k: run.sum(v) if k in ("loss", "tokens") else v for k, v in log.items()}
+            summed = {k: run.sum(v) if k in SUMMED else v for k, v in log.items()}
             log = {"step": step, **summed, "norm": float(norm), "load": worst}
             for group in optimizer.param_groups:
                 log[RATE_FLAGS[group["algorithm"]]] = group["lr"]
@@ -1617,13 +1617,13 @@ def loop(run, source, optimizer, step, interrupted, out):
             try:
                 report(run, bar, log, log_file)
             except OSError as error:
-                problem = hsdp.explain_write_error(error)
+                problem = checkpoint_files.explain_write_error(error)
 
             # 6) Stop? A signal may reach one rank only, and only the first one writes the log: one
             #    sum tells all ranks of both.
             code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
             if code >= LOG_FAILED:
-                raise hsdp.SaveFailed(
+                raise checkpoint_files.SaveFailed(
                     f"{log_file}: step {step} could not be written: {problem}; what was saved "
                     "before is whole"
                 )
@@ -1681,6 +1681,8 @@ COLUMNS = {
     "turns": "{:5.2f}",
     "feedback_kl": "{:7.4f}",
     "held_out_loss": "{:7.4f}",
+    "draft_kl": "{:7.4f}",
+    "draft_accepted": "{:5.3f}",
     "names": "{:5.3f}",
     "constants": "{:5.3f}",
     "norm": "{:7.3f}",
@@ -1715,7 +1717,7 @@ def load_published(config, device):
     """As eval.load, of the folder of a published model: whole on every rank"""
     try:
         shape = published_shape(config)
-        tokenizer = rollout.Tokenizer.read(config.init_from, shape.vocab)
+        tokenizer = read_tokenizer(config.init_from, shape.vocab)
         model = load_model(config.init_from, getattr(torch, config.weights), device)
         model = model if config.plain else fast.accelerate(model)
         return model.requires_grad_(False), tokenizer, asdict(config)
@@ -1727,7 +1729,7 @@ def evaluate(config, given, sources):
     """The stage eval: see eval.py."""
     run = Run(config)
     try:
-        config, paths, published = eval.find_policies(
+        config, paths, made, published = eval.find_policies(
             config, given, SIZES, lambda: load_published(config, run.device)
         )
     except ValueError as error:
@@ -1739,7 +1741,7 @@ def evaluate(config, given, sources):
         processes = f"{run.world} process" + "es" * (run.world > 1)
         return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
 
-    eval.evaluate(run, config, paths, published, make_task, describe_cost)
+    eval.evaluate(run, config, paths, made, published, make_task, describe_cost)
 
 
 def main(argv):

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import least_seconds, make_parser, print_table
+from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
@@ -89,7 +90,7 @@ def build_models(tokenizer, quick):
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     dtype = fast_dtype("cpu")
-    model = small_model(tokenizer, **sizes).compute(dtype)
+    model = accelerate(small_model(tokenizer, **sizes)).compute(dtype)
     sampler_model = generation_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import torch
 
-import fast
 import feedback_distill
 import moe
 import muon
@@ -18,6 +17,7 @@ import rollout
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
+from fast import accelerate
 from fast import sampler as fast_sampler, workers
 from fast.gram_newton_schulz import gram_newton_schulz
 from fast.low_precision import FORMATS
@@ -58,7 +58,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
         dense_ffn=256,
         context=256,
     )
-    model = fast.accelerate(config_of({**sizes, **changes}).build_model())
+    model = accelerate(config_of({**sizes, **changes}).build_model())
     # The head begins as zeros, and zeros are equal everywhere.
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
@@ -104,6 +104,7 @@ def decoding_error(device, dtype):
 
 
 def orthogonalize_fast(gradient, dtype):
+    """As train.py does it"""
     return muon.orthogonalize(gradient, dtype=dtype, iterate=gram_newton_schulz)
 
 

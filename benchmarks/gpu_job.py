@@ -13,12 +13,11 @@ import subprocess
 import sys
 import time
 
-import torch
-
 import hsdp
 import moe
 import train
 from benchmarks.gpu import ROOT, last_lines, read_rows
+from command import gpu_memory
 
 # Cut short: fewer steps, demonstrations, tasks of a step and tasks of an evaluation. The model, its
 # windows, its batches and what a stage consists of stay those of the scale. A stage saves at its
@@ -78,10 +77,9 @@ def training_flops(config, vocab, length):
 def planned_memory(config):
     """Gigabytes of one training step as the planner predicts them, without what samples"""
     shape = train.model_config(config, config.vocab)
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in shape.build_model().named_parameters()}
-    kinds = hsdp.memory(
-        shape, shapes, hsdp.Layout(), hsdp.Step(tokens=config.micro_tokens), config.recompute
+    step = gpu_memory.Step(tokens=config.micro_tokens)
+    kinds = gpu_memory.memory(
+        shape, gpu_memory.parameter_shapes(shape), hsdp.Layout(), step, config.recompute
     )
     return sum(kinds.values()) / 1e9
 

@@ -14,17 +14,17 @@ from importlib.metadata import version
 import torch
 import torch.nn.functional as F
 
-import fast
 import hsdp
 import moe
-import muon
 import rollout
 import train
 from benchmarks.gpu_bench import relative_error
 from benchmarks.gpu_equality import make_optimizer
 from benchmarks.gpu_job import stage_config
-from fast import low_precision, workers
+from benchmarks.muon import layer_shapes, split_matrices
+from fast import accelerate, low_precision, workers
 from fast.gram_newton_schulz import gram_newton_schulz
+from muon import Muon, make_parameters
 from published.export import write_checkpoint
 
 
@@ -34,7 +34,7 @@ def build_scale_model(bench, **changes):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), **changes)
     torch.manual_seed(0)
-    model = fast.accelerate(moe.Model(shape)).to(bench.device).compute(torch.bfloat16)
+    model = accelerate(shape.build_model()).to(bench.device).compute(torch.bfloat16)
     tokens = torch.randint(
         0, shape.vocab, (max(1, config.micro_tokens // config.context), config.context + 1)
     )
@@ -83,24 +83,16 @@ def measure_model_step(bench):
 def measure_muon(bench, layers, dim, heads, experts, hidden):
     """One step of Muon on the matrices of a decoder; torch.optim.Muon gets every head and expert
     as a matrix of its own"""
-    shapes = muon.layer_shapes(layers, dim, heads, experts, hidden)
-    params = muon.make_parameters(shapes, device=bench.device)
-    ours = muon.Muon(
+    shapes = layer_shapes(layers, dim, heads, experts, hidden)
+    params = make_parameters(shapes, device=bench.device)
+    ours = Muon(
         [dict(params=list(params.items()))],
         ns_dtype=torch.bfloat16,
         newton_schulz=gram_newton_schulz,
-        scale="spectral",
         lr=1e-3,
         weight_decay=0.1,
     )
-    matrices = []
-    for p in params.values():
-        for matrix, gradient in zip(
-            p.detach().reshape(-1, *p.shape[-2:]), p.grad.reshape(-1, *p.shape[-2:])
-        ):
-            matrices.append(torch.nn.Parameter(matrix.clone()))
-            matrices[-1].grad = gradient.clone()
-    theirs = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1)
+    theirs = torch.optim.Muon(split_matrices(params), lr=1e-3, weight_decay=0.1)
     seconds, other = bench.time(ours.step, 5), bench.time(theirs.step, 3, 1)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     floor = optimizer_floor(bench, shapes.values(), numbers)
@@ -119,7 +111,7 @@ def measure_mixture(bench):
     active ones"""
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), shared=0)
-    layer = fast.accelerate(moe.MoE(shape)).to(bench.device)
+    layer = accelerate(moe.MoE(shape)).to(bench.device)
     dense = moe.FFN(shape.dim, shape.active * shape.expert_ffn).to(bench.device)
     tokens = config.micro_tokens
     x = torch.randn(

@@ -44,7 +44,7 @@ NOT_COMPARED = {
 
 
 # Flags younger than some checkpoints, and what was done before there was such a flag.
-BEFORE_THE_FLAG = {}
+BEFORE_THE_FLAG = {"precision": "dtype", "mtp": False}
 
 
 def compared_values(config):
@@ -55,7 +55,7 @@ def compared_values(config):
 def open_checkpoint(path):
     """What a checkpoint says of itself: configuration, model, tokenizer, step, source"""
     try:
-        return hsdp.peek(path)
+        return hsdp.load_extra(path)
     except ValueError as error:
         usage_error(str(error))
 

@@ -23,7 +23,8 @@ import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
 from moe import fast_dtype
-from world import task as world_task, task_file
+from world.task import Refusal
+from world.task_file import read_tasks
 
 
 def check_values(config):
@@ -36,6 +37,7 @@ def check_values(config):
         dtype=("auto", "float32", "bfloat16"),
         weights=("float32", "bfloat16"),
         placebo=("none", "empty", "wrong"),
+        precision=("dtype", "mxfp8", "nvfp4"),
     ).items():
         if getattr(config, name) not in allowed:
             usage_error(
@@ -81,16 +83,25 @@ def check_values(config):
     for name in ("dim", "expert_ffn"):
         if getattr(config, name) % 8 and not config.init_from:
             usage_error(
-                f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts read rows of 16 bytes"
+                f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts "
+                "read rows of 16 bytes"
+            )
+    for name in ("dim", "expert_ffn"):
+        if config.precision != "dtype" and getattr(config, name) % 32:
+            usage_error(
+                f"--{name}={getattr(config, name)}: a multiple of 32 with --precision="
+                f"{config.precision}, which scales numbers in blocks of so many"
             )
     # an update is divided by it
     if config.temperature < 1e-3:
         usage_error(
-            f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN --temperature={config.temperature:g} samples colder)"
+            f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN "
+            f"--temperature={config.temperature:g} samples colder)"
         )
     if config.rope_theta < 1.1:
         usage_error(
-            f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower one by one"
+            f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
+            "one by one"
         )
     if config.qk_rope % 2:
         usage_error(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
@@ -104,7 +115,8 @@ def check_values(config):
         and fast_dtype("cuda") == torch.float32
     ):
         usage_error(
-            f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave the flag away, for float32"
+            f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave "
+            "the flag away, for float32"
         )
     for name in (
         "hints",
@@ -127,11 +139,13 @@ def check_values(config):
     for name in ("levels", "eval_levels"):
         if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
             usage_error(
-                f"--{name}={getattr(config, name)}: at least 1, and there are {len(synth_tasks.LEVELS)} levels"
+                f"--{name}={getattr(config, name)}: at least 1, and there are "
+                f"{len(synth_tasks.LEVELS)} levels"
             )
     if not set(config.habits.split(",")) <= set(feedback_distill.REMINDERS):
         usage_error(
-            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.REMINDERS)}"
+            f"--habits={config.habits}: a list, with commas, of "
+            f"{', '.join(feedback_distill.REMINDERS)}"
         )
 
 
@@ -141,7 +155,8 @@ def check_together(config, given, stage, sizes, window):
     # context: of training, too
     for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
         usage_error(
-            f"--{name} beside a published model: its sizes are its own ({config.init_from}/config.json); leave the flag away"
+            f"--{name} beside a published model: its sizes are its own "
+            f"({config.init_from}/config.json); leave the flag away"
         )
     if config.easy and (config.curriculum or config.tasks):
         usage_error("--easy goes with a fixed mix of generated tasks: --curriculum=0")
@@ -156,11 +171,13 @@ def check_together(config, given, stage, sizes, window):
         )
     if config.summarize and config.trigger >= 0.875:
         usage_error(
-            f"--trigger={config.trigger:g}: below .875, since query and summary take the window's last eighth"
+            f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
+            "last eighth"
         )
     if config.tasks and {"distinct", "hardest"} & set(given):
         usage_error(
-            "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once before any comes again"
+            "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once "
+            "before any comes again"
         )
     if config.plain and config.workers:
         usage_error(
@@ -168,37 +185,46 @@ def check_together(config, given, stage, sizes, window):
         )
     if "staleness" in given and not config.workers:
         usage_error(
-            "--staleness goes with --workers: without them the policy that samples is the one that learns"
+            "--staleness goes with --workers: without them the policy that samples is the one that "
+            "learns"
         )
     if config.kl and (config.length_norm or config.mask_overlong):
         usage_error(
-            "--length_norm and --mask_overlong go with --kl=0: the penalty's share of a token is 1 / L"
+            "--length_norm and --mask_overlong go with --kl=0: the penalty's share of a token is 1 "
+            "/ L"
         )
     if config.imitate and (config.std_norm or config.length_norm or config.mask_overlong):
         usage_error(
-            "--imitate weighs all tokens alike: --std_norm, --length_norm and --mask_overlong are for rollouts"
+            "--imitate weighs all tokens alike: --std_norm, --length_norm and --mask_overlong are "
+            "for rollouts"
         )
     if config.imitate and config.tasks:
         usage_error("--imitate goes with generated tasks: of others there is no expert to imitate")
     if stage == "rl" and config.group == 1 and not config.imitate and not config.feedback:
         usage_error(
-            "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's mean; take more, or --feedback"
-        )
-    if config.time_tools and (config.workers or config.imitate or config.tasks):
-        usage_error(
-            "--time_tools goes with generated tasks, --workers=0 and --imitate=0: what tools answered is remembered there"
+            "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's "
+            "mean; take more, or --feedback"
         )
     if stage == "rl" and config.cp > 1:
         usage_error(
-            "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages one by one with --stage)"
+            "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
+            "one by one with --stage)"
         )
+    if config.precision != "dtype" and config.plain:
+        usage_error(
+            f"--precision={config.precision} goes with --plain=0: rounding to few bits is in fast/"
+        )
+    if config.mtp and config.cp > 1 and stage != "eval":
+        usage_error("--mtp goes with --cp=1: the head that drafts reads whole sequences")
     if config.compile and dtype_of(config) == torch.float32:
         usage_error(
-            "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped products in no other dtype"
+            "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
+            "products in no other dtype"
         )
     if "teacher_rate" in given and config.teacher != "ema":
         usage_error(
-            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a rate"
+            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a "
+            "rate"
         )
     check_windows(config, stage, window)
     if config.active > config.experts:
@@ -214,7 +240,8 @@ def check_windows(config, stage, window):
     if stage in ("pretrain", "long") and config.cp > 1 and window % parts:
         flags = "--context" if stage == "pretrain" else "--context times --yarn"
         usage_error(
-            f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {window}: take a multiple of {parts}"
+            f"--cp={config.cp} cuts a window into {parts} equal parts, and {flags} is {window}: "
+            f"take a multiple of {parts}"
         )
 
 
@@ -225,11 +252,13 @@ def check_optimizer_flags(config, given, stage, optimizers):
     if config.optimizer == "adamw" and "muon" not in optimizers and stage != "eval":
         if "lr" in given:
             usage_error(
-                f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: give --adam_lr"
+                f"--lr={config.lr:g} is of Muon's matrices, and with --optimizer=adamw, as here, "
+                "there are none: give --adam_lr"
             )
         if "weight_decay" in given:
             usage_error(
-                f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with --optimizer=adamw, as here, there are none: "
+                f"--weight_decay={config.weight_decay:g} is of Muon's matrices, and with "
+                "--optimizer=adamw, as here, there are none: "
                 "leave it away, or take --optimizer=muon"
             )
 
@@ -239,8 +268,8 @@ def check_tasks(config):
     if not config.tasks:
         return
     try:
-        tasks = task_file.read_tasks(config.tasks)
-    except world_task.Refusal as refusal:
+        tasks = read_tasks(config.tasks)
+    except Refusal as refusal:
         usage_error(refusal)
     if not tasks:
         usage_error(f"{config.tasks}: holds no tasks")

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 import hsdp
+from command import checkpoint_files
 from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure
-from world import task
+from world.task import Refusal
 
 
 @contextlib.contextmanager
@@ -28,9 +29,9 @@ def explain_failures(config, argv):
         yield
     except MachineFailure as failure:
         usage_error(f"this machine failed: {failure}; free it, and go on with --resume")
-    except hsdp.SaveFailed as error:
+    except checkpoint_files.SaveFailed as error:
         usage_error(f"{error}. {how_to_go_on(config, argv)}")
-    except (hsdp.DamagedCheckpoint, task.Refusal) as error:
+    except (checkpoint_files.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
     except OSError as error:
         # A full disk anywhere else. Other errors are no fault of the disk: their traceback is
@@ -39,7 +40,7 @@ def explain_failures(config, argv):
             raise
         what = f"{error.filename}: " if error.filename else ""
         usage_error(
-            f"{what}cannot be written: {hsdp.explain_write_error(error)}. "
+            f"{what}cannot be written: {checkpoint_files.explain_write_error(error)}. "
             f"{how_to_go_on(config, argv)}"
         )
     except torch.OutOfMemoryError as error:

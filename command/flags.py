@@ -86,7 +86,8 @@ def convert(name, kind, value):
         usage_error(f"--{name} takes {wanted}, not {value!r}")
     if number == "":
         usage_error(
-            f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag away"
+            f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag "
+            "away"
         )
     if kind != "str" and not (0 <= number < float("inf")):
         usage_error(f"--{name} must be a finite number >= 0, not {value}")

@@ -1,7 +1,8 @@
 """command/hardware.py: what this machine is, and which size of model it carries.
 
 `--device=auto`, `--dtype=auto` and `--scale=auto` are answered here, and what is said of a GPU at
-the start. Here too the memory that a process has held, and how freed memory goes back to the system.
+the start. Here too the memory that a process has held, and how freed memory goes back to the
+system.
 
 It stands apart from train.py because the recipe is the same on every machine.
 """
@@ -15,6 +16,7 @@ import sys
 import torch
 
 import hsdp
+from command import gpu_memory
 from moe import fast_dtype
 from world.machine import resource
 
@@ -52,9 +54,9 @@ def describe_card(config):
             f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the "
             "laptop's model, on the GPU"
         )
-    shape, shapes = hsdp.parameter_shapes("gpu")
-    step = hsdp.Step(tokens=config.micro_tokens)
-    planned = sum(hsdp.memory(shape, shapes, hsdp.Layout(), step).values()) / 1e9
+    shape, shapes = gpu_memory.gpu_scale()
+    step = gpu_memory.Step(tokens=config.micro_tokens)
+    planned = sum(gpu_memory.memory(shape, shapes, hsdp.Layout(), step).values()) / 1e9
     parameters = sum(map(math.prod, shapes.values())) / 1e6
     line = (
         f"scale gpu, {parameters:.1f}M parameters, on {card.name}: {config.micro_tokens:,} tokens "
@@ -72,8 +74,8 @@ def scale_of_machine(given, most):
     if not uses_card(given):
         return "laptop", {}
     gigabytes = this_card().total_memory / 1e9
-    config, shapes = hsdp.parameter_shapes("gpu")
-    tokens, _ = hsdp.largest_micro_batch(config, shapes, gigabytes, most)
+    config, shapes = gpu_memory.gpu_scale()
+    tokens, _ = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
     return ("gpu", {"micro_tokens": tokens}) if tokens else ("laptop", {})
 
 

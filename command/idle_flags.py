@@ -22,7 +22,7 @@ STAGES_AND_FLAGS = {
     "balance_rate micro_tokens recompute save_every",
     "sft": "demos restless hints neutral_hints short context_loss copy_loss",
     "sft rl": "sloppy levels habits harden documented",
-    "rl": "tasks_per_step group kl length replay workers time_tools staleness std_norm length_norm "
+    "rl": "tasks_per_step group kl length replay workers staleness std_norm length_norm "
     "mask_overlong reward imitate feedback placebo divergence teacher teacher_rate length_penalty "
     "penalty_k penalty_q full_price learn_summaries curriculum easy hardest",
     "rl eval": "tasks temperature draft distinct",
@@ -65,7 +65,8 @@ def idle_flags(config, given):
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
         "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
-        "experts active expert_ffn balance_rate": (
+        "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
+        "experts active expert_ffn balance_rate precision": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""
         ),
         "processes": (

@@ -104,7 +104,6 @@ class Sampler:
         rows=96,
         window=512,
         temperature=1.0,
-        top_p=1.0,
         stride=4,
         draft=3,
         threads=max(4, os.cpu_count() or 1),
@@ -114,7 +113,6 @@ class Sampler:
         self.rows = rows
         self.window = window
         self.temperature = temperature
-        self.top_p = top_p
         self.stride = stride
         self.draft = draft
         self.device = model.embed.weight.device
@@ -368,7 +366,7 @@ class Sampler:
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
         uniforms = to_device(uniforms, self.device)
-        drawn = choose(logits, uniforms, self.temperature, self.top_p)
+        drawn = choose(logits, uniforms, self.temperature)
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         drawn_tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         drawn_tokens = [int(token) for token in drawn_tokens]

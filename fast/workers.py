@@ -1,17 +1,17 @@
 """fast/workers.py: agents are sampled in processes beside the trainer.
 
 The twin of rollout.InTurn, where one process samples, learns and samples again. Stated for Composer
-(Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent every step
-as compressed deltas against the previous upload, a full one now and then, swapped in mid-rollout, so
-that later tokens are fresher; off-policyness is kept small, not corrected. Ours: files in a folder,
-exclusive or and zlib, and a bound on staleness (train.py's --staleness).
+(Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent every
+step as compressed deltas against the previous upload, a full one now and then, swapped in
+mid-rollout, so that later tokens are fresher; off-policyness is kept small, not corrected. Ours:
+files in a folder, exclusive or and zlib, and a bound on staleness (train.py's --staleness).
 
-    trainer      Publisher.publish(version, weights)  ->  a folder of uploads: 00000003.base, 00000004.delta
+    trainer      Publisher.publish(version, weights)  ->  a file: 00000003.base, 00000004.delta
                  Workers.submit(tasks), Workers.collect(...)  ->  groups of chains
-    processes    Generator: take the newest upload between two decoding steps, play the agents
+    processes    Generator: take the newest file between two decoding steps, play the agents
 
 With no processes (--workers=0) the same runs in the trainer, when the result is asked for, and
-tokens and log-probs are those of rollout.InTurn (tests/test_fast_sampler.py).
+tokens and counts are those of rollout.InTurn (tests/test_fast_workers.py).
 
 What it costs: with stale tokens the gradient is that of the current policy at an older one's
 samples, and the k1 estimate of the KL is no longer unbiased.
@@ -40,8 +40,8 @@ import torch
 from fast.model import accelerate
 from fast.sampler import Sampler
 from rollout import rollouts
-from world.sandbox import Sandbox
 from world.machine import owned_directory
+from world.sandbox import Sandbox
 
 # ---------------------------------------------------------------- weights on their way
 
@@ -324,8 +324,12 @@ class Workers:
                     future.set_exception(error)
                     break
             else:
-                message = "a generation process died three times on the same tasks; its own words are above"
-                future.set_exception(RuntimeError(message))
+                future.set_exception(
+                    RuntimeError(
+                        "a generation process died three times on the same tasks; "
+                        "its own words are above"
+                    )
+                )
 
     def close(self):
         self.closed = True

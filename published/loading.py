@@ -1,16 +1,36 @@
-"""loading: HEAD TO BE WRITTEN"""
+"""published/loading.py: the weights of a published folder, in our model.
+
+Three things stand between a file and a weight. Quantised tensors come in pieces: fp8 with a scale
+per block (DeepSeek-V3), or eight 4-bit integers in an int32 with a scale per group (Kimi K2). The
+layout is another one: experts are one stack here and one tensor each there, kv_b_proj is our wk_b
+and wv_b, and DeepSeek's RoPE turns neighbouring dimensions where ours turns two halves. And on many
+ranks each keeps a part of the model and should read no more than that.
+
+`read_checkpoint` checks all names and shapes before the first weight is read, then yields one
+tensor at a time. `load_model` fills a model with them that had no data before, so memory holds
+little more than the weights that stay.
+
+    config, tensors = read_checkpoint(folder)     an iterator of (our name, tensor)
+    model = load_model(folder, torch.bfloat16)    the whole model
+
+Left out: other quantisations (GPTQ, AWQ, NVFP4), and the rotations that some apply to weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
 
 from moe import MoE
-from pathlib import Path
 from published.families import TOP, hf_tensor_map, read_config
-from published.safetensors import let_go, open_folder
-import torch.nn as nn
-import torch
+from published.safetensors import open_folder, release_pages
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INTEGERS = torch.int32, torch.int64
 
 
-def build_model(config):
-    """The model that a published configuration describes, its weights drawn at random"""
-    return config.build_model()
+# ---------------------------------------------------------------- layouts
 
 
 def swap_pairs(x, dims, back=False):
@@ -18,42 +38,45 @@ def swap_pairs(x, dims, back=False):
     rows of x (..., rows, C) change places, so that queries and keys are permuted alike and their
     products stay what they were."""
     keep, rotary = x[..., :-dims, :], x[..., -dims:, :]
-    rotary = rotary.unflatten(-2, (2, -1) if back else (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+    pairs = rotary.unflatten(-2, (2, -1) if back else (-1, 2))
+    rotary = pairs.transpose(-3, -2).flatten(-3, -2)
     return torch.cat((keep, rotary), -2)
 
 
 def to_ours(config, name, shape, x, interleaved):
     """One published tensor -> our layout"""
     if name.endswith(("attn.wk_b", "attn.wv_b")):
+        # kv_b_proj: of each head first the rows of its key, then those of its value
         x = x.view(config.heads, -1, config.kv_lora)
         return x[:, : config.qk_nope] if name.endswith("wk_b") else x[:, config.qk_nope :]
     x = x.view(shape)
-    return (
-        swap_pairs(x, config.qk_rope)
-        if interleaved and name.endswith(("attn.wq", "attn.wkv_a"))
-        else x
-    )
+    if interleaved and name.endswith(("attn.wq", "attn.wkv_a")):
+        return swap_pairs(x, config.qk_rope)
+    return x
 
 
-def parts(tensors, name, shape, quant):
+# ---------------------------------------------------------------- quantised weights
+
+
+def expected_pieces(tensors, name, shape, quant):
     """What stands in the file for a weight of this shape: {name: (shape, dtypes)}, one tensor or,
     quantised, its pieces."""
-    floats, integers = (torch.float32, torch.bfloat16, torch.float16, torch.float64), (
-        torch.int32,
-        torch.int64,
-    )
     if len(shape) != 2:
-        return {name: (shape, floats)}
+        return {name: (shape, FLOATS)}
+    rows, columns = shape
     if name + "_packed" in tensors:
         return {
-            name + "_packed": ((shape[0], -(-shape[1] // 8)), (torch.int32,)),
-            name + "_scale": ((shape[0], -(-shape[1] // quant["group"])), floats),
-            name + "_shape": ((2,), integers),
+            name + "_packed": ((rows, -(-columns // 8)), (torch.int32,)),
+            name + "_scale": ((rows, -(-columns // quant["group"])), FLOATS),
+            name + "_shape": ((2,), INTEGERS),
         }
     if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
         blocks = tuple(-(-n // b) for n, b in zip(shape, quant["block"]))
-        return {name: (shape, (torch.float8_e4m3fn,)), name + "_scale_inv": (blocks, floats)}
-    return {name: (shape, floats)}
+        return {
+            name: (shape, (torch.float8_e4m3fn,)),
+            name + "_scale_inv": (blocks, FLOATS),
+        }
+    return {name: (shape, FLOATS)}
 
 
 def dequantize(pieces, shape, quant):
@@ -61,32 +84,33 @@ def dequantize(pieces, shape, quant):
     8) per int32 with one scale per group."""
     if len(pieces) == 1:
         return pieces[0]
-    spread = (
-        lambda scale, rows, columns: scale.float()
-        .repeat_interleave(rows, 0)[: shape[0]]
-        .repeat_interleave(columns, 1)[:, : shape[1]]
-    )
     if len(pieces) == 2:
-        return pieces[0].float() * spread(pieces[1], *quant["block"])
+        weight, scale = pieces
+        return weight.float() * repeat_scales(scale, *quant["block"], shape)
+    packed, scale, _ = pieces
     # (R, C / 8, 8)
-    nibbles = (pieces[0][..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-    return (nibbles.flatten(1)[:, : shape[1]] - 8).float() * spread(pieces[1], 1, quant["group"])
+    nibbles = (packed[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    integers = nibbles.flatten(1)[:, : shape[1]] - 8
+    return integers.float() * repeat_scales(scale, 1, quant["group"], shape)
 
 
-def quantization(get):
+def repeat_scales(scale, rows, columns, shape):
+    """One scale per block of (rows, columns) -> one per number of a matrix of this shape"""
+    scale = scale.float().repeat_interleave(rows, 0)[: shape[0]]
+    return scale.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def read_quantization(settings):
     """quantization_config -> {"block": rows and columns under one fp8 scale, "group": columns under
     one int4 scale}"""
-    raw = get.raw.get("quantization_config") or {}
+    raw = settings.raw.get("quantization_config") or {}
     try:
         block, group = raw.get("weight_block_size", [128, 128]), 32
         for scheme in raw.get("config_groups", {}).values():
             weights = scheme["weights"]
-            group, four = weights["group_size"], (
-                weights["num_bits"],
-                weights["type"],
-                weights["symmetric"],
-            ) == (4, "int", True)
-            if not four or raw["format"] != "pack-quantized":
+            group = weights["group_size"]
+            kind = weights["num_bits"], weights["type"], weights["symmetric"]
+            if kind != (4, "int", True) or raw["format"] != "pack-quantized":
                 raise ValueError
         if raw.get("quant_method", "fp8") not in ("fp8", "compressed-tensors") or len(block) != 2:
             raise ValueError
@@ -94,43 +118,34 @@ def quantization(get):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
-            f"{get.path}: quantization_config {raw!r:.80} is neither block-scaled fp8 nor packed symmetric int4"
+            f"{settings.path}: quantization_config {raw!r:.80} is neither block-scaled fp8 "
+            "nor packed symmetric int4"
         ) from None
     if raw.get("transform_config"):
         raise ValueError(
-            f"{get.path}: quantization_config has a transform_config, rotations not applied here: take weights without"
+            f"{settings.path}: quantization_config has a transform_config, "
+            "rotations not applied here: take weights without"
         )
     return {"block": block, "group": group}
 
 
-def surplus(config, get, prefix, names):
-    """Names of tensors that no part of the model asked for. Known extras are not counted: a vision
-    tower beside the language model, layers that predict further tokens (MTP), a head stored
-    although it is tied, tables of angles."""
-    # transformers' older name and newer
-    more = max(get(key, 0, 0, 64) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
-    extra = tuple(f"{prefix}model.layers.{config.layers + i}." for i in range(more))
-    extra += ("vision_tower.", "mm_projector.") if prefix else ()
-    known = (
-        lambda n: n.startswith(extra)
-        or n.endswith("rotary_emb.inv_freq")
-        or config.tie
-        and n == prefix + "lm_head.weight"
-    )
-    return [name for name in names if not known(name)]
+# ---------------------------------------------------------------- reading a checkpoint
 
 
-def equal_in_slices(one, other):
-    """Do two views of files hold the same numbers? Of neither more than a slice is in memory."""
-    same = one.shape == other.shape
-    for a, b in zip(one.split(1024), other.split(1024)) if same else ():
-        same = same and torch.equal(a.float(), b.float())
-        let_go(one), let_go(other)
-    return same
+@dataclass
+class Weight:
+    """One of our weights, and where it stands in the files"""
+
+    name: str
+    shape: tuple
+    # of each published tensor that it is made of (a stack of experts: many) {name: (shape, dtypes)}
+    # of its pieces
+    sources: list
+    published_shape: tuple  # of one of them, once it is dequantised
 
 
 def read_checkpoint(folder, dtype=None, wanted={}):
-    """A folder of a published model -> (ModelConfig, iterator of (our name, tensor)). Names and
+    """A folder of a published model -> (VariantConfig, iterator of (our name, tensor)). Names and
     shapes are all checked before the first byte of a weight is read (then, by every rank, a head
     that is stored although it is tied); then one tensor at a time is dequantised, brought to our
     layout and cast to `dtype` (None: as stored; what was quantised becomes fp32). wanted: {our
@@ -138,81 +153,121 @@ def read_checkpoint(folder, dtype=None, wanted={}):
     comes; of experts outside it no weight is read. Raises ValueError with the tensor and the
     file."""
     folder = Path(folder)
-    config, get, prefix = read_config(folder / "config.json")
-    quant, (tensors, files) = quantization(get), open_folder(folder)
+    config, settings, prefix = read_config(folder / "config.json")
+    quant = read_quantization(settings)
+    tensors, files = open_folder(folder)
     if config.layers > len(tensors):
         raise ValueError(
-            f"{get.path}: {config.layers} layers, but only {len(tensors)} tensors in the folder"
+            f"{settings.path}: {config.layers} layers, "
+            f"but only {len(tensors)} tensors in the folder"
         )
+
+    # 1) every weight of the model must be there, in its shape
     with torch.device("meta"):
-        state = build_model(config).state_dict()
-    plan, left = [], set(tensors)
-    for ours, shape, theirs, theirs_shape in hf_tensor_map(config, state):
-        plan.append(
-            (
-                ours,
-                shape,
-                [parts(tensors, prefix + name, theirs_shape, quant) for name in theirs],
-                theirs_shape,
-            )
-        )
-        for name, (right, dtypes) in ((n, w) for pieces in plan[-1][2] for n, w in pieces.items()):
-            if name not in tensors:
-                raise ValueError(f"{folder}: tensor {name!r} is missing")
-            found = tensors[name]
-            if tuple(found.shape) != right or found.dtype not in dtypes:
-                raise ValueError(
-                    f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, expected {dtypes[0]} {right}"
-                )
-            if name.endswith(".weight_shape") and tuple(found.tolist()) != theirs_shape:
-                raise ValueError(
-                    f"{files[name]}: tensor {name!r} says {found.tolist()}, expected {theirs_shape}"
-                )
-            left.discard(name)
-    for name in sorted(surplus(config, get, prefix, left)):
+        state = config.build_model().state_dict()
+    weights, left = [], set(tensors)
+    for name, shape, theirs, published_shape in hf_tensor_map(config, state):
+        sources = [
+            expected_pieces(tensors, prefix + other, published_shape, quant) for other in theirs
+        ]
+        weights.append(Weight(name, shape, sources, published_shape))
+        for pieces in sources:
+            check_pieces(folder, tensors, files, pieces, published_shape)
+            left -= pieces.keys()
+
+    # 2) and nothing else
+    for name in sorted(unexpected_keys(config, settings, prefix, left)):
         raise ValueError(f"{files[name]}: tensor {name!r:.200} is not part of this architecture")
-    head, embed = (prefix + TOP[name] for name in ("head.weight", "embed.weight"))
+    head, embed = prefix + TOP["head.weight"], prefix + TOP["embed.weight"]
     if head in left and config.tie and not equal_in_slices(tensors[head], tensors[embed]):
         raise ValueError(
-            f"{files[head]}: tensor {head!r} is not the embedding it is tied to: set tie_word_embeddings to false"
+            f"{files[head]}: tensor {head!r} is not the embedding it is tied to: "
+            "set tie_word_embeddings to false"
         )
-    return config, load(
-        config,
-        tensors,
-        plan,
-        quant,
-        bool(get("rope_interleave", True, 0)) and config.attention == "mla",
-        dtype,
-        wanted,
-    )
+    interleaved = settings.flag("rope_interleave", True) and config.attention == "mla"
+    return config, read_weights(config, tensors, weights, quant, interleaved, dtype, wanted)
 
 
-def load(config, tensors, plan, quant, interleaved, dtype, wanted):
-    """The data behind read_checkpoint"""
-    for ours, shape, theirs, theirs_shape in plan:
-        part = wanted.get(ours, tuple(slice(0, n) for n in shape))
-        read = lambda pieces: dequantize([tensors[name] for name in pieces], theirs_shape, quant)
-        if len(theirs) == 1:
-            x = to_ours(config, ours, shape, read(theirs[0]), interleaved)[part]
-            x = x.to(
-                torch.float32 if ours.endswith("router.bias") else dtype or x.dtype,
-                copy=True,
-                memory_format=torch.contiguous_format,
+def check_pieces(folder, tensors, files, pieces, published_shape):
+    """Do the tensors that a weight is stored in stand in the folder, in their shapes?"""
+    for name, (shape, dtypes) in pieces.items():
+        if name not in tensors:
+            raise ValueError(f"{folder}: tensor {name!r} is missing")
+        found = tensors[name]
+        if tuple(found.shape) != shape or found.dtype not in dtypes:
+            raise ValueError(
+                f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, "
+                f"expected {dtypes[0]} {shape}"
             )
+        # a packed weight says its shape once more
+        if name.endswith(".weight_shape") and tuple(found.tolist()) != published_shape:
+            raise ValueError(
+                f"{files[name]}: tensor {name!r} says {found.tolist()}, expected {published_shape}"
+            )
+
+
+def unexpected_keys(config, settings, prefix, names):
+    """Names of tensors that no part of the model asked for. Known extras are not counted: a vision
+    tower beside the language model, layers that predict further tokens (MTP), a head stored
+    although it is tied, tables of angles."""
+    # transformers' older name and newer
+    keys = "num_nextn_predict_layers", "num_mtp_layers"
+    mtp_layers = max(settings.integer(key, 0, 0, 64) for key in keys)
+    extra = [f"{prefix}model.layers.{config.layers + i}." for i in range(mtp_layers)]
+    if prefix:
+        extra += ["vision_tower.", "mm_projector."]
+
+    def is_known(name):
+        if config.tie and name == prefix + "lm_head.weight":
+            return True
+        return name.startswith(tuple(extra)) or name.endswith("rotary_emb.inv_freq")
+
+    return [name for name in names if not is_known(name)]
+
+
+def equal_in_slices(one, other):
+    """Do two views of files hold the same numbers? Of neither more than a slice is in memory."""
+    if one.shape != other.shape:
+        return False
+    same = True
+    for a, b in zip(one.split(1024), other.split(1024)):
+        same = same and torch.equal(a.float(), b.float())
+        release_pages(one)
+        release_pages(other)
+    return same
+
+
+def read_weights(config, tensors, weights, quant, interleaved, dtype, wanted):
+    """The iterator of read_checkpoint: one weight after the other, of each the part that is
+    wanted"""
+    for weight in weights:
+        part = wanted.get(weight.name, tuple(slice(0, n) for n in weight.shape))
+        if len(weight.sources) == 1:
+            x = read_source(tensors, weight, weight.sources[0], quant)
+            x = to_ours(config, weight.name, weight.shape, x, interleaved)[part]
+            # the balancing bias is fp32 in every model
+            kind = torch.float32 if weight.name.endswith("router.bias") else dtype or x.dtype
+            x = x.to(kind, copy=True, memory_format=torch.contiguous_format)
         else:
-            mine, x = theirs[part[0]], None
+            # a stack of experts, of which only the wanted ones are read
+            mine, x = weight.sources[part[0]], None
             for e, pieces in enumerate(mine):
-                expert = read(pieces)[part[1:]]
-                x = (
-                    torch.empty(len(mine), *expert.shape, dtype=dtype or expert.dtype)
-                    if x is None
-                    else x
-                )
+                expert = read_source(tensors, weight, pieces, quant)[part[1:]]
+                if x is None:
+                    x = torch.empty(len(mine), *expert.shape, dtype=dtype or expert.dtype)
                 x[e] = expert
-        for pieces in theirs:
+        for pieces in weight.sources:
             for name in pieces:
-                let_go(tensors[name])
-        yield ours, x
+                release_pages(tensors[name])
+        yield weight.name, x
+
+
+def read_source(tensors, weight, pieces, quant):
+    """One published tensor, dequantised"""
+    return dequantize([tensors[name] for name in pieces], weight.published_shape, quant)
+
+
+# ---------------------------------------------------------------- loading a model
 
 
 def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: {}):
@@ -220,31 +275,32 @@ def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: 
     is held twice. lay_out: cuts the model, which has no data yet, over ranks, and says which part
     of each weight is this rank's ({name: a slice per dimension}; hsdp.py has one): nothing else is
     kept, and of other ranks' experts nothing is read."""
+    # filled below, before the first weight is asked for
     own = {}
     config, tensors = read_checkpoint(folder, dtype, own)
     with torch.device("meta"):
-        model = build_model(config).to(dtype)
+        model = config.build_model().to(dtype)
     own.update(lay_out(model))
     if own:
         model.to_empty(device=device)
+
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner)
         if name in own:
             getattr(owner, leaf).detach().to_local().copy_(tensor)
+        elif leaf in owner._parameters:
+            setattr(owner, leaf, nn.Parameter(tensor.to(device)))
         else:
-            setattr(
-                owner,
-                leaf,
-                nn.Parameter(tensor.to(device)) if leaf in owner._parameters else tensor.to(device),
-            )
+            setattr(owner, leaf, tensor.to(device))
     if config.tie and not own:
         model.head.weight = model.embed.weight
+
+    # What no file holds was on the meta device, too: counts, a bias that is 0, the table of angles.
     for block in model.layers:
         if isinstance(block.ffn, MoE):
             block.ffn.router.load = torch.zeros(config.experts, device=device)
             if config.scoring == "softmax":  # has no bias to read
                 block.ffn.router.bias = torch.zeros(config.experts, device=device)
-    # its table of angles was on the meta device, too
     model.extend(config.yarn_factor)
     return model

@@ -1,12 +1,29 @@
-"""safetensors: HEAD TO BE WRITTEN"""
+"""published/safetensors.py: the files that open models are published in.
 
-from contextlib import contextmanager
+A folder holds config.json, *.safetensors and, where there are several, an index that says which
+file holds which tensor. A safetensors file is 8 bytes of header length, a header in JSON ({name:
+dtype, shape, offsets}), and then the raw little-endian numbers, which the tensors fill without gap
+or overlap.
+
+The folder comes from strangers, so every length, offset, shape and file name in it is checked
+before it is used, and nothing is ever executed. What is wrong becomes a ValueError that names the
+file and the tensor in one line. Files are mapped, not read: a tensor is a view of its file, its
+pages come into memory when it is used, and `release_pages` hands them back, so that a large model
+is never held twice.
+
+This file knows no model: families.py says what the tensors mean, loading.py puts them in their
+places. Left out: dtypes that no supported model uses, and pickled checkpoints (*.bin), which run
+code when they are read.
+"""
+
 import json
 import math
 import mmap
 import re
-import torch
 import warnings
+from contextlib import contextmanager
+
+import torch
 
 DTYPES = {
     "F64": torch.float64,
@@ -21,10 +38,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
 # most bytes of JSON read into memory: 3 MB describe 25,000 tensors
-HEADER, INDEX = 8 << 20, 64 << 20
+MAX_HEADER = 8 << 20
+MAX_INDEX = 64 << 20
+
+
+# ---------------------------------------------------------------- JSON of strangers
 
 
 def parse_json(raw, path):
@@ -55,12 +74,59 @@ def reading(path):
 
 
 def read_bytes(path, most):
+    """All bytes of a file that has no more than `most`"""
     with reading(path):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
-        if path.stat().st_size > most:
-            raise ValueError(f"{path}: {path.stat().st_size} bytes where at most {most} make sense")
+        size = path.stat().st_size
+        if size > most:
+            raise ValueError(f"{path}: {size} bytes where at most {most} make sense")
         return path.read_bytes()
+
+
+# ---------------------------------------------------------------- one file
+
+
+def open_safetensors(path):
+    """A file -> {name: tensor}, views of the mapped file: nothing is read before it is used, and
+    the map goes with its last view."""
+    with reading(path):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
+            header = parse_json(file.read(length), path)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    # 1) each entry by itself
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        try:
+            entries[name] = check_entry(entry)
+        except ValueError as error:
+            raise ValueError(f"{path}: tensor {name!r:.200}: {error}") from None
+
+    # 2) all of them together: in the order of their bytes each begins where the one before ended
+    tensors = {}
+    begin = 8 + length
+    expected = begin
+    for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin + start != expected or begin + stop > size:
+            raise ValueError(
+                f"{path}: tensor {name!r:.200}: bytes {start} to {stop} "
+                "leave a gap, overlap, or end after the file"
+            )
+        tensors[name] = view_mapped(data, dtype, shape, expected)
+        # what release_pages needs
+        tensors[name].mapped = data, expected, begin + stop
+        expected = begin + stop
+    if expected != size:
+        raise ValueError(f"{path}: {size - expected} bytes that belong to no tensor")
+    return tensors
 
 
 def check_entry(entry):
@@ -71,13 +137,11 @@ def check_entry(entry):
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
-    # type(): True is an int as well
     for numbers, most in ((shape, 8), (offsets, 2)):
-        if (
-            not isinstance(numbers, list)
-            or len(numbers) > most
-            or any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers)
-        ):
+        if not isinstance(numbers, list) or len(numbers) > most:
+            raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
+        # type(): True is an int as well
+        if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
             raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
     # (0, 2^47, 2^47) holds nothing and overflows all the same
     if math.prod(n or 1 for n in shape) >= 1 << 60:
@@ -87,60 +151,57 @@ def check_entry(entry):
     return DTYPES[dtype], shape, *offsets
 
 
-def open_safetensors(path):
-    """A file -> {name: tensor}, views of the mapped file: nothing is read before it is used, and
-    the map goes with its last view. The format: 8 bytes of header length, a JSON header, then raw
-    little-endian data that the tensors fill without gap or overlap."""
-    with reading(path):
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER):
-                raise ValueError(f"{path}: a header of {length} bytes in a file of {size}")
-            header, data = parse_json(file.read(length), path), mmap.mmap(
-                file.fileno(), 0, access=mmap.ACCESS_READ
-            )
-    header.pop("__metadata__", None)
-    entries, expected, tensors = {}, 8 + length, {}
-    for name, entry in header.items():
-        try:
-            entries[name] = check_entry(entry)
-        except ValueError as error:
-            raise ValueError(f"{path}: tensor {name!r:.200}: {error}") from None
-    for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if 8 + length + start != expected or 8 + length + stop > size:
-            raise ValueError(
-                f"{path}: tensor {name!r:.200}: bytes {start} to {stop} leave a gap, overlap, or end after the file"
-            )
-        tensors[name] = view(data, dtype, shape, expected)
-        tensors[name].mapped, expected = (data, expected, 8 + length + stop), 8 + length + stop
-    if expected != size:
-        raise ValueError(f"{path}: {size - expected} bytes that belong to no tensor")
-    return tensors
-
-
-def view(data, dtype, shape, start):
+def view_mapped(data, dtype, shape, start):
     """A tensor over bytes of a map that must not be written to"""
-    if not math.prod(shape):
+    numbers = math.prod(shape)
+    if not numbers:
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
         # "not writable": that is the point
         warnings.simplefilter("ignore")
-        raw = torch.frombuffer(
-            data, dtype=torch.uint8, count=math.prod(shape) * dtype.itemsize, offset=start
-        )
-    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+        size = numbers * dtype.itemsize
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
+    # numbers that do not stand at a multiple of their size can only be read from a copy
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
 
 
-def let_go(tensor):
+def release_pages(tensor):
     """The pages a view was read from leave this process: else a model in one file would be held
     twice while it is loaded."""
     data, start, stop = tensor.mapped
-    start, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    # whole pages only: its neighbours share those at its ends
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
     if hasattr(mmap, "MADV_DONTNEED") and start < stop:
         data.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def write_safetensors(path, entries, tensors):
+    """entries {name: (dtype, shape)} make the header; then the tensors, in the same order, one at a
+    time."""
+    # 1) the header: where each tensor will stand
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in entries.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    raw = json.dumps(header).encode()
+    # so that the data starts aligned
+    raw += b" " * (-len(raw) % 8)
+
+    # 2) the data
+    with path.open("xb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for (name, (dtype, shape)), tensor in zip(entries.items(), tensors, strict=True):
+            found = tuple(tensor.shape)
+            assert found == tuple(shape), f"{name} is {found}, its header says {tuple(shape)}"
+            file.write(tensor.to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy())
+
+
+# ---------------------------------------------------------------- a folder of them
 
 
 def open_folder(folder):
@@ -148,55 +209,33 @@ def open_folder(folder):
     names"""
     index = folder / "model.safetensors.index.json"
     with reading(index):
-        sharded = index.is_file()
-    if not sharded:
+        is_sharded = index.is_file()
+    if not is_sharded:
         tensors = open_safetensors(folder / "model.safetensors")
         return tensors, dict.fromkeys(tensors, folder / "model.safetensors")
-    home, tensors = parse_json(read_bytes(index, INDEX), index).get("weight_map"), {}
-    if not isinstance(home, dict):
+
+    # 1) the index
+    shard_of = parse_json(read_bytes(index, MAX_INDEX), index).get("weight_map")
+    if not isinstance(shard_of, dict):
         raise ValueError(f"{index}: no weight_map")
     # a plain name: no way out of the folder, nor back to the index itself
-    for name, shard in home.items():
+    for name, shard in shard_of.items():
         if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard):
             raise ValueError(
                 f"{index}: tensor {name!r:.200}: {shard!r:.200} does not name a file of this folder"
             )
-    for shard in sorted(set(home.values())):
+
+    # 2) the files hold what the index says, and nothing else
+    tensors = {}
+    for shard in sorted(set(shard_of.values())):
         found = open_safetensors(folder / shard)
         for name in found:
-            if home.get(name) != shard:
+            if shard_of.get(name) != shard:
                 raise ValueError(
                     f"{folder / shard}: tensor {name!r:.200} is not in the index under this file"
                 )
         tensors.update(found)
-    for name, shard in home.items():
+    for name, shard in shard_of.items():
         if name not in tensors:
             raise ValueError(f"{folder / shard}: tensor {name!r:.200} of the index is missing")
-    return tensors, {name: folder / shard for name, shard in home.items()}
-
-
-def write_safetensors(path, entries, tensors):
-    """entries {name: (dtype, shape)} make the header; then the tensors, in the same order, one at a
-    time."""
-    names, header, at = (
-        {dtype: name for name, dtype in DTYPES.items()},
-        {"__metadata__": {"format": "pt"}},
-        0,
-    )
-    for name, (dtype, shape) in entries.items():
-        header[name] = {
-            "dtype": names[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + math.prod(shape) * dtype.itemsize],
-        }
-        at = header[name]["data_offsets"][1]
-    raw = json.dumps(header).encode()
-    # so that the data starts aligned
-    raw += b" " * (-len(raw) % 8)
-    with path.open("xb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for (name, (dtype, shape)), tensor in zip(entries.items(), tensors, strict=True):
-            assert tuple(tensor.shape) == tuple(
-                shape
-            ), f"{name} is {tuple(tensor.shape)}, its header says {tuple(shape)}"
-            file.write(tensor.to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy())
+    return tensors, {name: folder / shard for name, shard in shard_of.items()}

@@ -150,7 +150,7 @@ def answers(monkeypatch):
         call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
 
     monkeypatch.setattr(rollout, "run_tool", run_tool)
-    whole = rollout.read_action
+    whole = rollout.Tokenizer.read_action
 
     def read(tokenizer, body):
         text, calls = whole(tokenizer, body)
@@ -158,4 +158,4 @@ def answers(monkeypatch):
             call.name = "run_command" if sum(map(ord, call.name)) % 3 == 0 else call.name
         return text, calls
 
-    monkeypatch.setattr(rollout, "read_action", read)
+    monkeypatch.setattr(rollout.Tokenizer, "read_action", read)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 STAGES = ("pretrain", "long", "sft", "rl")
 # Keys of a log line that a clock or the machine's memory decides.
-CLOCK = {"seconds", "tokens_per_s", "memory", "rollout_s", "tools_s", "minutes"}
+CLOCK = {"seconds", "tokens_per_s", "memory", "rollout_s", "minutes"}
 # What the laptop's model does at its start: 60 steps of sft, 5 of rl.
 LAPTOP = {"pretrain": 20, "long": 5, "sft": 60, "rl": 5}
 

@@ -26,7 +26,6 @@ from world import (
     recorder,
     sandbox as world_sandbox,
     submission,
-    task as world_task,
     tools,
     watcher,
 )
@@ -52,7 +51,7 @@ def staged(transcript, number):
     target = next(one for one in task.meta["targets"] if one["name"] == name)
     if transcript.world == "careless":
         task = careless.unharden(task)
-    task = dataclasses.replace(task, tools=world_task.TOOLS)
+    task = dataclasses.replace(task, tools=tools.TOOLS)
     marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": micro.Function(**target).code()}
     for end, (_, _, (given,), value) in zip(("", "2"), cases):
         marks |= {f"@INPUT{end}@": repr(given), f"@VALUE{end}@": repr(value)}
@@ -294,7 +293,7 @@ def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(af
 
 @facts_can_be_had
 def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it():
-    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=world_task.TOOLS)
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
     path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", world_sandbox.Sandbox()
     for _ in range(2):
         with Workspace(task, sandbox) as workspace:
@@ -305,7 +304,7 @@ def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it
 
 @facts_can_be_had
 def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_again():
-    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=world_task.TOOLS)
+    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("grep -r import . > /dev/null")
         workspace.run("cp tests.py /tmp/t; echo > tests.py; cp /tmp/t tests.py")
@@ -319,7 +318,7 @@ def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_aga
 def test_without_inotify_the_audit_says_so_and_words_stay_words(monkeypatch):
     monkeypatch.setattr(watcher.Watcher, "make", staticmethod(lambda: None))
     monkeypatch.setattr(watcher, "SHARED", {})
-    task = dataclasses.replace(make_task(3, 5), tools=world_task.TOOLS)
+    task = dataclasses.replace(make_task(3, 5), tools=tools.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("git log -p")
         facts = workspace.recorder.seen

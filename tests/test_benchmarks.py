@@ -1,5 +1,6 @@
-"""benchmarks/: the command for a GPU, on a CPU. Speed is not tested, but every part must work."""
+"""benchmarks/: each of them on a CPU, small. Speed is not tested, but every part must work."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -65,6 +66,37 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
     (tmp_path / "parts" / "mine.txt").write_text("mine")
     gpu.prepare_folder(tmp_path)
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["mine.txt"]
+
+
+# ---------------------------------------------------------------- the benchmarks of a CPU
+
+
+@pytest.mark.parametrize(
+    "name, columns",
+    [
+        ("decode", ["x full forward", "x static"]),
+        ("train_step", ["x dense", "x forward"]),
+        ("muon", ["x floor", "x torch", "ratio"]),
+        ("loading", ["x reading"]),
+        ("tools", ["x subprocess", "x sandbox"]),
+    ],
+)
+def test_a_quick_benchmark_ends_in_tables_of_ratios(name, columns):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(column in done.stdout for column in columns), done.stdout
+
+
+@pytest.mark.parametrize("name", ["decode", "train_step", "muon", "loading", "tools", "plan"])
+def test_wrong_flags_of_a_benchmark_are_one_line_and_exit_code_2(name, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    with pytest.raises(SystemExit) as end:
+        module.main(["--fast"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error == f"benchmarks.{name}: unrecognized arguments: --fast\n"
 
 
 # ---------------------------------------------------------------- a part that fails

@@ -11,7 +11,7 @@ import torch
 import hsdp
 import moe
 import train
-from command import hardware
+from command import gpu_memory, hardware
 
 SMALL = [
     "--scale=tiny",
@@ -147,8 +147,8 @@ def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, car
 
 
 def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
-    config, shapes = hsdp.parameter_shapes("gpu")
-    said = " ".join(hsdp.largest_micro_batch.__doc__.split())
+    config, shapes = gpu_memory.gpu_scale()
+    said = " ".join(gpu_memory.largest_micro_batch.__doc__.split())
     for gigabytes, most, tokens, planned in (
         (24, 1 << 16, 32768, 13.0),
         (80, 1 << 16, 65536, 24.1),
@@ -157,7 +157,7 @@ def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
         (16, 1 << 16, 16384, 7.5),
         (8, 1 << 16, 8192, 4.7),
     ):
-        found = hsdp.largest_micro_batch(config, shapes, gigabytes, most)
+        found = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
         assert found[0] == tokens and abs(found[1] - planned) < 0.05
         assert f"{tokens:,}" in said and f"{planned:.1f} GB" in said
-    assert hsdp.largest_micro_batch(config, shapes, 1, 1 << 15)[0] == 0
+    assert gpu_memory.largest_micro_batch(config, shapes, 1, 1 << 15)[0] == 0

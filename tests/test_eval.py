@@ -481,7 +481,7 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
     chain = rollout.Chain(
         tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True
     )
-    body = rollout.write_action(tokenizer, "Nothing done.", [])
+    body = tokenizer.write_action("Nothing done.", [])
     chain.episodes[0].turns.append(
         rollout.Turn(
             "assistant",

@@ -6,9 +6,6 @@ import itertools
 import json
 import os
 import pickle
-import re
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -21,15 +18,16 @@ from torch.distributed.tensor import DTensor
 
 import fast
 import hsdp
+from benchmarks import plan
+from command import checkpoint_files, gpu_memory
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss
-from published.export import write_checkpoint
 from muon import Muon, check_parameters
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
-# copies of experts, no cut at all, long rings
-MORE = [Layout(8, 2, 2, 2, 2), Layout(8, 1, 1, 8, 8), Layout(8, 8, 4, 1, 2)]
+# no cut of the dense weights at all, long rings
+MORE = [Layout(8, 1, 1, 8), Layout(8, 8, 4, 1)]
 # where 8 ranks share a busy machine, 25 are not enough
 make_meshes = partial(hsdp.make_meshes, seconds=200)
 CONFIG = ModelConfig(
@@ -57,8 +55,8 @@ def build(config=CONFIG, seed=0):
 
 def make_optimizer(model):
     named = list(model.named_parameters())
-    matrices = [(n, p) for n, p in named if hsdp.is_muon(n, p.shape)]
-    rest = [(n, p) for n, p in named if not hsdp.is_muon(n, p.shape)]
+    matrices = [(n, p) for n, p in named if gpu_memory.is_muon(n, p.shape)]
+    rest = [(n, p) for n, p in named if not gpu_memory.is_muon(n, p.shape)]
     optimizer = Muon(
         [
             dict(params=matrices, lr=0.02, weight_decay=0.01),
@@ -83,16 +81,16 @@ def forward_backward(model, meshes, step, length=32):
         F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         * counted.flatten()
     )
-    loss = nll.sum() / hsdp.total(counted.sum())
+    loss = nll.sum() / hsdp.all_reduce_sum(counted.sum())
     loss.backward()
-    return float(hsdp.total(loss.detach()))
+    return float(hsdp.all_reduce_sum(loss.detach()))
 
 
 def update(model, optimizer):
     norm = hsdp.clip_grad_norm(model, 0.3)
     optimizer.step()
     optimizer.zero_grad()
-    balance(model, reduce=hsdp.total)
+    balance(model, reduce=hsdp.all_reduce_sum)
     return float(norm)
 
 
@@ -168,7 +166,6 @@ def refusals(world):
     for attempt in (
         lambda: make_meshes(world, cp=3),
         lambda: make_meshes(world, ep=16),
-        lambda: make_meshes(world, dp_shard=3),
         lambda: make_meshes(world + 1),
         lambda: parallelize(build(few), make_meshes(world, ep=4)),
         lambda: parallelize(build(few), make_meshes(world, ep=1)),
@@ -177,7 +174,7 @@ def refusals(world):
         with pytest.raises(ValueError) as refusal:
             attempt()
         messages.append(str(refusal.value))
-    assert float(hsdp.total(1.0)) == world
+    assert float(hsdp.all_reduce_sum(1.0)) == world
     return messages
 
 
@@ -204,7 +201,7 @@ def bf16_wire(world):
         for p in model.parameters():
             p.data = p.data.to(kept)
         model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
-        with hsdp.Wire() as counter:
+        with hsdp.CommCounter() as counter:
             out.append(
                 (
                     forward_backward(model, meshes, 0),
@@ -213,7 +210,7 @@ def bf16_wire(world):
                 )
             )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    rows = hsdp.traffic(CONFIG, shapes, meshes.layout, hsdp.Step(tokens=32, weight=2))
+    rows = plan.traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
     planned = [
         sum(size for kind, _, size, _ in rows if kind == one)
         for one in ("all-gather", "reduce-scatter")
@@ -246,21 +243,22 @@ def counted_bytes(world):
     """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. More
     tokens than elsewhere: how many rows leave a rank is chance."""
     found, length = {}, 256
-    for layout in (Layout(8, 2, 8), Layout(8, 2, 4, 2), Layout(8, 1, 2, 1), Layout(8, 2, 2, 4, 2)):
+    for layout in (Layout(8, 2, 8), Layout(8, 2, 4, 2), Layout(8, 1, 2, 1), Layout(8, 2, 2, 4)):
         meshes = make_meshes(**vars(layout))
         model = parallelize(build(), meshes)
         optimizer = make_optimizer(model)
-        with hsdp.Wire() as wire:
+        with hsdp.CommCounter() as wire:
             forward_backward(model, meshes, 0, length)
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        planned = dict.fromkeys(hsdp.Wire.KINDS.values(), 0)
-        for kind, _, size, _ in hsdp.traffic(
-            CONFIG, shapes, layout, hsdp.Step(8 * length // world, 4, 4, 4)
+        planned = dict.fromkeys(hsdp.CommCounter.KINDS.values(), 0)
+        for kind, _, size, _ in plan.traffic(
+            CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
         found[layout] = {
-            k: (float(hsdp.total(float(wire.bytes[k]))) / world, planned[k]) for k in planned
+            k: (float(hsdp.all_reduce_sum(float(wire.bytes[k]))) / world, planned[k])
+            for k in planned
         }
     return found
 
@@ -338,7 +336,7 @@ def test_activations_computed_again_change_nothing(found):
 
 
 @pytest.mark.parametrize("layout", MORE, ids=str)
-def test_copied_experts_pure_copies_and_long_rings_equal_one_process_too(found, layout):
+def test_pure_copies_and_long_rings_equal_one_process_too(found, layout):
     losses, gradients, weights, biases = found[layout]
     assert losses <= 1e-6 and gradients <= 1e-5 and weights <= 1e-5 and biases == 0
 
@@ -367,7 +365,7 @@ def test_one_process_is_left_alone_and_needs_no_group():
     assert parallelize(model, meshes) is model and [id(p) for p in model.parameters()] == before
     tokens = torch.arange(10)[None]
     assert hsdp.shard_sequence(tokens, meshes) is tokens and hsdp.positions(10, meshes) is None
-    assert float(hsdp.total(3)) == 3 and not dist.is_initialized()
+    assert float(hsdp.all_reduce_sum(3)) == 3 and not dist.is_initialized()
 
 
 def test_the_gradient_norm_is_torchs_on_one_process():
@@ -393,10 +391,10 @@ def test_zigzag_deals_every_position_once_and_every_rank_the_same_number_of_keys
 
 
 def test_sizes_that_do_not_fit_are_refused_on_every_rank_with_one_clear_line(found):
-    cp, ep, shard, world, experts, rows, seeds = found["refusals"][0]
+    cp, ep, world, experts, rows, seeds = found["refusals"][0]
     assert "dp_replicate=1 x cp=3 does not divide the 8 ranks" == cp
-    assert "expert_replicate=1 x ep=16 does not divide the 8 ranks" == ep
-    assert "dp_shard=3" in shard and "world=9, but the process group has 8 ranks" == world
+    assert "ep=16 does not divide the 8 ranks" == ep
+    assert "world=9, but the process group has 8 ranks" == world
     assert "ep=4 does not divide the 6 experts" == experts
     assert (
         "efsdp=8 does not divide the 12 rows of layers.1.ffn.experts.w_gate" == rows
@@ -416,7 +414,7 @@ def dies(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.one_fate():
+        with hsdp.report_rank_failure():
             for step in range(1000):
                 if rank == 2 and step == 1:
                     os._exit(9)
@@ -441,7 +439,7 @@ def hangs(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.one_fate():
+        with hsdp.report_rank_failure():
             if rank == 2:
                 time.sleep(6)
             forward_backward(model, meshes, 0)
@@ -470,7 +468,7 @@ def test_a_checkpoint_of_8_ranks_goes_on_the_same_on_4_and_on_1(found, folder):
         for name, t in found["saved"][2].items():  # one step later
             if ".load" not in name:
                 torch.testing.assert_close(other[2][name], t, rtol=0, atol=2e-6)
-    assert hsdp.peek(folder)["config"] == vars(CONFIG)
+    assert hsdp.load_extra(folder)["config"] == vars(CONFIG)
 
 
 @pytest.fixture
@@ -520,7 +518,7 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
             )
             with pytest.raises(KeyboardInterrupt):
                 hsdp.save(folder, model, optimizer, {"step": 2})
-        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.peek(folder) == {
+        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.load_extra(folder) == {
             "step": 1
         }
     hsdp.save(folder, model, optimizer, {"step": 3})
@@ -554,101 +552,6 @@ def test_the_planner_agrees_within_two_percent_with_bytes_counted_on_eight_ranks
     for layout, kinds in found["counted_bytes"].items():
         for kind, (counted, planned) in kinds.items():
             assert abs(counted - planned) <= 0.02 * counted + 200, (layout, kind, counted, planned)
-
-
-def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count():
-    config, shapes = hsdp.parameter_shapes("kimi-k2.5")
-    numbers = sum(torch.Size(s).numel() for s in shapes.values())
-    assert 1.02e12 < numbers < 1.05e12
-    only = {n: s for n, s in shapes.items() if hsdp.is_expert(n)}
-    one = hsdp.optimizer_step(
-        only, Layout(512, 2, 8), hsdp.Step(), hsdp.Hardware(tflops=1e3, share=1)
-    )
-    by_hand = 60 * 384 * 3 * 5 * (4 * 2048**2 * 7168 + 2 * 2048**3)
-    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(
-        47.5e15, rel=0.01
-    )
-    # there and back in bf16
-    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
-
-
-def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
-    hsdp.main(["--plan", "--model=moonlight", "--gpus=64", "--net=25"])
-    text = capsys.readouterr().out
-    assert (
-        "--net=25" in text
-        and "--share=" in text
-        and "shared mesh need 16 GPUs; on two meshes 8." in text
-    )
-    assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
-
-
-def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
-    flags = ["--plan", "--model=moonlight", "--gpus=1", "--cp=1", "--ep=1", "--memory=180"]
-    hsdp.main(flags)
-    assert "fits in none" in capsys.readouterr().out
-    hsdp.main([*flags, "--kept=2"])
-    text = capsys.readouterr().out
-    # one GPU gathers nothing
-    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text
-
-
-def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
-    write_checkpoint(tmp_path / "moe", build())
-    hsdp.main(["--plan", f"--init_from={tmp_path}/moe", "--gpus=4"])
-    assert (
-        f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1"
-        in capsys.readouterr().out
-    )
-    write_checkpoint(tmp_path / "dense", build(ModelConfig(**{**vars(CONFIG), "dense_layers": 2})))
-    hsdp.main(["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
-    assert (
-        f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1"
-        in capsys.readouterr().out
-    )
-    hsdp.main(
-        ["--plan", f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"]
-    )
-    assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="config.json"):
-        hsdp.main(["--plan", f"--init_from={tmp_path}"])
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--model=kimi", "unknown model"),
-        ("--gpus=12", "does not divide"),
-        ("--gpu=8", "--gpu=8"),
-        ("--gpus=x", "invalid int"),
-        ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"),
-        ("--cp=0", "cp=0"),
-        ("--hbm=0", "positive"),
-    ],
-)
-def test_bad_flags_are_one_clear_line(flags, message):
-    with pytest.raises(ValueError, match=message):
-        hsdp.main(["--plan", *flags.split()])
-
-
-def test_flags_of_a_plan_without_it_and_a_file_that_cannot_be_read_end_in_one_line_and_code_2(
-    tmp_path,
-):
-    # Linux: EIO; elsewhere it is not there
-    (tmp_path / "config.json").symlink_to("/proc/self/mem")
-    for flags, said in (
-        (["--init_from=x"], "--init_from=x: .* go with --plan"),
-        (["--gpus=8"], "--plan"),
-        (["--plan", f"--init_from={tmp_path}"], f"{tmp_path}/config.json: "),
-    ):
-        done = subprocess.run(
-            [sys.executable, hsdp.__file__, *flags], capture_output=True, text=True
-        )
-        assert (
-            done.returncode == 2
-            and not done.stdout
-            and re.fullmatch(f"hsdp.py: .*{said}.*\n", done.stderr)
-        ), done
 
 
 def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
@@ -742,7 +645,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     folder, model, optimizer = saved
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
-        with pytest.raises(hsdp.SaveFailed) as refusal:
+        with pytest.raises(checkpoint_files.SaveFailed) as refusal:
             hsdp.save(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
     assert (
@@ -771,7 +674,7 @@ def one_disk_is_full(rank, world, folder):
         try:
             hsdp.save(folder, model, None, {"step": 2})
             told.append("saved")
-        except hsdp.SaveFailed as error:
+        except checkpoint_files.SaveFailed as error:
             told.append(str(error))
         setattr(where, name, right)
         told.append(hsdp.load(folder, model)["step"])
@@ -817,7 +720,7 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
         [p.zero_() for p in model.parameters()]
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
@@ -845,7 +748,7 @@ def test_damage_is_one_line_without_checksums_too(saved, name, how):
     folder, model, optimizer = saved
     forget_checksums(folder)
     spoil(folder / name, how)
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
@@ -860,8 +763,8 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     raw = json.loads((folder / "manifest.json").read_text())
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
     (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
-    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.peek(folder)):
-        with pytest.raises(hsdp.DamagedCheckpoint, match="not to be trusted|damaged"):
+    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.load_extra(folder)):
+        with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
             way()
 
 
@@ -878,7 +781,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
 )
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
-    with pytest.raises(hsdp.DamagedCheckpoint, match="no readable manifest"):
+    with pytest.raises(checkpoint_files.DamagedCheckpoint, match="no readable manifest"):
         hsdp.load(*saved)
 
 
@@ -943,7 +846,7 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
             "load": Runs(torch.load, str(folder / "extra.pt")),
         }[kind]
     replace_metadata(folder, here)
-    with pytest.raises(hsdp.DamagedCheckpoint) as refusal:
+    with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
         hsdp.load(folder, model, optimizer)
     assert (
         "not to be trusted" in str(refusal.value)
@@ -970,6 +873,8 @@ def test_the_unpickler_knows_all_that_is_written_for_every_kind_of_tensor(tmp_pa
     hsdp.dcp.save(tensors, storage_writer=hsdp.dcp.FileSystemWriter(tmp_path), no_dist=True)
     names = {path.name: {} for path in tmp_path.iterdir()}
     assert (
-        hsdp.CheckpointReader(tmp_path, names).read_metadata().state_dict_metadata.keys()
+        checkpoint_files.CheckpointReader(tmp_path, names)
+        .read_metadata()
+        .state_dict_metadata.keys()
         == tensors.keys()
     )

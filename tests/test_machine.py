@@ -498,8 +498,8 @@ class Script:
         chains = []
         for play, seed in zip(agents, seeds):
             bodies = [
-                rollout.write_action(BYTES, "", [("edit_file", self.edits)]),
-                rollout.write_action(BYTES, "Done.", []),
+                BYTES.write_action("", [("edit_file", self.edits)]),
+                BYTES.write_action("Done.", []),
             ]
             try:
                 asked = next(play)

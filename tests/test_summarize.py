@@ -17,7 +17,6 @@ from rollout import (
     flatten,
     make_turn,
     pack,
-    write_action,
 )
 from summarize import QUERY, Compact, compact, condensed, probe, written
 from synth_tasks import example_texts, make_task
@@ -185,9 +184,9 @@ def run(
         return end.value, requests
 
 
-READ = write_action(TRAINED, "", [("read_file", ("a.py",))])
-SUMMARY = write_action(TRAINED, f"Think.{SUMMARIZE}left: a.f", [])
-DONE = write_action(TRAINED, "done", [])
+READ = TRAINED.write_action("", [("read_file", ("a.py",))])
+SUMMARY = TRAINED.write_action(f"Think.{SUMMARIZE}left: a.f", [])
+DONE = TRAINED.write_action("done", [])
 
 
 def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new_one():
@@ -276,10 +275,10 @@ def test_the_probe_counts_what_is_left_and_what_the_summary_names():
         {},
         meta={"targets": [{"name": name} for name in names]},
     )
-    edit = lambda name, old="": write_action(
-        TRAINED, "", [("edit_file", ("a.py", old, f"def {name}(x):\n    return x\n"))]
+    edit = lambda name, old="": TRAINED.write_action(
+        "", [("edit_file", ("a.py", old, f"def {name}(x):\n    return x\n"))]
     )
-    said = lambda text: write_action(TRAINED, f"{names[0]}?{SUMMARIZE}{text}", [])
+    said = lambda text: TRAINED.write_action(f"{names[0]}?{SUMMARIZE}{text}", [])
     bodies = [
         edit("first"),
         said("a.second: missing"),
@@ -300,7 +299,7 @@ def test_the_probe_counts_what_is_left_and_what_the_summary_names():
 
 def test_outputs_leave_room_for_query_and_summary():
     task, window = Task("t", "x", {"a.py": "y = 2\n" * 300}, {}), 300
-    talk = write_action(TRAINED, "and so on " * 8, [("read_file", ("a.py",))])
+    talk = TRAINED.write_action("and so on " * 8, [("read_file", ("a.py",))])
     bodies = [talk, talk, SUMMARY, DONE]
     chain, requests = run(Compact(window, 210), bodies, Limits(window), task)
     assert [r.summary for r in requests].count(True) == 1 and chain.finished
@@ -308,7 +307,7 @@ def test_outputs_leave_room_for_query_and_summary():
 
 
 def test_calls_inside_a_summary_are_neither_run_nor_counted():
-    busy = write_action(TRAINED, f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
+    busy = TRAINED.write_action(f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
     chain, _ = run(Compact(400, 1), [READ, busy, DONE])
     assert (
         chain.files == {"a.py": "x = 1\n"}

@@ -52,6 +52,8 @@ from world.machine import Directory, fresh_directory
 from world.source import find_test, syntax
 from world.recorder import Finding
 from synth_tasks import make_task
+from published.export import write_checkpoint
+from published.loading import load_model
 from world.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
 from world.expert import demonstrate, expert, play
@@ -164,6 +166,13 @@ def test_train_and_heldout_share_no_composition_no_name_and_no_task():
     train, heldout = list(features("train")), list(features("heldout"))
     assert not {key for key, _ in train} & {key for key, _ in heldout}
     assert not {name for _, name in train} & {name for _, name in heldout}
+
+
+def test_the_expert_reads_in_the_prompt_what_the_level_says():
+    for level, dials in enumerate(st.LEVELS):
+        for seed in range(5):
+            prompt = make_task(level, seed).problem_statement
+            assert world_expert.read_prompt(prompt) == (dials["named"], dials["where"])
 
 
 def test_a_wrong_constant_is_never_accepted(sandbox):
@@ -1296,7 +1305,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
         expert_ffn=16,
         context=4096,
     )
-    train.write_checkpoint(tmp_path / "in", sizes.build_model())
+    write_checkpoint(tmp_path / "in", sizes.build_model())
     (tmp_path / "in" / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
     )
@@ -1327,7 +1336,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     assert overall["tasks"] == len(generated[0]) and overall["solved"] == 0
     train.main([f"--out={tmp_path}/out", f"--export={tmp_path}/back"])
     mine, trained = (
-        train.load_model(tmp_path / "back").state_dict(),
+        load_model(tmp_path / "back").state_dict(),
         train.eval.load(tmp_path / "out")[0].state_dict(),
     )
     assert all(

@@ -25,6 +25,9 @@ import hsdp
 import train
 from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
+from published.export import write_checkpoint
+from published.loading import load_model
+from published.tokenizers import read_tokenizer
 
 ROOT = Path(train.__file__).parent
 SMALL = [
@@ -89,6 +92,7 @@ def refused(arguments, capsys):
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
         ("--placebo=lie", "none, empty, wrong"),
+        ("--precision=fp8", "dtype, mxfp8, nvfp4"),
         ("--steps=0", "at least 1"),
         ("--active=9", "at most"),
         ("pretrain", "unknown flag"),
@@ -587,7 +591,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
-    assert hsdp.peek(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+    assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -663,6 +667,79 @@ def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_
         len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"])
         == 8
     )
+
+
+def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
+    run, tmp_path, capsys
+):
+    for stage in ("pretrain", "long", "sft"):
+        words = [*SMALL, f"--stage={stage}", "--steps=2", f"--out={tmp_path}"]
+        train.main([*words, "--mtp"])
+        *_, line = [json.loads(line) for line in (tmp_path / f"{stage}.jsonl").open()]
+        assert line["draft_kl"] > 0
+        plain, drafting = weights(run / stage), weights(tmp_path / stage)
+        assert all(torch.equal(plain[name], drafting[name]) for name in plain)
+        assert {name.split(".")[0] for name in set(drafting) - set(plain)} == {"mtp"}
+        assert ("draft_accepted" in line) == (stage != "sft")
+        # A stage without the head cannot go on from one with it.
+        if stage == "pretrain":
+            words[-1] = f"--out={tmp_path}/other"
+            words = [*words, f"--start_from={tmp_path}"]
+            words[words.index("--stage=pretrain")] = "--stage=long"
+            capsys.readouterr()
+            assert "give --mtp=1 here" in refused(words, capsys)
+    began = weights(tmp_path / "sft")
+    train.main([*SMALL, *RL, "--mtp", f"--out={tmp_path}"])
+    after = weights(tmp_path / "rl")
+    kept = {name: torch.equal(began[name], after[name]) for name in after}
+    assert all(same for name, same in kept.items() if name.startswith("mtp."))
+    assert not all(kept.values())
+    assert "--mtp (its head learns in pretrain, long and sft alone, and is kept)" in (
+        capsys.readouterr().out
+    )
+    assert "goes with --cp=1" in refused(
+        [*SMALL, "--stage=long", "--mtp", "--cp=2", f"--out={tmp_path}"], capsys
+    )
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
+def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage(
+    precision, run, tmp_path, capsys
+):
+    words = [*SMALL, "--stage=pretrain", "--steps=2", f"--precision={precision}"]
+    train.main([*words, f"--out={tmp_path}"])
+    model = train.eval.load(tmp_path)[0]
+    assert model.config.precision == precision
+    assert {block.ffn.experts.precision for block in model.layers[1:]} == {precision}
+    ours, theirs = (
+        json.loads((folder / "pretrain.jsonl").read_text().splitlines()[-1])
+        for folder in (tmp_path, run)
+    )
+    assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=1e-3)
+    rounded, whole = weights(tmp_path / "pretrain"), weights(run / "pretrain")
+    moved = [name for name in whole if not torch.equal(rounded[name], whole[name])]
+    assert "layers.1.ffn.experts.w_down" in moved
+    capsys.readouterr()
+    assert f"give --precision={precision} here" in refused(
+        [*SMALL, "--stage=long", f"--out={tmp_path}/o", f"--start_from={tmp_path}"], capsys
+    )
+    assert "a multiple of 32" in refused(
+        [*SMALL, "--expert_ffn=40", f"--precision={precision}", f"--out={tmp_path}/n"], capsys
+    )
+
+
+def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path, capsys):
+    saved = {**checkpoints.open_checkpoint(run / "sft")}
+    saved["config"] = {
+        name: value for name, value in saved["config"].items() if name not in ("precision", "mtp")
+    }
+    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    checkpoints.check_same_model(config, run / "sft", saved, train.SIZES)
+    checkpoints.check_same_values(config, run / "sft", None, saved, "")
+    with pytest.raises(SystemExit):
+        drafting = train.replace(config, mtp=True)
+        checkpoints.check_same_values(drafting, run / "sft", None, saved, "")
+    assert "made with mtp=False, not True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -777,52 +854,6 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
             ]
         )
         assert levels.pop() == list(range(expected))
-
-
-def test_the_clock_of_tools_plays_the_same_rollouts_again_runs_no_command_twice_and_changes_nothing(
-    run, tmp_path, monkeypatch, capsys
-):
-    assert "--workers=0" in refused(
-        [*SMALL, "--stage=rl", "--time_tools=1", "--workers=1", f"--out={tmp_path}/no"], capsys
-    )
-    real, commands, played, got = train.synth_tasks.Sandbox.run, [], [], []
-    monkeypatch.setattr(
-        train.synth_tasks.Sandbox,
-        "run",
-        lambda *words, **more: commands.append(words) or real(*words, **more),
-    )
-    collect = train.rollout.Workers.collect
-    monkeypatch.setattr(
-        train.rollout.Workers,
-        "collect",
-        lambda self, asked: played.append(collect(self, asked)) or played[-1],
-    )
-    for name, timed in (("plain", 0), ("timed", 1)):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=2",
-                "--group=2",
-                "--warmup=0",
-                f"--time_tools={timed}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{name}",
-            ]
-        )
-        got.append((len(commands), weights(tmp_path / name / "rl")))
-        commands.clear()
-    tokens = [
-        [turn.tokens for group in groups for chain in group for turn in chain.turns]
-        for groups in played
-    ]
-    assert len(tokens) == 3 and tokens[0] == tokens[1] == tokens[2]
-    assert got[0][0] == got[1][0] > 0 and all(
-        torch.equal(got[0][1][name], got[1][1][name]) for name in got[0][1]
-    )
-    log = [json.loads((tmp_path / name / "rl.jsonl").read_text()) for name in ("plain", "timed")]
-    assert "tools_s" not in log[0] and log[1]["tools_s"] < log[1]["rollout_s"] < log[1]["seconds"]
 
 
 @pytest.mark.parametrize("full_price", [False, True])
@@ -961,7 +992,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert hsdp.peek(tmp_path / "stopped" / "long")["step"] >= 1
+    assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
@@ -1021,7 +1052,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         context=4096,
     )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    train.write_checkpoint(folder, sizes.build_model())
+    write_checkpoint(folder, sizes.build_model())
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
@@ -1039,7 +1070,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
     # where it began is not forgotten
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
-    assert hsdp.peek(out / "rl")["config"]["init_from"] == str(folder)
+    assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
     train.main([*common, *rl])
     capsys.readouterr()
@@ -1067,12 +1098,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     )
     assert read(tmp_path / "two", "rl")["sampled"]
     train.main([f"--out={out}", f"--export={back}"])
-    mine, config = train.load_model(back), json.loads((back / "config.json").read_text())
+    mine, config = load_model(back), json.loads((back / "config.json").read_text())
     assert (
         config["model_type"] == "deepseek_v3"
         and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
     )
-    trained, start = train.eval.load(out)[0].state_dict(), train.load_model(folder).state_dict()
+    trained, start = train.eval.load(out)[0].state_dict(), load_model(folder).state_dict()
     assert all(
         torch.equal(trained[name], t)
         for name, t in mine.state_dict().items()
@@ -1104,7 +1135,7 @@ def published(tmp_path):
     )
     folder, model = tmp_path / "published", sizes.build_model()
     torch.nn.init.normal_(model.head.weight, std=0.02)
-    train.write_checkpoint(
+    write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     )
     (folder / "tiktoken.model").write_bytes(
@@ -1144,7 +1175,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
     train.main(
         [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
     )
-    before, after = train.load_model(published).state_dict(), weights(out / "sft")
+    before, after = load_model(published).state_dict(), weights(out / "sft")
     assert all(
         0 < (after[name] - before[name]).norm() < 0.01 * before[name].norm()
         for name in ("embed.weight", "head.weight", "layers.0.attn.wq")
@@ -1153,7 +1184,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
     )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
-    config = hsdp.peek(out / "rl")["config"]
+    config = hsdp.load_extra(out / "rl")["config"]
     assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
         str(published),
         1e-6,
@@ -1208,7 +1239,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         ]
     )
     assert {
-        hsdp.peek(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+        hsdp.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
     } == {str(published)}
 
 
@@ -1321,7 +1352,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
     for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
-        loaded, trained = train.load_model(tmp_path / name).state_dict(), weights(
+        loaded, trained = load_model(tmp_path / name).state_dict(), weights(
             tmp_path / "out" / ("sft" if name == "sft" else "rl")
         )
         assert all(
@@ -1392,11 +1423,11 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
     model, tokenizer, _ = train.eval.load(run)
     again, text = (
-        train.rollout.Tokenizer.read(tmp_path / "out", tokenizer.vocab),
+        read_tokenizer(tmp_path / "out", tokenizer.vocab),
         Path(train.__file__).read_text(),
     )
     assert again.encode(text) == tokenizer.encode(text) and again.id == tokenizer.id
-    state = train.load_model(tmp_path / "out").state_dict()
+    state = load_model(tmp_path / "out").state_dict()
     assert all(
         torch.equal(state[name], t)
         for name, t in model.state_dict().items()
@@ -1411,14 +1442,25 @@ def test_held_out_files_are_not_trained_on():
 
 def test_the_window_is_a_quarter_then_half_then_whole():
     config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
-    assert [train.shortened(step, config) for step in range(10)] == [4, 4, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert train.shortened(0, train.replace(config, grow=0.0)) == 1
+    assert [train.seq_len_divisor(step, config) for step in range(10)] == [
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
     run,
 ):
-    tokenizer = train.rollout.Tokenizer(**hsdp.peek(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     found = {}
     for short in (0, 1):
         config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8, short=short)
@@ -1893,7 +1935,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
     monkeypatch.setattr(train, "balance", note)
     train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
     log = json.loads((tmp_path / "rl.jsonl").read_text())
-    config = hsdp.peek(tmp_path / "rl")["config"]
+    config = hsdp.load_extra(tmp_path / "rl")["config"]
     assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
     assert all(

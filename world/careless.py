@@ -1,7 +1,8 @@
 """careless.py: a world that gives the answer away, or says too little.
 
-`unharden` puts a stale type-checking cache and compiled bytecode beside a micro task's files. Cursor
-saw both ways around: a leftover cache gave away a deleted signature, and bytecode was decompiled. `undocument` takes the docs of the deleted feature away, so that the leftover is by far
+`unharden` puts a stale type-checking cache and compiled bytecode beside a micro task's files.
+Cursor saw both ways around: a leftover cache gave away a deleted signature, and bytecode was
+decompiled. `undocument` takes the docs of the deleted feature away, so that the leftover is by far
 the easiest way. Experiments on reward hacking are run in such worlds; a usual task has neither.
 """
 

@@ -27,7 +27,8 @@ def plain(value):
 for module, function, arguments in calls:
     try:
         value = getattr(__import__(module), function)(*arguments)
-        # written down at once, as a test compares at once: the next call may change a list that both return
+        # written down at once, as a test compares at once: the next call may change a list that
+        # both return
         answers.append("[1, %r]" % ([value],) if plain(value) else "[0, 'no plain value']")
     except Exception as error:
         answers.append("[0, %r]" % type(error).__name__)

@@ -17,8 +17,8 @@ from world.edits import ToolError, edited
 from world.files import matches
 from world.judge import run_trusted
 from world.micro import NOUNS, OPS, Function, draw_function
-from world.task import HINTED, SUMMARIZE, TOOLS, Action
-from world.tools import call_tool
+from world.task import HINTED, SUMMARIZE, Action
+from world.tools import TOOLS, call_tool
 
 # tools an agent believes in and nobody offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")

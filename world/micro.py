@@ -49,14 +49,14 @@ MEANING = {
 
 
 VERBS = (
-    "bake bring build carry catch clean climb count drop find follow give hide hold join lift make move open paint push send "
-    "turn wash"
+    "bake bring build carry catch clean climb count drop find follow give hide hold join lift "
+    "make move open paint push send turn wash"
 ).split()
 
 
 NOUNS = (
-    "apple bell boat book cloud coin door field flower garden hill horse island key lake moon paper river stone table tower "
-    "train tree window"
+    "apple bell boat book cloud coin door field flower garden hill horse island key lake moon "
+    "paper river stone table tower train tree window"
 ).split()
 
 

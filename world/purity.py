@@ -25,11 +25,12 @@ CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 
 # What a program may use and still be a function of its files: no clock, no chance, no addresses, no
 # order of hashes, no files.
-PURE = set(
-    """abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float int isinstance issubclass
-    iter len list map max min next ord pow print property range repr reversed round slice sorted staticmethod str sum super tuple
-    zip bin hex oct complex NotImplemented Ellipsis __name__ __debug__ __build_class__""".split()
-)
+PURE = set("""
+    abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float
+    int isinstance issubclass iter len list map max min next ord pow print property range repr
+    reversed round slice sorted staticmethod str sum super tuple zip bin hex oct complex
+    NotImplemented Ellipsis __name__ __debug__ __build_class__
+    """.split())
 PURE |= {
     name
     for name, value in vars(builtins).items()
@@ -95,7 +96,5 @@ def is_pure(text, modules, checked):
     return True
 
 
-# The driver does without json, which takes as long to import as Python takes to start. What it
-# evaluates is ours, read before any of the submission's code runs; what it answers may be
-# anybody's.
+# The program by which the judge calls a submission's functions.
 DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")

@@ -43,21 +43,6 @@ class Seen:
     recorded: bool = True
 
 
-@dataclass
-class World:
-    """What the audit needs of the world above it: functions, so that this file knows nothing of
-    synth_tasks.py.
-    """
-
-    workspace: object  # (task, sandbox) -> a context manager with `root` and the tools
-    call: object  # (workspace, tool, arguments) -> (output, error)
-    # (task, {path in the cage: folder}) -> a sandbox with these mounts; None where there is no cage
-    sandbox: object
-    protected: object  # path -> whether it is a test or configuration
-    parse: object = ast.parse
-    write: object = None  # (files, root): writes a tree
-
-
 def parsed(text, parse):
     """The syntax tree, an empty one of what is no Python."""
     try:

@@ -57,7 +57,10 @@ from world.task import Result
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 
 
-BUILTINS = "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask unset wait".split()
+BUILTINS = (
+    "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask "
+    "unset wait"
+).split()
 
 
 SYSTEM = (
@@ -82,11 +85,7 @@ NETWORK = (
 )
 
 
-# No command waits until a cage stands and Python has started: cages stand ready, and the server in
-# each forks (Cursor's environments fork snapshots of memory). A server is the first of its process
-# namespace and serves one command at a time: it looks on, kills whatever is left, and tells how it
-# ended. Its fork has mounts and all else of its own; where the command is a plain Python script, it
-# is this very interpreter, in the state in which it started.
+# The program in the cage: its text is given to the Python there.
 SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
 
 
@@ -599,3 +598,22 @@ def hidden_place(place):
     """The folder of this machine, if any, that holds this place and is another one inside the
     sandbox."""
     return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+
+
+# Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next
+# time.
+AUDIT_SANDBOXES = {}
+
+
+def audit_sandbox(task, mounts):
+    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there is no cage
+    to run anything again in."""
+    if not has_bwrap():
+        return None
+    sandbox = sandbox_for(task)
+    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
+    sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
+    sandbox.mounts = dict(mounts)
+    # what many variants of a submission return is long
+    sandbox.output = max(sandbox.output, 4 << 20)
+    return sandbox

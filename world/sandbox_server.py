@@ -70,8 +70,8 @@ def traffic():  # what went over the network, which holds its ports for a minute
 
 
 def forbidden():
-    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's are within reach), no io_uring, no
-    # prlimit of another process, no socket to the hypervisor
+    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's
+    # are within reach), no io_uring, no prlimit of another process, no socket to the hypervisor
     numbers = {
         "x86_64": (0xC000003E, 302, 41, 101, 248, 249, 250),
         "aarch64": (0xC00000B7, 261, 198, 117, 217, 218, 219),
@@ -143,7 +143,8 @@ def enclose(order):
 
 
 def alone(order):
-    # a user namespace that owns nothing and counts its own processes. A command can make none in it, to mount as much memory as it likes
+    # a user namespace that owns nothing and counts its own processes. A command can make none
+    # in it, to mount as much memory as it likes
     maps = [b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))]
     call("unshare", NEWUSER)
     tell("/proc/self/setgroups", b"deny"), tell("/proc/self/uid_map", maps[0]), tell(
@@ -277,7 +278,8 @@ def flush(*files):
             file.flush()
 
 
-def leave():  # as Python ends, but for taking all of its own memory apart, which is copied page by page
+def leave():
+    # as Python ends, but for taking all of its own memory apart, which is copied page by page
     streams = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
     try:
         flush(*streams)

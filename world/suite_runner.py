@@ -1,8 +1,8 @@
 """Runs a repository's pytest suite inside the sandbox and answers with the outcome of every test.
 
-Nobody imports this file: synth_tasks.run_suite gives its text to a Python in the sandbox, whose
-working directory is the repository. The order is one JSON object on stdin, read before any code of
-the repository:
+Nobody imports this file: run_suite (world/run_suite.py) gives its text to a Python in the sandbox,
+whose working directory is the repository. The order is one JSON object on stdin, read before any
+code of the repository:
 
     key        random; the answer has to carry it
     options    options of pytest, in front of our own

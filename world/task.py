@@ -19,17 +19,8 @@ Standard library only.
 import json
 from dataclasses import asdict, dataclass, field
 
+from world.tools import TOOLS
 from world.tree import as_stored
-
-ARGUMENTS = {
-    "edit_file": ("path", "old", "new"),
-    "read_file": ("path",),
-    "run_command": ("command",),
-    "search_codebase": ("query",),
-}
-
-
-TOOLS = tuple(ARGUMENTS)
 
 
 @dataclass

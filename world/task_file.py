@@ -13,7 +13,8 @@ from pathlib import Path
 from world import suite as suites
 from world.files import unified
 from world.source import find_test
-from world.task import TOOLS, Refusal, Task
+from world.task import Refusal, Task
+from world.tools import FUNCTIONS
 
 
 def instance(task, original):
@@ -50,7 +51,9 @@ def read_tasks(path):
             assert isinstance(tasks[-1].instance_id, str) and isinstance(
                 tasks[-1].test_command, str
             )
-            assert set(tasks[-1].tools) <= set(TOOLS) and isinstance(meta.get("style", []), list)
+            assert set(tasks[-1].tools) <= FUNCTIONS.keys() and isinstance(
+                meta.get("style", []), list
+            )
             for place, text in (
                 item
                 for tree in (files, solution, meta.get("pristine", {}))

@@ -1,32 +1,101 @@
 """tools.py: the tools, as the agent calls them.
 
-HEAD
+A tool is one function with its docstring. Its first parameter is the workspace; the others are the
+arguments that the agent gives, all of them texts. What is known of a tool anywhere comes from this
+function:
+
+    its name and arguments    the prompt's list of tools, the check of a call, the detectors' hints
+    its docstring             what a published model is told of it (`tool_schema`)
+    its body                  what a call does; a ToolError is for the agent to read
+
+So a tool more is one function here:
+
+    @tool
+    def count_lines(workspace, path):
+        \"\"\"Says how many lines a file has.\"\"\"
+        return str(len(workspace.read(path).splitlines()))
+
+A workspace is a real folder (world/workspace.py) or a dictionary (`Rehearsal` in world/expert.py).
+The seed names of the tools are Cursor's: read_file, edit_file, run_command, search_codebase.
+
+Standard library only.
 """
 
+import inspect
+
 from world.edits import ToolError
-from world.task import ARGUMENTS
+
+# name -> the function, and name -> the names of its arguments; filled by @tool
+FUNCTIONS, ARGUMENTS = {}, {}
+
+
+def tool(function):
+    """Makes a function a tool."""
+    assert function.__doc__, f"{function.__name__}: its docstring is what an agent is told of it"
+    FUNCTIONS[function.__name__] = function
+    ARGUMENTS[function.__name__] = tuple(inspect.signature(function).parameters)[1:]
+    return function
+
+
+# ---------------------------------------------------------------- the tools
+
+
+@tool
+def edit_file(workspace, path, old, new):
+    """Puts `new` in the place of `old`, which must stand in the file once; an empty `old` appends
+    to it, or makes it."""
+    return workspace.edit(path, old, new)
+
+
+@tool
+def read_file(workspace, path):
+    """Shows a file."""
+    return workspace.read(path)
+
+
+@tool
+def run_command(workspace, command):
+    """Runs a command in the repository and shows what it prints."""
+    result = workspace.run(command)
+    return result.output.rstrip("\n") or f"exit code {result.exit_code}"
+
+
+@tool
+def search_codebase(workspace, query):
+    """Shows the lines that hold the query."""
+    return workspace.search(query)
+
+
+# ---------------------------------------------------------------- what all of them share
+
+# the tools of a task that does not say which
+TOOLS = tuple(FUNCTIONS)
 
 
 def call_tool(workspace, name, arguments):
-    """(output, error): error is "" or "unknown_tool", "bad_arguments", "failed"."""
-    names = {
-        "read_file": workspace.read,
-        "edit_file": workspace.edit,
-        "search_codebase": workspace.search,
-        "run_command": lambda command: said(workspace.run(command)),
-    }
-    if name not in workspace.task.tools or name not in names:
+    """(output, error) of a call by an agent: error is "" or "unknown_tool", "bad_arguments",
+    "failed"."""
+    if name not in workspace.task.tools or name not in FUNCTIONS:
         return f"Tool not found: {name}", "unknown_tool"
-    if len(arguments) != len(ARGUMENTS[name]):
-        return (
-            f"{name} takes {len(ARGUMENTS[name])} arguments, not {len(arguments)}",
-            "bad_arguments",
-        )
+    wanted = len(ARGUMENTS[name])
+    if len(arguments) != wanted:
+        return f"{name} takes {wanted} arguments, not {len(arguments)}", "bad_arguments"
     try:
-        return names[name](*arguments), ""
+        return FUNCTIONS[name](workspace, *arguments), ""
     except ToolError as error:
         return str(error), "failed"
 
 
-def said(result):
-    return result.output.rstrip("\n") or f"exit code {result.exit_code}"
+def tool_schema(name):
+    """What the chat template of a published model is told of a tool: name, purpose, and the JSON
+    schema of its arguments."""
+    properties = {argument: {"type": "string"} for argument in ARGUMENTS[name]}
+    return {
+        "name": name,
+        "description": " ".join(FUNCTIONS[name].__doc__.split()),
+        "parameters": {
+            "type": "object",
+            "properties": properties,
+            "required": list(ARGUMENTS[name]),
+        },
+    }

@@ -20,7 +20,13 @@ import ast
 import builtins
 import copy
 import re
+from pathlib import Path
+
 from world.source import SourceText, encode_source, find_test, syntax
+
+# The functions that the copies call, without the head of their file.
+HELPERS = Path(__file__).with_name("twin_helpers.py").read_text(encoding="utf-8")
+HELPERS = "\n\n\n" + HELPERS[HELPERS.index("def GUARD") :]
 
 OPPOSITE = {
     ast.NotEq: ast.Eq,
@@ -369,82 +375,6 @@ def draw_numbers(draw):
     return modulus, rest, numbers
 
 
-# What `odd` is in the module of the tests. It needs no import: whatever it would import could have
-# been replaced. A candidate counts if it is not equal to the value; for an object that equals
-# everything there is none, and it gets an empty object.
-ODD = """
-
-def {odd}(number, value, how=""):
-    if number % {modulus} == {rest}:
-        return value
-    letters = "".join("bcdfghjkqvwxz"[number // 13 ** place % 13] for place in range(9))
-    kind = type(value)
-    if how == "kind":
-        kinds = value if kind is tuple else (value,)
-        warned = any(isinstance(one, type) and issubclass(one, Warning) for one in kinds)
-        others = [ZeroDivisionError, KeyError, IndexError, OSError, TypeError, ValueError, EOFError,
-                  AttributeError, BufferError, GeneratorExit]
-        if warned:
-            others = [UnicodeWarning, BytesWarning, ImportWarning, SyntaxWarning, ResourceWarning]
-        # all that are unrelated: an exception of several kinds is one of them, too
-        unrelated = [other for other in others
-                     if not any(issubclass(other, one) or issubclass(one, other) for one in kinds)]
-        return tuple(unrelated) or value
-    def another(one):
-        return {odd}(number, one, "far" if how == "all" else how)
-    far = number // 11 % 89999 + 10000
-    candidates = []
-    if kind is bool:
-        candidates = [not value]
-    elif kind in (int, float, complex):
-        candidates = [value + 2 * abs(value) + far, -value]
-    elif kind is str and how == "all":
-        candidates = [""]
-    elif kind is str:
-        where = [place for place, letter in enumerate(value) if letter.isalnum()]
-        if where and not how:
-            place = where[number // 17 % len(where)]
-            candidates = [value[:place] + letter + value[place + 1:] for letter in letters
-                          if letter != value[place].lower()]
-        candidates.append(letters + value + letters)
-    elif kind is bytes:
-        candidates = [letters.encode() + value]
-        if value and not how:
-            candidates.insert(0, bytes([value[0] ^ 1]) + value[1:])
-    elif kind in (list, tuple):
-        place = number // 17 % len(value) if value else 0
-        changed = [another(one) if how == "all" or index == place else one
-                   for index, one in enumerate(value)]
-        candidates = [kind(changed), kind([*value, far])]
-    elif kind in (set, frozenset):
-        changed = [another(one) for one in value] if how == "all" else [far, *list(value)[1:]]
-        candidates = [kind(changed), kind([*value, far])]
-    elif kind is dict and how == "all":
-        candidates = [{{another(key): one for key, one in value.items()}}]
-    elif kind is dict:
-        place = number // 17 % len(value) if value else 0
-        changed = {{key: another(one) if index == place else one
-                   for index, (key, one) in enumerate(value.items())}}
-        candidates = [changed, {{**value, letters: far}}]
-    elif value is None:
-        candidates = [letters]
-    else:
-        for change in (lambda: value + 2 * abs(value) + far, lambda: value + far,
-                       lambda: value / letters, lambda: value.replace(year=value.year + 1)):
-            try:
-                candidates.append(change())
-            except Exception:
-                pass
-    for candidate in candidates:
-        try:
-            if not candidate == value:
-                return candidate
-        except Exception:
-            return candidate
-    return object()
-"""
-
-
 class Wary(ast.NodeTransformer):
     """Sends both sides of every compared equality through a check that they are not equal to
     everything."""
@@ -471,28 +401,11 @@ class Wary(ast.NodeTransformer):
         return node
 
 
-PLAIN = """
-
-def {name}(value):
-    parts = list(value.values()) if type(value) is dict else list(value) if type(value) in (list, tuple) else []
-    others = [type("", (), {{}})(), {odd}, {odd}.5, "{odd}", b"{odd}"]
-    others += [[{odd}], ({odd},), {{{odd}: {odd}}}, {{{odd}}}, frozenset([{odd}])]
-    for other in others:
-        try:
-            same = bool(value == other)
-        except Exception:
-            same = False
-        assert not same
-    assert all({name}(part) is part for part in parts)
-    return value
-"""
-
-
 def with_twins(text, groups, draw, sites=None, lost=()):
     """Each test under a new name, beside twins that must fail: (text, {old name: [new name, twin,
     ...]}).
 
-    `sites` names for each group the changes of which its twins are made (world/twins.py), `lost`
+    `sites` names for each group the changes of which its twins are made, `lost`
     the names of the feature; without sites a test has one twin, which fails at its end. Only the
     parent knows which copy is which, so code that makes every test pass gives itself away, as does
     code that replaces what compares; and results that claim to equal everything, or everything of a
@@ -526,8 +439,9 @@ def with_twins(text, groups, draw, sites=None, lost=()):
         names[group] = [group.removesuffix(old) + copied.name for copied in made]
         draw.shuffle(copies)
         lines[start : node.end_lineno] = [line for copied in copies for line in copied]
-    helper = ODD.format(odd=odd, modulus=modulus, rest=rest)
-    text = "\n".join(lines) + PLAIN.format(name=plain, odd=draw.getrandbits(48)) + helper
+    drawn = dict(GUARD=plain, ODD=odd, MODULUS=modulus, REST=rest, NUMBER=draw.getrandbits(48))
+    helpers = re.sub(r"\b[A-Z]+\b", lambda word: str(drawn.get(word[0], word[0])), HELPERS)
+    text = "\n".join(lines) + helpers
     return encode_source(text, read.encoding, "backslashreplace"), names
 
 

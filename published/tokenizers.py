@@ -1,0 +1,568 @@
+"""published/tokenizers.py: the tokenizer of a published model, read from its folder, and that of a
+model trained here, written into one.
+
+Three formats are read: tiktoken.model (Kimi), tokenizer.json (transformers), vocab.json with
+merges.txt (Qwen2). All are byte-level BPE, so tiktoken can encode for each of them, if it merges in
+the same order: tiktoken merges by the id of what two tokens make, the others by a list of pairs. A
+folder for which that, or anything else, could give other ids than the original tokenizer gives is
+refused. One wrong id in a thousand would show nowhere but in a model that is a little worse.
+
+A transcript needs control tokens. `PublishedTokenizer` takes the model's own where it has one with
+that meaning, and otherwise rows of its embedding that it never used. If it has all that its family
+writes turns with, it is a `ChatTokenizer`, which writes and reads the conversation in the family's
+form (chat.py); else turns and calls have the form of rollout.Tokenizer.
+
+    make_tokenizer(**state)               that of a checkpoint; its class follows from its settings
+    read_tokenizer(folder, vocab)         that of a published model with `vocab` rows of embedding
+    write_tokenizer(tokenizer, folder)    tokenizer.json, for transformers and its kin
+
+Left out: vocabularies that are not byte-level BPE (SentencePiece, WordPiece), and normalizers other
+than NFC.
+"""
+
+import base64
+import json
+import re
+import unicodedata
+from itertools import groupby
+from pathlib import Path
+
+import regex  # comes with tiktoken
+import tiktoken
+
+from published.chat import (
+    CONTROL,
+    declare_tools,
+    find_calls,
+    find_character,
+    find_chat,
+    find_in_json_string,
+    read_json_members,
+    take_arguments,
+)
+from rollout import CONTROLS, SPLIT, Call, Tokenizer, Turn, name_arguments
+
+# ---------------------------------------------------------------- patterns and names
+
+# how Qwen2 cuts a text before it is encoded
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# a word of Kimi's, Chinese apart: capitals and then small letters, of one of the two at least one
+_KIMI_WORD = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{capitals}"
+    r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{small}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+KIMI_SPLIT = "|".join(
+    [
+        r"[\p{Han}]+",
+        _KIMI_WORD.format(capitals="*", small="+"),
+        _KIMI_WORD.format(capitals="+", small="*"),
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+# ByteLevel's own
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# what published models call the control tokens of a transcript
+OTHER_NAMES = {
+    "<|user|>": ("<|im_user|>", "<｜User｜>"),
+    "<|assistant|>": ("<|im_assistant|>", "<｜Assistant｜>"),
+    "<|tool|>": ("<|im_system|>", "<｜tool▁output▁begin｜>"),
+    "<|end|>": ("<|im_end|>", "<｜end▁of▁sentence｜>"),
+    "<|call|>": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<｜tool▁calls▁begin｜>",
+        "<tool_call>",
+    ),
+    "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
+    "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>"),
+}
+# Tokens that may end a turn of the published models, beside the one that a turn of ours is written
+# with
+ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
+
+
+def own_name(control, special):
+    """What a tokenizer with these special tokens calls a control token of the transcript, or
+    None"""
+    for name in (control, *OTHER_NAMES.get(control, ())):
+        if name in special:
+            return name
+    return None
+
+
+# ---------------------------------------------------------------- the tokenizers
+
+
+class PublishedTokenizer(Tokenizer):
+    """tiktoken.Encoding with the special tokens of a published model. Text never encodes to one.
+    before: patterns that cut the text first, each piece by itself. nfc: does text become Unicode's
+    composed form first? ends: further ids that end a turn."""
+
+    def __init__(self, ranks, special, pattern=SPLIT, before=(), nfc=False, ends=()):
+        self.ranks = ranks
+        self.pattern = pattern
+        self.before = tuple(before)
+        self.special = special
+        self.nfc = nfc
+        self.encoding = tiktoken.Encoding(
+            "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.id = {name: special[own_name(name, special)] for name in CONTROLS}
+        self.name = {i: name for name, i in self.id.items()}
+        self.vocab = len(ranks) + len(special)
+        # Whichever of these is sampled ends the turn, and stays in it as it was sampled.
+        others = [special[name] for name in ENDS if name in special]
+        self.ends = {self.id["<|end|>"], *others, *ends}
+
+    def encode(self, text):
+        pieces = [unicodedata.normalize("NFC", text) if self.nfc else text]
+        for pattern in self.before:
+            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
+        return [token for piece in pieces for token in self.encoding.encode_ordinary(piece)]
+
+    def state_dict(self):
+        return {
+            "ranks": self.ranks,
+            "pattern": self.pattern,
+            "before": self.before,
+            "special": self.special,
+            "nfc": self.nfc,
+            "ends": sorted(self.ends),
+        }
+
+    def read_action(self, body, start=0):
+        return super().read_action(body, max(start, self.count_thought(body)))
+
+    def count_thought(self, body):
+        """How many tokens of a body in our own form are a thought: through </think>, where <think>
+        comes before the first call"""
+        opens, closes = (self.special.get(name, -1) for name in ("<think>", "</think>"))
+        if opens not in body:
+            return 0
+        start = body.index(opens)
+        if self.id["<|call|>"] in body[:start]:
+            return 0
+        return body.index(closes, start) + 1 if closes in body[start:] else len(body)
+
+
+class ChatTokenizer(PublishedTokenizer):
+    """One whose family has its own form of turns, and of calls where `chat.call` is not empty"""
+
+    def __init__(self, ranks, special, **settings):
+        super().__init__(ranks, special, **settings)
+        self.chat = find_chat(special)
+
+    def render_template(self, template, **words):
+        """A string of a Chat -> tokens. Control tokens come out of the template alone, whatever is
+        put into it."""
+        known = [name for name in re.findall(CONTROL, template) if name in self.special]
+        names = "|".join(re.escape(name) for name in known)
+        parts = re.split(f"({names})", template) if known else [template]
+        tokens = []
+        for i, part in enumerate(parts):
+            # every second part is a control token
+            tokens += [self.special[part]] if i % 2 else self.encode(part.format(**words))
+        return tokens
+
+    def mark_controls(self, tokens, names=None):
+        """Text in which control tokens (those of `names`, or all), and nothing else, stand behind a
+        zero byte: a call may speak of them, too"""
+        known = {i: name for name, i in self.special.items() if names is None or name in names}
+        text = ""
+        for name, part in groupby(tokens, known.get):
+            part = list(part)
+            if name:
+                text += len(part) * f"\0{name}"
+            else:
+                text += self.decode(part).replace("\0", "\ufffd")
+        return text
+
+    # ---- turns
+
+    def generation_prompt(self, after):
+        is_output = after in ("tool", "recent output")
+        return self.render_template(self.chat.after_tool if is_output else self.chat.assistant)
+
+    def wrap_turn(self, role, tokens, text):
+        before, behind = self.chat.user.split("{words}")
+        return Turn(
+            role, [*self.render_template(before), *tokens, *self.render_template(behind)], text
+        )
+
+    def write_turn(self, role, tokens, text, answers=("", 0, 1, "")):
+        name, i, n, call_id = answers
+        template = self.chat.user
+        if role == "tool":
+            before, item, between, after = self.chat.tool
+            template = (before if i == 0 else "") + item + (between if i < n - 1 else after)
+        # rendered as one text, as the model has seen it
+        words = self.decode(tokens)
+        call_id = call_id or f"functions.{name}:{i}"
+        tokens = self.render_template(template, words=words, name=name, i=i, id=call_id)
+        is_last = role == "tool" and i == n - 1
+        return Turn(role, tokens, words, open=is_last and not self.generation_prompt("tool"))
+
+    def written_text(self, turn):
+        return turn.text
+
+    def declare_tools(self, tools):
+        template, words = declare_tools(self.chat, tools)
+        return self.render_template(template, **words)
+
+    # ---- calls
+
+    def write_action(self, text, calls, number=0):
+        if not calls or not self.chat.call:
+            return super().write_action(text, calls, number)
+        before, item, between, after = self.chat.call
+        body = []
+        for i, (name, args) in enumerate(calls):
+            if i == 0:
+                lead = "{text}" + (before or "\n" * bool(text))
+            else:
+                lead = between
+            body += self.render_template(
+                lead + item,
+                text=text,
+                name=name,
+                quoted=json.dumps(name),
+                i=number + i,
+                arguments=json.dumps(name_arguments(name, args), ensure_ascii=False),
+            )
+        return body + self.render_template(after) + [self.id["<|end|>"]]
+
+    def read_action(self, body, start=0):
+        """The same where calls have the form of the model's family: their arguments are JSON, and
+        may be anything"""
+        if not self.chat.call:
+            return super().read_action(body, start)
+        body = body[:-1] if body and body[-1] in self.ends else body
+        blocks = find_calls(self, body)
+        if not blocks:
+            return self.decode(body), []
+        calls = []
+        for block in blocks:
+            error = "bad_arguments" if block.error else ""
+            call = Call(block.name, [], block.error, error, block.start, block.id)
+            if not block.error:
+                take_arguments(call, block.given)
+            calls.append(call)
+        return self.decode(body[: blocks[0].start]).rstrip("\n"), calls
+
+    def number_calls(self, calls, number):
+        if self.chat.numbered:
+            for call in calls:
+                call.id = call.id or f"functions.{call.name}:{number}"
+                number = max(number, int(call.id.rpartition(":")[2]) + 1)
+        return number
+
+    def find_call_name(self, turn, n):
+        if not self.chat.call:
+            return super().find_call_name(turn, n)
+        body = turn.tokens[turn.head :]
+        block = find_calls(self, body)[n]
+        return block.start, find_character(self, body, block, block.name_end - 1) + 1
+
+    def find_written_character(self, turn, n, place):
+        if not self.chat.call:
+            return super().find_written_character(turn, n, place)
+        body = turn.tokens[turn.head :]
+        block = find_calls(self, body)[n]
+        # the arguments are JSON inside of JSON: no character of the text is one of the edit's
+        if block.arguments_at < 0:
+            return 0, len(body)
+        arguments = block.text[block.arguments_at :]
+        _, new, _ = read_json_members(arguments)["new"]
+        character = block.arguments_at + find_in_json_string(arguments, new, place)
+        token = find_character(self, body, block, character)
+        return (token, token + 1) if token < len(body) else (0, len(body))
+
+
+def make_tokenizer(ranks, pattern=SPLIT, special=None, **settings):
+    """The tokenizer of these settings, which a checkpoint holds: one without special tokens of its
+    own was trained here."""
+    if not special:
+        return Tokenizer(ranks, pattern)
+    kind = ChatTokenizer if find_chat(special) else PublishedTokenizer
+    return kind(ranks, special, pattern=pattern, **settings)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def require(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def read_json(path, missing=None):
+    """A file of JSON; `missing` where there is none and that is no error"""
+    if missing is not None and not path.is_file():
+        return missing
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_tokenizer(folder, vocab):
+    """The tokenizer in the folder of a published model whose embedding has `vocab` rows:
+    tiktoken.model, tokenizer.json, or vocab.json with merges.txt. Anything that could give other
+    ids than the original is refused with a ValueError."""
+    folder = Path(folder)
+    try:
+        named = read_named_tokens(folder)
+        if (folder / "tiktoken.model").is_file():
+            found = read_tiktoken(folder, named)
+        elif (folder / "tokenizer.json").is_file():
+            found = read_tokenizer_json(folder, named)
+        else:
+            found = read_vocab_and_merges(folder, named)
+        special = complete_special(found["ranks"], found["special"], vocab)
+        ends = read_ends(folder)
+        require(
+            all(type(i) is int and 0 <= i < vocab for i in ends),
+            f"eos_token_id {ends!r:.60}: ids below {vocab}",
+        )
+        return make_tokenizer(**{**found, "special": special, "ends": ends})
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OSError,
+        RecursionError,
+        regex.error,
+    ) as error:
+        raise ValueError(
+            f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}"
+        ) from None
+
+
+def read_named_tokens(folder):
+    """{name: id} of the special tokens that stand beside the vocabulary, in
+    tokenizer_config.json and added_tokens.json"""
+    config = read_json(folder / "tokenizer_config.json", {})
+    more = read_json(folder / "added_tokens.json", {})
+    named = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+    require(
+        all(more[name] == named.get(name, more[name]) for name in more),
+        "added_tokens.json and tokenizer_config.json disagree",
+    )
+    return named | more
+
+
+def read_ends(folder):
+    """The ids that a published folder says end a turn: eos_token_id of generation_config.json and
+    config.json, one or several"""
+    ends = []
+    for name in ("generation_config.json", "config.json"):
+        raw = read_json(folder / name, {})
+        for settings in (raw, raw.get("text_config") or {}):
+            found = settings.get("eos_token_id")
+            if isinstance(found, list):
+                ends += found
+            elif found is not None:
+                ends.append(found)
+    return ends
+
+
+def read_tiktoken(folder, named):
+    """tiktoken.model: a line per token, in base64, with its rank"""
+    raw = (folder / "tiktoken.model").read_bytes()
+    lines = [line.split() for line in raw.split(b"\n") if line.strip()]
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    require(sorted(ranks.values()) == list(range(len(lines))), "the ranks are not 0, 1, 2, ...")
+    # so many are set aside for special tokens, named or not
+    rows = range(len(ranks), len(ranks) + 256)
+    names = {i: name for name, i in named.items()}
+    special = {names.get(i, f"<|reserved_token_{i}|>"): i for i in rows}
+    return dict(ranks=ranks, pattern=KIMI_SPLIT, special=special)
+
+
+def read_vocab_and_merges(folder, named):
+    """vocab.json and merges.txt, as Qwen2's first folders have them"""
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    ranks = read_ranks(read_json(folder / "vocab.json"), merges, named)
+    return dict(ranks=ranks, pattern=QWEN2_SPLIT, special=named, nfc=True)
+
+
+def read_tokenizer_json(folder, named):
+    """tokenizer.json: byte-level BPE behind regular expressions that cut one after the other"""
+    raw = read_json(folder / "tokenizer.json")
+    model = raw["model"]
+    special = {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
+    # 1) plain byte-level BPE
+    odd = [
+        key
+        for key in (
+            "dropout",
+            "unk_token",
+            "continuing_subword_prefix",
+            "end_of_word_suffix",
+            "byte_fallback",
+        )
+        if model.get(key)
+    ]
+    require(
+        model.get("type", "BPE") == "BPE" and not odd,
+        f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}",
+    )
+    # 2) how the text is changed and cut before
+    normalizer = raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    kinds = [step["type"] for step in steps]
+    cuts = read_cuts(raw.get("pre_tokenizer") or {})
+    require(kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns")
+    # 3) the vocabulary
+    ranks = read_ranks(model["vocab"], model["merges"], special)
+    # 4) special tokens that stand in another file
+    require(
+        all(special.get(name, i) == i for name, i in named.items()),
+        "two files give a special token two ids",
+    )
+    own = set(ranks.values())
+    special |= {name: i for name, i in named.items() if i not in own}
+    return dict(
+        ranks=ranks, pattern=cuts[-1], before=cuts[:-1], special=special, nfc=kinds == ["NFC"]
+    )
+
+
+def read_cuts(pre_tokenizer):
+    """The regular expressions of a pre_tokenizer, in their order"""
+    steps = [pre_tokenizer]
+    if pre_tokenizer.get("type") == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    kinds = [step["type"] == "ByteLevel" for step in steps]
+    require(
+        kinds == [False] * (len(steps) - 1) + [True], "bytes become letters last, or not at all"
+    )
+    cuts = []
+    for step in steps:
+        if step["type"] == "ByteLevel":
+            require(not step.get("add_prefix_space"), "a space is put before the text")
+            cuts += [GPT2_SPLIT] if step.get("use_regex", True) else []
+        else:
+            plain = (step["type"], step["behavior"], step.get("invert", False))
+            require(plain == ("Split", "Isolated", False), f"{step!r:.80}")
+            cuts.append(step["pattern"]["Regex"])
+    require(not any(regex.search(cut, "") for cut in cuts), "a pattern that matches nothing at all")
+    # what a pattern does not match is a piece as well
+    return [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]
+
+
+def byte_letters():
+    """{character: byte} as GPT-2 writes bytes in its vocabulary"""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in set(printable)]
+    return letters | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def find_merges(ranks):
+    """The pair of tokens that each longer token is merged from: what is left of its bytes when
+    every lower rank has been merged."""
+    for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+            i = pairs.index(min(pairs))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield tuple(parts)
+
+
+def read_ranks(vocab, merges, added):
+    """Vocabulary and merges -> {bytes: id}. tiktoken merges by id, whatever two tokens make another
+    one: the merges must make all longer tokens, in the order of the ids, and from the two that
+    their bytes lead to."""
+    byte = byte_letters()
+
+    def to_bytes(text):
+        return bytes(byte[c] for c in text)
+
+    ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
+    pairs = []
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        pairs.append(tuple(to_bytes(part) for part in parts))
+    made = [ranks[b"".join(pair)] for pair in pairs]
+    longer = {i for token, i in ranks.items() if len(token) > 1}
+    require(all(bytes([b]) in ranks for b in range(256)), "not every byte has a token")
+    require(made == sorted(made) and set(made) == longer, "merges and ids do not agree")
+    require(
+        set(find_merges(ranks)) <= set(pairs),
+        "a token is merged from other parts than its bytes lead to",
+    )
+    return ranks
+
+
+def complete_special(ranks, special, vocab):
+    """Special tokens for every control of the transcript and a name for every row of the
+    embedding"""
+    used = [*ranks.values(), *special.values()]
+    require(
+        all(type(i) is int and 0 <= i < vocab for i in used) and len(set(used)) == len(used),
+        f"ids are not distinct rows of {vocab}",
+    )
+    gaps = sorted(set(range(vocab)) - set(used)) if vocab - len(used) < 1 << 16 else []
+    special = {f"<|unused_{i}|>": i for i in gaps} | special
+    spare = [name for name in special if re.match(r"<\W?(unused_|reserved_|place.?holder)", name)]
+    for name in CONTROLS:
+        if own_name(name, special) is None:
+            require(spare, f"no unused row left for {name}")
+            special[name] = special.pop(spare.pop(0))
+    return special
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_tokenizer(tokenizer, folder):
+    """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for
+    transformers and its kin (with which text that holds the name of a control token encodes to that
+    token: there, keep it out of what users and tools write)."""
+    letter = {b: c for c, b in byte_letters().items()}
+
+    def to_letters(token):
+        return "".join(letter[b] for b in token)
+
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    special = sorted(tokenizer.special.items(), key=lambda pair: pair[1])
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    split = dict(
+        type="Split", pattern={"Regex": tokenizer.pattern}, behavior="Isolated", invert=False
+    )
+    model = dict(
+        type="BPE",
+        dropout=None,
+        unk_token=None,
+        continuing_subword_prefix=None,
+        end_of_word_suffix=None,
+        fuse_unk=False,
+        byte_fallback=False,
+        vocab={to_letters(token): i for token, i in tokenizer.ranks.items()},
+        merges=[[to_letters(a), to_letters(b)] for a, b in find_merges(tokenizer.ranks)],
+    )
+    whole = dict(
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[dict(id=i, content=name, **flags) for name, i in special],
+        normalizer=None,
+        post_processor=None,
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+        decoder=byte_level,
+        model=model,
+    )
+    text = json.dumps(whole, ensure_ascii=False)
+    Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(config))

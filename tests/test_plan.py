@@ -1,0 +1,133 @@
+"""benchmarks/plan.py: its counts against hand counts, its table and its flags. That its bytes are
+those that eight ranks receive is tested in test_hsdp.py, where they are counted."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hsdp
+from benchmarks import plan
+from command import gpu_memory
+from hsdp import Layout
+from moe import Model, ModelConfig
+from published.export import write_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = ModelConfig(
+    vocab=48,
+    dim=32,
+    layers=2,
+    heads=2,
+    kv_lora=16,
+    qk_nope=8,
+    qk_rope=8,
+    v_dim=8,
+    dense_ffn=48,
+    expert_ffn=16,
+)
+
+
+def refused(flags, capsys):
+    """-> the one line that says why; the exit code is 2"""
+    with pytest.raises(SystemExit) as end:
+        plan.main(flags)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("benchmarks.plan: ")
+    assert error.count("\n") == 1, error
+    return error
+
+
+def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count():
+    config, shapes = plan.find_model("kimi-k2.5")
+    numbers = sum(torch.Size(s).numel() for s in shapes.values())
+    assert 1.02e12 < numbers < 1.05e12
+    only = {n: s for n, s in shapes.items() if hsdp.is_expert(n)}
+    one = plan.optimizer_step(
+        only, Layout(512, 2, 8), gpu_memory.Step(), plan.Hardware(tflops=1e3, share=1)
+    )
+    by_hand = 60 * 384 * 3 * 5 * (4 * 2048**2 * 7168 + 2 * 2048**3)
+    assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(
+        47.5e15, rel=0.01
+    )
+    # there and back in bf16
+    assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
+
+
+def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):
+    plan.main(["--model=moonlight", "--gpus=64", "--net=25"])
+    text = capsys.readouterr().out
+    assert (
+        "--net=25" in text
+        and "--share=" in text
+        and "shared mesh need 16 GPUs; on two meshes 8." in text
+    )
+    assert "(8, 8)" in text and "(1, 8, 8)" in text and "0.2 s" in text
+
+
+def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
+    flags = ["--model=moonlight", "--gpus=1", "--cp=1", "--ep=1", "--memory=180"]
+    plan.main(flags)
+    assert "fits in none" in capsys.readouterr().out
+    plan.main([*flags, "--kept=2"])
+    text = capsys.readouterr().out
+    # one GPU gathers nothing
+    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text
+
+
+def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):
+    write_checkpoint(tmp_path / "moe", Model(SHAPE))
+    plan.main([f"--init_from={tmp_path}/moe", "--gpus=4"])
+    assert (
+        f"train.py --init_from={tmp_path}/moe --stage=sft --cp=1 --ep=4 --dp_replicate=1"
+        in capsys.readouterr().out
+    )
+    write_checkpoint(tmp_path / "dense", Model(replace(SHAPE, dense_layers=2)))
+    plan.main([f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000"])
+    assert (
+        f"--nproc_per_node=1 train.py --init_from={tmp_path}/dense --stage=sft --cp=1 --ep=1"
+        in capsys.readouterr().out
+    )
+    plan.main([f"--init_from={tmp_path}/dense", "--gpus=1", "--tokens=100000", "--memory=0.1"])
+    assert "fits in none of these layouts on 1 GPUs of 0.1 GB" in capsys.readouterr().out
+    assert "config.json" in refused([f"--init_from={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model=kimi", "unknown model"),
+        ("--gpus=12", "does not divide"),
+        ("--gpu=8", "--gpu=8"),
+        ("--gpus=x", "invalid int"),
+        ("--ep=7 --gpus=14", "ep=7 does not divide the 384 experts"),
+        ("--cp=0", "cp=0"),
+        ("--hbm=0", "positive"),
+    ],
+)
+def test_bad_flags_are_one_clear_line(flags, message, capsys):
+    assert message in refused(flags.split(), capsys)
+
+
+def test_a_file_that_cannot_be_read_ends_in_one_line_and_code_2(tmp_path, capsys):
+    # Linux: EIO; elsewhere it is not there
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")
+    assert f"{tmp_path}/config.json: " in refused([f"--init_from={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize(
+    "file, flags, command",
+    [
+        ("hsdp.py", ["--plan", "--gpus=8"], "python -m benchmarks.plan --gpus=8"),
+        ("moe.py", ["--bench"], "python -m benchmarks.train_step"),
+        ("muon.py", ["--bench"], "python -m benchmarks.muon"),
+        ("rollout.py", ["--bench"], "python -m benchmarks.decode"),
+    ],
+)
+def test_a_flag_that_has_moved_is_answered_by_the_new_command(file, flags, command):
+    done = subprocess.run([sys.executable, file, *flags], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"{file}: {flags[0]} has moved: {command}\n"
