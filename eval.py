@@ -19,7 +19,6 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py demo              the scripted expert at three degrees of care, through the same table
     python eval.py out/a out/b       runs compared: table, out/eval.json, figures
     python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
-    python eval.py --experiment=feedback       an ablation from scratch: train.py with and without, three seeds, table and figure
 """
 
 import argparse
@@ -31,12 +30,9 @@ import json
 import math
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -235,6 +231,13 @@ def unfinished(folder):
     )
 
 
+def made_by(folder):
+    """ "" of a checkpoint of the plain recipe; of an experiment's arm what changed the recipe, since
+    here its policy acts without that change"""
+    patch = hsdp.load_extra(folder).get("patch", "")
+    return f"made by {patch}" if patch else ""
+
+
 def load(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
@@ -242,8 +245,14 @@ def load(folder, device="cpu", plain=False):
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
     # than these knobs: had them so
-    older = {"truncate": False, "commands": 0, "draft": 3, "init_from": "", "weights": "float32"}
+    older = {"draft": 3, "init_from": "", "weights": "float32"}
     config = {**older, **extra["config"]}
+    # knobs of an earlier version, without which this policy would be shown in another world
+    for name in ("truncate", "commands"):
+        if config.get(name):
+            raise ValueError(
+                f"{path} was made with {name}={config[name]}, no flag any more: see experiments/summary.py"
+            )
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
@@ -279,9 +288,8 @@ def attempt(
     """`passes` rollouts of each task, at the temperature of the run's RL if none is given ->
     records. numbers: see rollouts. began: a model; the records then say how far the policy has
     moved from it. hints: see heeded."""
-    compact, limits = summarize.compact(config), rollout.Limits(
-        config["window"], config["turns"], commands=config["commands"]
-    )
+    compact = summarize.compact(config)
+    limits = rollout.Limits(config["window"], config["turns"])
     temperature = config["temperature"] if temperature is None else temperature
     sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
@@ -348,9 +356,7 @@ def mismatch(model, tokenizer, config, tasks):
     """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
     differences, token by token}, in bf16 with the experts of sampling replayed and with the
     trainer's own, and in fp32"""
-    found, limits = {}, rollout.Limits(
-        config["window"], config["turns"], commands=config["commands"]
-    )
+    found, limits = {}, rollout.Limits(config["window"], config["turns"])
     for dtype in (torch.bfloat16, torch.float32):
         sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
@@ -747,7 +753,7 @@ def find_policies(config, given, sizes, load_published):
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
-    rules = ["window", "turns", "commands", "draft", "summarize", "trigger", "truncate"]
+    rules = ["window", "turns", "draft", "summarize", "trigger"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
         # A run older than a flag was made with its default.
@@ -757,17 +763,16 @@ def find_policies(config, given, sizes, load_published):
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
     as_made = {name: made[name] for name in rules}
-    # These may be asked for otherwise.
-    for name in ("temperature", "distinct"):
-        as_made[name] = given.get(name, made.get(name, getattr(config, name)))
+    # This may be asked for otherwise.
+    temperature = made.get("temperature", config.temperature)
+    as_made["temperature"] = given.get("temperature", temperature)
     return replace(config, **as_made), labelled, made, published
 
 
-def evaluate(run, config, paths, made, published, make_task, describe_cost):
+def evaluate(run, config, paths, made, published, describe_cost):
     """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
     share of the tasks. config, paths, made, published: see find_policies; run: train.py's;
-    make_task: (configuration, level, number) -> a task that RL has seen; describe_cost: called on
-    every rank at the end, gives a line on what the command took."""
+    describe_cost: called on every rank at the end, gives a line on what the command took."""
     out = Path(config.out)
     trained = hsdp.exists(out / "rl")
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
@@ -779,23 +784,13 @@ def evaluate(run, config, paths, made, published, make_task, describe_cost):
     if kept:
         return run.say(kept)
 
-    # Tasks that no policy has seen, and, where RL had a fixed number of tasks, those as well.
+    # Tasks that no policy has seen.
     held = held_out(config.eval_tasks, range(config.eval_levels))
     if config.tasks:
         held = read_tasks(config.tasks)
-    jobs = [(name, path, held, config.eval_samples) for name, path in paths.items()]
-    if config.distinct and not config.tasks and trained:
-        number = min(config.distinct, config.eval_tasks)
-        own = replace(config, **{name: made[name] for name in ("seed", "harden", "documented")})
-        seen = []
-        for level in range(config.eval_levels):
-            for i in range(number):
-                seen.append(make_task(own, level, own.seed * 1_000_003 + i))
-        passes = max(1, config.eval_tasks * config.eval_samples // number)
-        jobs.append(("after, seen", out / "rl", seen, passes))
 
     policies = {}
-    for name, path, tasks, passes in run.bar(jobs, "evaluation"):
+    for name, path in run.bar(list(paths.items()), "evaluation"):
         model, tokenizer, saved = published or load(path, run.device, config.plain)
         # How far RL has moved the policy from where it began. (Of a published model, one more may
         # not fit.)
@@ -806,10 +801,10 @@ def evaluate(run, config, paths, made, published, make_task, describe_cost):
             model.compute(run.dtype),
             tokenizer,
             {**made, "plain": config.plain},
-            run.share(tasks),
-            passes,
+            run.share(held),
+            config.eval_samples,
             temperature=config.temperature,
-            numbers=run.share(range(len(tasks))),
+            numbers=run.share(range(len(held))),
             began=began,
         )
         policies[name] = run.gather(mine)
@@ -822,7 +817,7 @@ def find_kept_table(config, made_from):
     """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
     empty text"""
     path = Path(config.out, "summary.json")
-    asked = ["tasks", "temperature", "distinct", "start_from"]
+    asked = ["tasks", "temperature", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]
     # A full disk may have left half of it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -871,439 +866,6 @@ def when_saved(path):
 def digest_file(path):
     """Of the bytes of a file; "" of none"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
-
-
-# ---------------------------------------------------------------- experiments: runs of train.py, compared
-
-# name: question, the curves by step (with a comma between), {arm: flags of train.py}, and where the
-# arms begin: [] at the SFT of the default run, which is itself the arm without flags; [flags] at an
-# SFT of their own on the default run's pretraining; "pretrain" at the beginning, and that is all
-# they do; "all" there too, the flags are the pretraining's, and the rest of the recipe follows.
-# SHORT and SHORTER: what the README's figures were made with, when the recipe's RL had 40 steps and
-# its episodes 20 turns
-HABITS, SHORT, SHORTER = (
-    "--habits=unavailable_tool,communication,code_style",
-    ["--steps=40", "--turns=20"],
-    ["--steps=20", "--turns=20"],
-)
-NARROW, FIXED = ["--hardest=0", "--curriculum=0", *SHORTER], ["--curriculum=0", "--hardest=5"]
-SHORT_MIX = [*SHORT, *FIXED]
-ASKED = ["--turns=60", "--hardest=7", "--eval_levels=8"]
-TOLD_ONCE = ["--commands=1", "--trigger=0.45", "--levels=8", *ASKED]
-# the last level is one that no training has seen
-MOSTLY_EASY = [*FIXED, "--easy=0.4", "--steps=40", "--eval_levels=7"]
-EXPERIMENTS = {
-    "recipe": ("The whole recipe", "solved", {"recipe": []}, []),
-    "muon": (
-        "Pretraining: is Muon in 80 steps as good as AdamW in 120?",
-        "loss",
-        {
-            **{
-                f"AdamW, 120 steps, lr {lr}": [
-                    "--optimizer=adamw",
-                    f"--adam_lr={lr}",
-                    "--steps=120",
-                ]
-                for lr in (0.003, 0.006, 0.012)
-            },
-            **{
-                f"Muon, 80 steps, lr {lr}": [f"--lr={lr}", "--adam_lr=0.006", "--steps=80"]
-                for lr in (0.006, 0.012, 0.024)
-            },
-        },
-        "pretrain",
-    ),
-    "pretraining": (
-        "What is pretraining worth?",
-        "reward",
-        {"30 steps": ["--steps=30"], "120 steps": [], "480 steps": ["--steps=480"]},
-        "all",
-    ),
-    "feedback": (
-        "How fast does a bad habit go?",
-        "bad_tool",
-        {"reward alone": ["--feedback=0"], "with targeted feedback": []},
-        [],
-    ),
-    "habits": (
-        "How fast do habits go that cost nothing?",
-        "communication,code_style,bad_tool",
-        {"reward alone": [HABITS, "--feedback=0"], "with targeted feedback": [HABITS]},
-        [HABITS, "--neutral_hints=0.1"],
-    ),
-    "sdft": (
-        "A new convention: plain SFT or self-distillation?",
-        "code_style",
-        {
-            "plain SFT": [*NARROW, "--imitate=1", "--feedback=0"],
-            "self-distillation": [*NARROW, "--habits=code_style", "--reward=0"],
-        },
-        [HABITS, "--neutral_hints=0.1"],
-    ),
-    "teachers": (
-        "Whose hints, and which divergence?",
-        "bad_tool",
-        {
-            "reward alone": [*SHORTER, "--feedback=0"],
-            "EMA, reverse KL": SHORTER,
-            "current": [*SHORTER, "--teacher=current"],
-            "frozen": [*SHORTER, "--teacher=frozen"],
-            "forward KL": [*SHORTER, "--divergence=forward"],
-            "JSD": [*SHORTER, "--divergence=jsd"],
-            "empty hint": [*SHORTER, "--placebo=empty"],
-            "wrong hint": [*SHORTER, "--placebo=wrong"],
-        },
-        [],
-    ),
-    "penalty": (
-        "What does a price on effort do?",
-        "effort",
-        {
-            # worth of solving an easy task: as with the nonlinear price
-            "no penalty": [*MOSTLY_EASY, "--length_penalty=0", "--reward=2"],
-            "nonlinear": [
-                *MOSTLY_EASY,
-                "--full_price=1",
-                "--length_penalty=1",
-                "--penalty_k=0.05",
-                "--penalty_q=6",
-            ],
-            # as dear at the median effort of 13
-            "linear": [*MOSTLY_EASY, "--full_price=1", "--length_penalty=0.28", "--penalty_q=0"],
-        },
-        ["--restless=0.75"],
-    ),
-    # the tests run once, so what is missing is told once
-    "summary": (
-        "Is a summary worth its tokens?",
-        "named",
-        {
-            "window 1024": [*TOLD_ONCE, "--window=1024", "--summarize=0"],
-            "window 256": [*TOLD_ONCE, "--window=256"],
-            "window 256, not learned": [*TOLD_ONCE, "--window=256", "--learn_summaries=0"],
-            "window 256, truncated": [*TOLD_ONCE, "--window=256", "--truncate=1"],
-        },
-        [*TOLD_ONCE, "--window=1024", "--short=0.5", "--steps=2600"],
-    ),
-    "retold": (
-        "Summaries where tests tell again",
-        "named",
-        {
-            "window 512": ASKED,
-            "window 256": [*ASKED, "--window=256", "--trigger=0.45"],
-            "window 256, truncated": [*ASKED, "--window=256", "--trigger=0.45", "--truncate=1"],
-        },
-        [],
-    ),
-    "tasks": (
-        "What are more tasks worth?",
-        "reward",
-        {
-            "2 of a level": ["--distinct=2"],
-            "10 of a level": ["--distinct=10"],
-            "never one twice": [],
-        },
-        [],
-    ),
-    "group": (
-        "Mean reward and best of 16, on a fixed mix",
-        "reward,best,different",
-        {"groups of 16": [*SHORT, "--group=16", "--curriculum=0", "--hardest=7"]},
-        [],
-    ),
-    "curriculum": (
-        "Do chosen tasks teach more than a fixed mix?",
-        "solved",
-        {"fixed mix": FIXED, "curriculum": []},
-        [],
-    ),
-    "objective": (
-        "What the objective leaves out, put in",
-        "sampled,finished",
-        {
-            "as it is": SHORT_MIX,
-            "over the deviation": [*SHORT_MIX, "--std_norm=1"],
-            "over its own length": [*SHORT_MIX, "--length_norm=1"],
-            "overlong masked": [*SHORT_MIX, "--mask_overlong=1"],
-        },
-        [],
-    ),
-    "hacking": (
-        "Does RL learn to take the answer from a stale cache?",
-        "cheats",
-        {
-            "stale caches": [
-                *SHORT,
-                "--harden=0",
-                "--documented=0",
-                "--curriculum=0",
-                "--hardest=1",
-            ],
-            "hardened": [*SHORT, "--harden=1", "--documented=0", "--curriculum=0", "--hardest=1"],
-        },
-        ["--harden=0"],
-    ),
-}
-
-# beside these curves a panel shows what comes out, by level
-BY_LEVEL = {
-    "effort": ("tokens", "solved"),
-    "sampled": ("tokens", "solved"),
-    "named": ("summaries", "solved"),
-    "reward": ("solved",),
-    "code_style": ("solved",),
-}
-
-
-def train_py(*words):
-    """Run train.py; what it has finished already it skips, what it had begun it goes on with.
-    Without this process it ends."""
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *words]
-    done = subprocess.run(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hsdp.tied_to_parent(signal.SIGTERM),
-    )
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise ChildProcessError(
-            done.returncode, last or f"train.py ended with code {done.returncode}"
-        )
-
-
-def experiment(name, seeds, out, flags):
-    """Every arm with every seed -> table, NAME.json, NAME.png in out/NAME. The default runs,
-    out/base-SEED, serve all experiments. Killed, it goes on. A run takes two cores; where there are
-    more, seeds stand side by side."""
-    question, curves, arms, base = EXPERIMENTS[name]
-    out, chains, folders = Path(out, name), [], {arm: [] for arm in arms}
-    for seed in seeds:
-        chains.append(jobs := [])
-        own, common = isinstance(base, list) and base, [f"--seed={seed}", *flags]
-        start = Path(out if own else out.parent, f"base-{seed}")
-        if own:
-            jobs += [
-                [f"--stage={stage}", f"--out={out.parent}/base-{seed}", *common]
-                for stage in ("pretrain", "long")
-            ]
-            jobs.append(
-                [
-                    "--stage=sft",
-                    f"--start_from={out.parent}/base-{seed}",
-                    f"--out={start}",
-                    *common,
-                    *own,
-                ]
-            )
-        elif base != "pretrain":  # its RL only where it is an arm
-            jobs += (
-                [[f"--out={start}", *common]]
-                if not all(arms.values())
-                else [
-                    [f"--stage={stage}", f"--out={start}", *common]
-                    for stage in ("pretrain", "long", "sft")
-                ]
-            )
-        for arm, changes in arms.items():
-            folders[arm].append(
-                out / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}" if changes else start
-            )
-            # in this arm they say nothing
-            idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in changes}
-            here = [
-                f"--out={folders[arm][-1]}",
-                *(word for word in common if word.partition("=")[0] not in idle),
-                *changes,
-            ]
-            if not isinstance(base, list) and changes:
-                rest = ("long", "sft", "rl", "eval") if base == "all" else ()
-                jobs += [
-                    ["--stage=pretrain", *here],
-                    *([f"--stage={stage}", here[0], *common] for stage in rest),
-                ]
-            elif changes:
-                jobs += [
-                    ["--stage=rl", f"--start_from={start}", *here],
-                    ["--stage=eval", f"--start_from={start}", *here],
-                ]
-    cores = os.cpu_count() or 1
-    at_once = 1 if torch.cuda.is_available() else max(1, min(len(seeds), cores // 2))
-    if at_once > 1:
-        os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
-    with (
-        tqdm(total=sum(map(len, chains)), desc=name, leave=False) as bar,
-        ThreadPoolExecutor(at_once) as pool,
-    ):
-
-        def work(jobs):
-            while jobs:
-                train_py(*jobs.pop(0))
-                bar.update()
-
-        try:
-            for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
-                done.result()
-        except ChildProcessError as failure:
-            tqdm.write(failure.strerror, file=sys.stderr)
-            raise SystemExit(failure.errno) from None
-        except KeyboardInterrupt:  # the runs were told, too, and save
-            raise SystemExit(130) from None
-        # if one has failed, the others end with what they are at
-        finally:
-            for jobs in chains:
-                jobs.clear()
-    results = {arm: [outcome(folder, curves.split(",")) for folder in folders[arm]] for arm in arms}
-    problem = draw_safely(draw_curves, question, results, out / f"{name}.png")
-    if name == "recipe":
-        results = {
-            policy: [outcome(folder, [curves], policy) for folder in folders[name]]
-            for policy in ("before RL", "after RL")
-        }
-    text = compare(question, results) + f"\n{problem}" * bool(problem)
-    (out / f"{name}.json").write_text(
-        json.dumps(
-            {"table": text, "seeds": list(seeds), "flags": flags, "results": results}, indent=1
-        )
-    )
-    print(
-        f"{text}\n\n{out}/{name}.json, {name}.png, in {bar.format_dict['elapsed'] / 60:.0f} minutes"
-    )
-
-
-def outcome(folder, names, policy="after RL"):
-    """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
-    lines = lines_of(folder, "pretrain" if names == ["loss"] else "rl")
-    curves, by_level = {name: curve(lines, name) for name in names}, BY_LEVEL.get(names[0])
-    if names == ["loss"]:
-        return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
-    policies = json.loads((folder / "summary.json").read_text())["policies"]
-    after = policies[policy]
-    whole, levels = after["overall"], list(after["levels"].values())
-    end = {
-        "solved": whole["solved"],
-        "easiest": levels[0]["solved"],
-        "hardest": levels[-1]["solved"],
-        "tokens": whole["tokens"],
-        "easiest: tokens": levels[0]["tokens"],
-        "hardest: tokens": levels[-1]["tokens"],
-        "wrong tool": whole["bad_tool"],
-        "moved": whole.get("moved", math.nan),
-        "seconds a step": float(np.median([line["seconds"] for line in lines])),
-    }
-    end["before RL"] = (
-        policies["before RL"]["overall"]["solved"] if "before RL" in policies else math.nan
-    )
-    if names == ["code_style"] and "before RL" in policies:
-        for when, one in (("before", policies["before RL"]), ("after", after)):
-            end[f"comments {when}"] = one["overall"]["code_style"]
-            end[f"other levels {when}"] = float(
-                np.mean([level["solved"] for level in list(one["levels"].values())[1:]])
-            )
-    for name, values in curves.items():
-        end[f"{name}: first 5"], end[f"{name}: last 5"] = mean_known(values[:5]), mean_known(
-            values[-5:]
-        )
-        # as a running mean; never: one step more than there were
-        if name in ("bad_tool", "communication", "code_style"):
-            end[f"{name}: tenth at"] = next(
-                (i + 1 for i, x in enumerate(running(values)) if x <= 0.1 * values[0] > 0),
-                len(values) + 1,
-            )
-    if "reward" in curves:
-        end["solved, seen"] = (
-            policies["after, seen"]["overall"]["solved"] if "after, seen" in policies else math.nan
-        )
-        end["loss after SFT"] = float(
-            np.mean([line["loss"] for line in lines_of(folder, "sft")[-50:]] or math.nan)
-        )
-    sides = (
-        {"levels": after, **({"began": policies["before RL"]} if "before RL" in policies else {})}
-        if by_level
-        else {}
-    )
-    return {
-        "curves": curves,
-        "end": end,
-        **{
-            side: {name: [level[name] for level in one["levels"].values()] for name in by_level}
-            for side, one in sides.items()
-        },
-    }
-
-
-def compare(question, results):
-    """Mean and spread over the seeds: arms against numbers, the longer list downwards"""
-    all_ends = [run["end"] for runs in results.values() for run in runs]
-    columns = [
-        column for column in all_ends[0] if not all(math.isnan(end[column]) for end in all_ends)
-    ]
-    cells = [["", *columns]]
-    for arm, runs in results.items():
-        values = [[run["end"][column] for run in runs] for column in columns]
-        cells.append([arm, *(mean_and_deviation(v) for v in values)])
-    cells = list(zip(*cells)) if len(columns) > len(results) else cells
-    first, *widths = (max(map(len, column)) + 2 for column in zip(*cells))
-    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in cells]
-    seeds = len(next(iter(results.values())))
-    what = (
-        f"mean, and sample standard deviation over {seeds} seeds"
-        if seeds > 1
-        else "one seed: the spread is not known"
-    )
-    return "\n".join([f"{question}  ({what})", *lines])
-
-
-def mean_and_deviation(values):
-    """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from
-    the same few); of one the mean alone."""
-    mean = format_number(float(np.mean(values)), "{:.3f}")
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({format_number(float(np.std(values, ddof=1)), '{:.3f}')})"
-
-
-def draw_curves(question, results, path):
-    """Mean over the seeds with the range between them: by step, each a running mean, and for some
-    by the level of held-out tasks; where the arms differ before RL, what the loss after SFT says of
-    what is solved in the end (the reward depends on the curriculum's level)"""
-    first = next(iter(results.values()))[0]
-    panels = [("curves", name, 1) for name in first["curves"]] + [
-        ("levels", name, 0) for name in first.get("levels", ())
-    ]
-    points = {
-        arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "solved")]
-        for arm, runs in results.items()
-    }
-    scatter = bool(np.isfinite(list(points.values())).all())
-    figure, ax = axes(question, "step", "", len(panels) + scatter)
-    for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
-        for arm, runs in results.items():
-            rows = np.array(
-                [running(run[part][name]) if start else run[part][name] for run in runs]
-            )
-            x = range(start, start + rows.shape[1])
-            line = panel.plot(x, rows.mean(0), label=arm)[0]
-            panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
-        if part == "levels" and "began" in first:
-            arm = next(iter(results))
-            panel.plot(
-                x,
-                np.mean([run["began"][name] for run in results[arm]], 0),
-                "k--",
-                label=f"{arm}, before",
-            )
-        panel.set(
-            xlabel="step" if start else "level of held-out tasks, after RL",
-            ylabel=name.replace("_", " "),
-        )
-    panel.legend(fontsize=8)
-    for arm, (losses, solved) in points.items() if scatter else ():
-        ax[-1].plot(losses, solved, "o", label=arm)
-        ax[-1].set(xlabel="loss after SFT, nats per token", ylabel="solved, held out, after RL")
-        ax[-1].locator_params(axis="x", nbins=5)
-    figure.savefig(path, dpi=120)
 
 
 # ---------------------------------------------------------------- command line
@@ -1391,50 +953,19 @@ def flags(argv):
         help="only: how far the trainer's log-probs lie from the sampler's, in bf16",
     )
     parser.add_argument("--out", default="out")
-    parser.add_argument(
-        "--experiment", choices=list(EXPERIMENTS), help="an ablation; other flags go on to train.py"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1337, 1, 2], help="of the experiment"
-    )
-    args, args.others = parser.parse_known_args(argv)
-    if args.experiment:  # these are flags of train.py too
-        args.others += [
-            f"--{name}={getattr(args, name)}"
-            for name in ("turns", "levels", "temperature", "tasks")
-            if getattr(args, name) != parser.get_default(name)
-        ]
-    if args.others and not args.experiment:
-        parser.error(f"unknown flag {args.others[0]!r}")
-    own = {"--seed", "--stage", "--start_from", "--resume", "--export"}
-    if args.experiment:  # what its arms or its SFT set
-        _, _, arms, base = EXPERIMENTS[args.experiment]
-        own |= {
-            word.partition("=")[0]
-            for words in (*arms.values(), base if isinstance(base, list) else [])
-            for word in words
-        }
-    for word in args.others:
-        if word.partition("=")[0] in own:
+    # what an earlier version did with this flag has a command of its own
+    for flag, _, name in (word.partition("=") for word in argv):
+        if flag == "--experiment":
             parser.error(
-                f"{word}: an experiment sets it itself"
-                + " (--seeds=...)" * word.startswith("--seed")
+                f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
             )
-    if args.experiment and args.runs:
-        parser.error(
-            f"{args.runs[0]!r}: an experiment takes no runs, and flags of train.py as --name=value"
-        )
-    for name in ("number", "passes", "split", "price_in", "price_out", "gap", "mismatch"):
-        if args.experiment and getattr(args, name) != parser.get_default(name):
-            parser.error(
-                f"--{name} is not for an experiment, which takes --eval_tasks and --eval_samples"
-            )
+    args, others = parser.parse_known_args(argv)
+    if others:
+        parser.error(f"unknown flag {others[0]!r}")
     folders = [Path(run).resolve() for run in args.runs]
     twice = [run for run, folder in zip(args.runs, folders) if folders.count(folder) > 1]
     if twice:
         parser.error(f"{twice[0]} is named more than once: each run once")
-    if len(set(args.seeds)) < len(args.seeds):
-        parser.error("--seeds: each seed once, or its run would be counted twice")
     if min(args.number, args.passes) < 1 or args.turns < 0:
         parser.error("--number and --passes must be at least 1, --turns at least 0")
     if not 0 < args.levels <= len(synth_tasks.LEVELS):
@@ -1442,7 +973,7 @@ def flags(argv):
     for name in ("temperature", "price_in", "price_out"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
             parser.error(f"--{name} must be a number from 0 on")
-    if not args.experiment and not args.runs:
+    if not args.runs:
         parser.error(
             "which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)"
         )
@@ -1454,15 +985,6 @@ def main(argv):
     problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)
-    if args.experiment:
-        try:
-            check_writable(
-                Path(args.out, args.experiment),
-                [f"{args.experiment}.{kind}" for kind in ("json", "png")],
-            )
-        except OSError as error:
-            parser.error(f"{error.filename or args.out}: {error.strerror}")
-        return experiment(args.experiment, args.seeds, args.out, args.others)
     if args.runs == ["demo"] and not Path("demo").exists():
         try:
             return demo()
@@ -1479,7 +1001,8 @@ def main(argv):
             raise ValueError(f"{args.tasks}: holds no tasks")
         models = {}
         for run in args.runs:
-            label = unfinished(last_stage(run))
+            labels = [unfinished(last_stage(run)), made_by(last_stage(run))]
+            label = "; ".join(filter(None, labels))
             models[f"{run} ({label})" if label else run] = load(run)
         check_writable(
             args.out,

@@ -46,7 +46,7 @@ from rollout import Tokenizer, hint_turn, spoken_text
 from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
-KNOBS = "placebo", "divergence", "teacher", "teacher_rate"
+KNOBS = "divergence", "teacher", "teacher_rate"
 
 # ---------------------------------------------------------------- rules: (chain, episode, turn) -> the hint's text, or None
 
@@ -230,18 +230,6 @@ def mute(logits, tokens):
     return logits.masked_fill(
         torch.arange(logits.shape[-1], device=logits.device) == tokens[:, None], -1e4
     )
-
-
-def placebo(chain, hint, kind):
-    """What a hint says in an ablation: "empty" nothing, "wrong" that the tools which are not there
-    are; "none" the truth."""
-    turn = chain.episodes[hint.episode].turns[hint.turn]
-    tools = dict.fromkeys([*chain.task.tools, *(call.name for call in turn.calls)])
-    return {
-        "none": hint.text,
-        "empty": "",
-        "wrong": f"Reminder: Available tools: {', '.join(tools)}.",
-    }[kind]
 
 
 @dataclass

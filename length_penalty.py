@@ -13,7 +13,7 @@ turns; parallel tool calls emerge. Ours: k, q, the weights, the scale, the budge
     C(x)   = ((1 + k x)^(1-q) - 1) / (k (1-q)) = expm1((1-q) log1p(k x)) / (k (1-q))
     C'(x)  = (1 + k x)^-q        q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
     reward = r - scale * C(x)    a truncated or over-long episode pays C(budget), so that being cut off is never a bargain;
-                                 with train.py --full_price=1 so does one that is not solved, and
+                                 in experiments/penalty.py so does one that is not solved, and
                                  giving up is none either
 
 Left out: a coefficient that adapts to a target length (the scale is a constant), and prices per

@@ -987,22 +987,11 @@ def insert_hints(tokenizer, chain, hints):
 # ---------------------------------------------------------------- objective
 
 
-def advantages(rewards, std=False, lengths=None, overlong=None):
-    """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean.
-
-    The rest shows what was left out of GRPO and its kin, each by itself. std: divide by the group's
-    standard deviation. lengths (G,), in units of L: a rollout's mean over its own tokens instead of
-    their sum over L. overlong (G,): a rollout that a limit cut short counts in the group's mean,
-    and teaches nothing (DAPO, arXiv 2503.14476)."""
+def advantages(rewards):
+    """Rewards of one group (G,) -> advantages (G,): each reward minus the group's mean. What is
+    left out of GRPO and its kin stands in experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
-    advantage = rewards - rewards.mean()
-    if std:
-        advantage = advantage / (rewards.std() + 1e-6)
-    if lengths is not None:
-        advantage = advantage / np.asarray(lengths)
-    if overlong is not None:
-        advantage = np.where(overlong, 0.0, advantage)
-    return advantage
+    return rewards - rewards.mean()
 
 
 def kl_estimates(logp, reference):

@@ -26,11 +26,9 @@ cut at a quarter of the window.
 import argparse
 import random
 from dataclasses import dataclass
+from typing import ClassVar
 
-import numpy as np
-import torch
-
-from rollout import Limits, Tokenizer, Turn, demonstrate, flatten, make_turn
+from rollout import Limits, Tokenizer, demonstrate, make_turn
 from synth_tasks import make_task
 from world.task import SUMMARIZE
 
@@ -62,12 +60,12 @@ def condensed(tokenizer, body, most):
 
 @dataclass(frozen=True)
 class Compact:
-    """rollout.agent's hook. trigger, window in tokens. An ablation: truncate=True asks for no
-    summary and goes on from the newest turns."""
+    """rollout.agent's hook. trigger, window in tokens."""
 
     window: int
     trigger: int
-    truncate: bool = False
+    # The agent goes on from a summary. In experiments/summary.py it goes on without one.
+    truncate: ClassVar[bool] = False
 
     def room(self, tokenizer, chain):
         """Tokens that the last turn's outputs may have, so that query and summary still find an
@@ -93,35 +91,11 @@ class Compact:
             tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried)),
         ]
 
-    def recent(self, tokenizer, chain):
-        """The turns that a new episode starts from where the oldest are truncated: the task, and
-        the newest calls with their outputs that fit into half of the window (as context: they were
-        trained on in the episode in which they were sampled)."""
-        task, *past = chain.episodes[-1].turns
-        size = lambda: len(task.tokens) + sum(len(turn.tokens) for turn in past)
-        while past and (size() > self.window // 2 or past[0].role not in ("assistant", "recent")):
-            past.pop(0)
-        role = lambda turn: "recent" if turn.role in ("assistant", "recent") else "recent output"
-        return [task, *(Turn(role(turn), turn.tokens, turn.text) for turn in past)]
-
 
 def compact(config):
     """The hook of a run's configuration (a dict), None where the run does not summarise"""
     if config["summarize"]:
-        return Compact(
-            config["window"], int(config["trigger"] * config["window"]), config["truncate"]
-        )
-
-
-def written(episodes, like):
-    """1 where the target is a token of a summary that the policy wrote, else 0: aligned with
-    rollout.pack, (B, T) as `like`"""
-    found = torch.zeros_like(like)
-    for row, episode in zip(found, episodes):
-        asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
-        _, mask, _, index = flatten(episode)
-        row[: len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
-    return found
+        return Compact(config["window"], int(config["trigger"] * config["window"]))
 
 
 def probe(chain):

@@ -384,9 +384,8 @@ class Curriculum:
     Per level a Beta posterior over the solve rate, with forgetting since the policy moves: `forget`
     is what remains of a count after eight rollouts, however they are grouped. A level is drawn with
     weight p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group
-    can learn from. Not `on`: a fixed mix, a share `easy` of the lowest level and the rest of all
-    alike. Tasks are made as they are drawn (`distinct` of each level, over and over; 0: never one
-    twice), or come from a file with `sizes` (level -> number of tasks in it)."""
+    can learn from. Not `on`: a fixed mix of all levels alike. Tasks are made as they are drawn,
+    never one twice, or come from a file with `sizes` (level -> number of tasks in it)."""
 
     def __init__(
         self,
@@ -396,10 +395,8 @@ class Curriculum:
         hardest=len(LEVELS) - 1,
         forget=0.9,
         sizes=None,
-        distinct=0,
-        easy=0.0,
     ):
-        self.levels, self.on, self.forget, self.easy = sorted(sizes or levels), on, forget, easy
+        self.levels, self.on, self.forget = sorted(sizes or levels), on, forget
         self.hardest = self.levels[-1] if sizes else hardest  # a file has no harder ones to open
         self.counts = {level: [1.0, 1.0] for level in self.levels}
         self.seed, self.drawn, self.sizes, self.taken = (
@@ -408,15 +405,13 @@ class Curriculum:
             sizes,
             {level: 0 for level in sizes or ()},
         )
-        # seeds of one run; the next run's begin beyond them
-        self.distinct = distinct or 10**6
 
     def next(self, rng):
         """(level, seed), or (level, index) of a task of the file, each once before any comes
         again."""
         self.drawn += 1
         if not self.sizes:
-            return self.choose(rng, self.levels), self.seed * 1_000_003 + self.drawn % self.distinct
+            return self.choose(rng, self.levels), self.task_number()
         rounds = {level: taken // self.sizes[level] for level, taken in self.taken.items()}
         level = self.choose(
             rng, [level for level in self.levels if rounds[level] == min(rounds.values())]
@@ -424,9 +419,13 @@ class Curriculum:
         self.taken[level] += 1
         return level, (self.taken[level] - 1) % self.sizes[level]
 
+    def task_number(self):
+        """Of a million for each run; the next run's begin beyond them."""
+        return self.seed * 1_000_003 + self.drawn % 10**6
+
     def choose(self, rng, levels):
         if not self.on:
-            return min(levels) if self.easy and rng.random() < self.easy else rng.choice(levels)
+            return rng.choice(levels)
         samples = [rng.betavariate(*self.counts[level]) for level in levels]
         return rng.choices(levels, [0.02 + p * (1 - p) for p in samples])[0]
 

@@ -79,7 +79,6 @@ from command import (
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from world.careless import undocument, unharden
 from world.micro import CONSTANTS, WORDS
 from world.task_file import read_tasks
 
@@ -173,15 +172,9 @@ class Config:
     # ---- sft
     demos: int = 12000  # distinct expert transcripts
     sloppy: float = 1.0  # how often the expert errs
-    restless: float = 0.0  # share of its episodes that begin with four needless calls
     hints: float = 0.5  # of its wrong tool calls: replaced by a hint and the right call
     # of its right turns: a hint above them too, so that it means nothing but tools
     neutral_hints: float = 0.05
-    # share of the demonstrations that have a quarter of the window: so a policy learns to work in
-    # both
-    short: float = 0.0
-    # weight of tokens it did not write (tool outputs, tasks): copying is learned from them too
-    context_loss: float = 0.3
     # weight of the names and constants it wrote, while the window is short: what tests decide on
     copy_loss: float = 4.0
     # of generated tasks in sft, from 0 on, and in a curriculum at first; it goes beyond
@@ -200,47 +193,21 @@ class Config:
     workers: int = 0
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
-    # 1: advantages are divided by the group's standard deviation; like the next two left out by
-    # Cursor
-    std_norm: bool = False
-    length_norm: bool = False  # 1: a rollout's own length in the place of L
-    mask_overlong: bool = False  # 1: what a limit cut short teaches nothing
-    # weight of the policy gradient; 0: hints alone teach, the policy distils itself
-    reward: float = 1.0
-    # demonstrations in the place of rollouts, none worth more than another: plain SFT, to compare
-    # with
-    imitate: bool = False
     feedback: float = 0.15  # weight of the targeted distillation, 0 = off
     # what hints speak about in sft and rl, a list: communication, code_style
     habits: str = "unavailable_tool"
-    # in rl, in a hint's place: empty (no words) or wrong (it names the tools that are not there)
-    placebo: str = "none"
     divergence: str = "reverse"  # forward, reverse or jsd
     teacher: str = "ema"  # current, ema or frozen
     teacher_rate: float = 0.1  # ema: this share of the new weights per step
     length_penalty: float = 0.03  # weight of C(effort), 0 = off
     penalty_k: float = 1.0  # C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon it bends
     penalty_q: float = 0.5  # ... and how much: 0 is linear
-    # 1: whatever is not solved pays the whole budget, as what a limit cut short does: giving up
-    # saves nothing
-    full_price: bool = False
     summarize: bool = True  # self-summaries when the context passes the trigger
     trigger: float = 0.7  # of the window
-    truncate: bool = False  # 1: no summaries are written, the oldest turns are left out
-    learn_summaries: bool = True  # 0: in rl, the reward does not reach the tokens of summaries
     window: int = 512  # context of an agent in sft, rl and evaluation
     turns: int = 40  # of an agent in all
-    commands: int = 0  # run_command calls of an agent that are answered (0: all)
     # tasks of the levels that are neither won nor lost; 0: a fixed mix
     curriculum: bool = True
-    # 0: in sft and rl, stale caches hold the deleted code, and the expert now and then reads them
-    harden: bool = True
-    # 0: in sft and rl, what was deleted is gone from docs.md too; only the tests' examples tell
-    documented: bool = True
-    # generated tasks of each level that rl draws from (0: never one twice)
-    distinct: int = 0
-    # share of a fixed mix that is of level 0; the rest is of all levels alike
-    easy: float = 0.0
     hardest: int = 6  # the hardest level of rl: a fixed mix has all up to it
 
     # ---- parallel (torchrun)
@@ -333,6 +300,34 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
 }
 
+# Fields of Config in earlier versions: the value at which they changed nothing, and the file that
+# makes the change now. A run on disk that has them at this value goes on.
+OLD_FLAGS = {
+    "std_norm": (False, "experiments/objective.py"),
+    "length_norm": (False, "experiments/objective.py"),
+    "mask_overlong": (False, "experiments/objective.py"),
+    "imitate": (False, "experiments/sdft.py"),
+    "reward": (1.0, "experiments/sdft.py"),
+    "placebo": ("none", "experiments/teachers.py"),
+    "restless": (0.0, "experiments/penalty.py"),
+    "easy": (0.0, "experiments/penalty.py"),
+    "full_price": (False, "experiments/penalty.py"),
+    "distinct": (0, "experiments/tasks.py"),
+    "truncate": (False, "experiments/summary.py"),
+    "learn_summaries": (True, "experiments/summary.py"),
+    "commands": (0, "experiments/summary.py"),
+    "short": (0.0, "experiments/summary.py"),
+    "harden": (True, "experiments/hacking.py"),
+    "documented": (True, "experiments/hacking.py"),
+    "time_tools": (False, "benchmarks/tools.py"),
+    "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
+}
+# The change of the recipe that is in force in this process, as module:function; none: "". It is
+# kept in every checkpoint, so that a run goes on with the change that it was begun with.
+PATCH = ""
+# How this program is started; the patch of an experiment has a program of its own.
+PROGRAM = [sys.executable, __file__]
+
 
 # ---------------------------------------------------------------- from flags to a configuration
 
@@ -340,6 +335,10 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
 def parse(argv):
     """--name=value or --name value for every field of Config -> dict of what was given. --help
     prints every flag and ends; with --stage or --scale it prints the values in force there."""
+    for word in argv:
+        name = word.removeprefix("--").partition("=")[0]
+        if word.startswith("--") and name in OLD_FLAGS:
+            usage_error(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
     given, wants_help = flags.parse_flags(argv, Config)
     if not wants_help:
         return given
@@ -590,6 +589,11 @@ class Text:
         checkpoints.check_same_data(self.run.config, state, self.data)
 
 
+# Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
+# learned from them too.
+CONTEXT_LOSS = 0.3
+
+
 class Demonstrations:
     """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have
     sampled."""
@@ -657,11 +661,11 @@ class Demonstrations:
             logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)
 
             # What the expert wrote weighs 1, names and constants more while the window is short;
-            # what it read weighs context_loss.
+            # what it read weighs CONTEXT_LOSS.
             mask = batch["mask"]
             copied = (self.names | self.constants)[targets] & (seq_len_divisor(step, config) > 1)
             weight = torch.where(copied, config.copy_loss, 1.0) * mask
-            weight = weight + config.context_loss * (1 - mask) * batch["inside"]
+            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             reported = (logp.detach() * mask).sum() * batch["real"] / total
             log["loss"] = log.get("loss", 0) - reported
@@ -734,50 +738,50 @@ def length_groups(lengths, tokens, number, seed):
 
 
 def agent_limits(config):
-    return rollout.Limits(config.window, config.turns, commands=config.commands)
+    return rollout.Limits(config.window, config.turns)
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
     """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a
     summarised chain gives several training sequences."""
-    # Two sets of limits: the whole window, and a quarter of it for a share of the demonstrations.
-    quarter = replace(config, window=config.window // 4)
-    whole = agent_limits(config), compact
-    short = agent_limits(quarter), summarize.compact(asdict(quarter))
-    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
     pairs = []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
         task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
-        limits, fold = short if config.short and rng.random() < config.short else whole
-        chain = rollout.demonstrate(
-            task,
-            tokenizer,
-            rng,
-            limits,
-            config.sloppy,
-            fold,
-            reminders,
-            config.hints,
-            config.neutral_hints,
-            config.restless,
-        )
-        # Only what fits the window, and has a turn to learn from.
-        episodes = []
-        for episode in chain.episodes:
-            roles = {turn.role for turn in episode.turns}
-            if len(episode) <= limits.window and "assistant" in roles:
-                episodes.append(episode)
-        pairs.append((i, episodes))
+        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
     return pairs
+
+
+def demonstrate(config, task, rng, tokenizer, compact, **more):
+    """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
+    that can be learned from: they fit the window, and something was done in them. more: see
+    rollout.demonstrate."""
+    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    chain = rollout.demonstrate(
+        task,
+        tokenizer,
+        rng,
+        agent_limits(config),
+        config.sloppy,
+        compact,
+        reminders,
+        config.hints,
+        config.neutral_hints,
+        **more,
+    )
+    # Only what fits the window, and has a turn to learn from.
+    episodes = []
+    for episode in chain.episodes:
+        roles = {turn.role for turn in episode.turns}
+        if len(episode) <= config.window and "assistant" in roles:
+            episodes.append(episode)
+    return episodes
 
 
 def make_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
-    task = synth_tasks.make_task(level, seed)
-    task = task if config.documented else undocument(task)
-    return task if config.harden else unharden(task)
+    return synth_tasks.make_task(level, seed)
 
 
 class Reinforcement:
@@ -830,8 +834,6 @@ class Reinforcement:
             config.curriculum,
             config.hardest,
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
-            distinct=config.distinct,
-            easy=config.easy,
         )
         self.teacher = (
             feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
@@ -874,46 +876,46 @@ class Reinforcement:
             for level, number in drawn
         ]
 
-    def shape(self, chain):
+    def compute_reward(self, chain):
         """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a
-        limit cut short has submitted nothing and pays the whole budget; at full_price every one
-        that did not solve its task does."""
-        c = self.run.config
+        limit cut short has submitted nothing."""
+        config = self.run.config
         chain.solved = chain.solved and chain.finished
-        paid_by_use = chain.solved if c.full_price else chain.finished
         chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
         chain.reward = float(
             length_penalty.shaped_reward(
                 float(chain.solved),
                 chain.stats["effort"],
-                c.length_penalty,
-                c.penalty_k,
-                c.penalty_q,
-                not paid_by_use,
+                config.length_penalty,
+                config.penalty_k,
+                config.penalty_q,
+                self.pays_whole_budget(chain),
                 self.budget,
             )
         )
 
+    def pays_whole_budget(self, chain):
+        """Whatever a limit cut short does: so being cut off is never a bargain."""
+        return not chain.finished
+
     def losses(self, step, log):
         run, config = self.run, self.run.config
         start = time.time()
-        log.update(self.publisher.publish(step, run.full_state()) if not config.imitate else {})
+        log.update(self.publisher.publish(step, run.full_state()))
         for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
             # weights at least as new as this step's: so staleness is bounded
             if later not in self.asked:
                 tasks = self.draw(later)
-                job = (
+                self.asked[later] = self.workers.submit(
                     run.share(tasks),
                     run.share(range(len(tasks))),
                     config.seed * 1_000_003 + later,
                 )
-                self.asked[later] = job if config.imitate else self.workers.submit(*job)
         asked, _ = self.asked.pop(step), self.drawn.pop(step)
-        groups = self.demonstrations(*asked) if config.imitate else self.workers.collect(asked)
-        groups = self.leave_out_failed(groups, log)
+        groups = self.leave_out_failed(self.workers.collect(asked), log)
         for group in groups:
             for chain in group:
-                self.shape(chain)
+                self.compute_reward(chain)
         if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
             usage_error(f"--window={config.window}: none of the tasks leaves room for a turn")
         for level, solved, total in sorted(
@@ -921,7 +923,7 @@ class Reinforcement:
         ):
             self.curriculum.update(level, solved, total)
         log["rollout_s"] = time.time() - start
-        lag = fast_workers.staleness([] if config.imitate else groups, step)
+        lag = fast_workers.staleness(groups, step)
         log.update(
             stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
             stalest=max(run.gather([int(lag.max(initial=0))])),
@@ -950,31 +952,6 @@ class Reinforcement:
             )
         return kept
 
-    def demonstrations(self, tasks, numbers, seed):
-        """What the expert does in the place of the policy. Solved, without asking the judge: is
-        every line that was deleted there again?"""
-        config, run = self.run.config, self.run
-
-        def play(task, number, j):
-            chain = rollout.demonstrate(
-                task,
-                run.tokenizer,
-                random.Random(f"{seed}/{number}/{j}"),
-                agent_limits(config),
-                config.sloppy,
-                run.compact,
-            )
-            chain.solved = all(
-                {*text.split("\n")} <= {"", *chain.files[path].split("\n")}
-                for path, text in task.solution.items()
-            )
-            return chain
-
-        return [
-            [play(task, number, j) for j in range(config.group)]
-            for task, number in zip(tasks, numbers)
-        ]
-
     def learn(self, groups, log):
         """Policy gradient over all episodes, and on flagged turns the divergence from the hinted
         teacher: its sum over the flagged tokens, over their number or that of the rollouts, so that
@@ -983,8 +960,7 @@ class Reinforcement:
         run, config = self.run, self.run.config
         items, hints = [], {}
         for group in groups:
-            worth = np.ones(len(group)) if config.imitate else self.worth(group)
-            for chain, advantage in zip(group, worth):
+            for chain, advantage in zip(group, self.group_advantages(group)):
                 flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
                 for e, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
@@ -1019,19 +995,11 @@ class Reinforcement:
             logp = run.model.logprobs(
                 hidden, batch["targets"], config.temperature, batch["mask"] > 0
             )
-            if not config.learn_summaries:
-                batch["advantage"] = batch["advantage"] * (
-                    1 - summarize.written(batch["episodes"], batch["advantage"])
-                )
-            loss = (
-                batch["real"]
-                * config.reward
-                * rollout.policy_loss(logp, batch, normaliser, reference, config.kl)
-            )
+            loss = batch["real"] * self.policy_objective(logp, batch, normaliser, reference)
             # Sums stay where they are until the step's end: reading one here would wait for the
             # GPU.
             difference = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
-            mismatch += batch["real"] * (not config.imitate) * difference.double()
+            mismatch += batch["real"] * difference.double()
             if config.feedback:
                 student = feedback_distill.mute(
                     run.model.logits(hidden[taught.student_row, taught.student_position]),
@@ -1061,27 +1029,26 @@ class Reinforcement:
             gap=run.sum(gap) / max(1, targets),
         )
 
-    def worth(self, group):
-        """The advantages of a group, and by flags those that the objective does without"""
-        config = self.run.config
-        lengths = (
-            [max(1, c.stats["sampled"]) / config.length for c in group]
-            if config.length_norm
-            else None
-        )
-        overlong = [not c.finished for c in group] if config.mask_overlong else None
-        return rollout.advantages([c.reward for c in group], config.std_norm, lengths, overlong)
+    def group_advantages(self, group):
+        """(G,) What each rollout of a group is worth: its reward less the group's mean"""
+        return rollout.advantages([chain.reward for chain in group])
+
+    def policy_objective(self, logp, batch, normaliser, reference):
+        """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
+        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl)
+
+    def hint_text(self, chain, hint):
+        """What the teacher reads above the flagged turn"""
+        return hint.text
 
     def splice(self, chain, hint):
         """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about,
         and which token it never does"""
-        tokenizer, said = self.run.tokenizer, feedback_distill.placebo(
-            chain, hint, self.run.config.placebo
-        )
+        tokenizer = self.run.tokenizer
         turn = chain.episodes[hint.episode].turns[hint.turn]
         return (
             hint.turn,
-            feedback_distill.hint_tokens(tokenizer, said, turn),
+            feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
             feedback_distill.span(tokenizer, turn, hint),
             feedback_distill.muted(tokenizer, hint.kind),
         )
@@ -1476,6 +1443,7 @@ def train(config, interrupted, sources=None):
     if begun:
         tasks = eval.digest_file(config.tasks)
         checkpoints.check_same_values(config, out, origin, begun, tasks)
+        checkpoints.check_patch(out, begun, OLD_FLAGS, PATCH)
         # finished or not: a result is called by what it was made from
         if config.data and stage in ("pretrain", "long"):
             texts = digest_texts(*python_sources(config.data))
@@ -1637,6 +1605,7 @@ def loop(run, source, optimizer, step, interrupted, out):
                     "tokenizer": run.tokenizer.state_dict(),
                     "step": step,
                     "source": source.state_dict(),
+                    "patch": PATCH,
                 }
                 hsdp.save(out, run.model, optimizer, extra, source.tensors())
             if step % 20 == 0 or log["seconds"] > 2:
@@ -1651,7 +1620,7 @@ def bias_rate(run):
     where the experts of sampling are replayed: what is counted then is what was sampled, for the
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
-    replayed = config.stage == "rl" and config.replay and not config.imitate
+    replayed = config.stage == "rl" and config.replay
     return config.balance_rate if run.model.config.balances and not replayed else 0.0
 
 
@@ -1727,6 +1696,10 @@ def load_published(config, device):
 
 def evaluate(config, given, sources):
     """The stage eval: see eval.py."""
+    trained = Path(config.out, "rl")
+    if hsdp.exists(trained):
+        saved = checkpoints.open_checkpoint(trained)
+        checkpoints.check_patch(trained, saved, OLD_FLAGS, PATCH)
     run = Run(config)
     try:
         config, paths, made, published = eval.find_policies(
@@ -1741,7 +1714,7 @@ def evaluate(config, given, sources):
         processes = f"{run.world} process" + "es" * (run.world > 1)
         return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
 
-    eval.evaluate(run, config, paths, made, published, make_task, describe_cost)
+    eval.evaluate(run, config, paths, made, published, describe_cost)
 
 
 def main(argv):
@@ -1782,7 +1755,7 @@ def main(argv):
 def run_stages(argv, stages, configs, given):
     """The stages, one after the other, in as many processes as they want."""
     for stage, config in configs.items():
-        configs[stage] = launch.launch_local_ranks(argv, config, __file__)
+        configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs)
     idle_flags.say_idle_flags(stages, configs, given)
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp

@@ -151,6 +151,23 @@ def check_same_values(config, out, origin, saved, digest):
         )
 
 
+def check_patch(out, saved, old_flags, patch):
+    """A stage goes on with the change of the recipe that it was begun with. saved: what its
+    checkpoint in `out` says; old_flags: {flag of earlier versions: (value at which it changed
+    nothing, where it stands now)}; patch: the change that is in force now"""
+    for name, (default, place) in old_flags.items():
+        made = saved["config"].get(name, default)
+        if made != default:
+            usage_error(
+                f"{out} was made with {name}={made}, no flag any more: what it did stands in "
+                f"{place}; take another --out"
+            )
+    made = saved.get("patch", "")
+    if made != patch:
+        how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
+        usage_error(f"{out} was made by {how}: go on with that, or take another --out")
+
+
 def check_origin(config, origin, saved):
     """The stage before must be there, where there is one, and must have begun from the same
     published model."""

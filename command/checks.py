@@ -36,7 +36,6 @@ def check_values(config):
         teacher=("current", "ema", "frozen"),
         dtype=("auto", "float32", "bfloat16"),
         weights=("float32", "bfloat16"),
-        placebo=("none", "empty", "wrong"),
         precision=("dtype", "mxfp8", "nvfp4"),
     ).items():
         if getattr(config, name) not in allowed:
@@ -121,9 +120,6 @@ def check_values(config):
     for name in (
         "hints",
         "neutral_hints",
-        "restless",
-        "easy",
-        "short",
         "grow",
         "trigger",
         "teacher_rate",
@@ -158,26 +154,20 @@ def check_together(config, given, stage, sizes, window):
             f"--{name} beside a published model: its sizes are its own "
             f"({config.init_from}/config.json); leave the flag away"
         )
-    if config.easy and (config.curriculum or config.tasks):
-        usage_error("--easy goes with a fixed mix of generated tasks: --curriculum=0")
     for name, its in dict(
-        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q", "full_price")
+        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
     ).items():
         for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
             usage_error(f"--{idle} says nothing with --{name}=0")
-    if config.truncate and not config.summarize:
-        usage_error(
-            "--truncate=1 goes with --summarize=1: it is what happens where a summary would be due"
-        )
     if config.summarize and config.trigger >= 0.875:
         usage_error(
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
             "last eighth"
         )
-    if config.tasks and {"distinct", "hardest"} & set(given):
+    if config.tasks and "hardest" in given:
         usage_error(
-            "--distinct and --hardest go with generated tasks: of --tasks all are taken, each once "
-            "before any comes again"
+            "--hardest goes with generated tasks: of --tasks all are taken, each once before any "
+            "comes again"
         )
     if config.plain and config.workers:
         usage_error(
@@ -188,19 +178,7 @@ def check_together(config, given, stage, sizes, window):
             "--staleness goes with --workers: without them the policy that samples is the one that "
             "learns"
         )
-    if config.kl and (config.length_norm or config.mask_overlong):
-        usage_error(
-            "--length_norm and --mask_overlong go with --kl=0: the penalty's share of a token is 1 "
-            "/ L"
-        )
-    if config.imitate and (config.std_norm or config.length_norm or config.mask_overlong):
-        usage_error(
-            "--imitate weighs all tokens alike: --std_norm, --length_norm and --mask_overlong are "
-            "for rollouts"
-        )
-    if config.imitate and config.tasks:
-        usage_error("--imitate goes with generated tasks: of others there is no expert to imitate")
-    if stage == "rl" and config.group == 1 and not config.imitate and not config.feedback:
+    if stage == "rl" and config.group == 1 and not config.feedback:
         usage_error(
             "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's "
             "mean; take more, or --feedback"

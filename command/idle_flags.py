@@ -20,13 +20,12 @@ STAGES_AND_FLAGS = {
     "pretrain long sft": "batch_tokens grow",
     "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay clip warmup decay "
     "balance_rate micro_tokens recompute save_every",
-    "sft": "demos restless hints neutral_hints short context_loss copy_loss",
-    "sft rl": "sloppy levels habits harden documented",
-    "rl": "tasks_per_step group kl length replay workers staleness std_norm length_norm "
-    "mask_overlong reward imitate feedback placebo divergence teacher teacher_rate length_penalty "
-    "penalty_k penalty_q full_price learn_summaries curriculum easy hardest",
-    "rl eval": "tasks temperature draft distinct",
-    "sft rl eval": "window turns commands summarize trigger truncate",
+    "sft": "demos sloppy hints neutral_hints copy_loss",
+    "sft rl": "levels habits",
+    "rl": "tasks_per_step group kl length replay workers staleness feedback divergence teacher "
+    "teacher_rate length_penalty penalty_k penalty_q curriculum hardest",
+    "rl eval": "tasks temperature draft",
+    "sft rl eval": "window turns summarize trigger",
     "eval": "eval_levels eval_tasks eval_samples",
 }
 READ_BY = {}  # {flag: its stages}
@@ -48,22 +47,16 @@ def idle_flags(config, given):
     reasons = {
         "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
         "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
-        "trigger learn_summaries": "--summarize=0" if not config.summarize else "",
-        "sloppy": "the expert is asked with --imitate=1 only" if rl and not config.imitate else "",
+        "trigger": "--summarize=0" if not config.summarize else "",
         "levels": (
             "not with --tasks or --curriculum=0"
             if rl and (config.tasks or not config.curriculum)
             else ""
         ),
-        "harden documented": "of generated tasks" if rl and config.tasks else "",
         "balance_rate": (
-            "biases stay where the experts of sampling are replayed"
-            if rl and config.replay and not config.imitate
-            else ""
+            "biases stay where the experts of sampling are replayed" if rl and config.replay else ""
         ),
-        "draft workers replay": "--imitate=1" if rl and config.imitate else "",
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
-        "distinct": "" if config.stage != "eval" or not config.tasks else "not with --tasks",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
         "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
         "experts active expert_ffn balance_rate precision": (

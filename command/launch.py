@@ -44,10 +44,11 @@ def run_lock(folder):
         yield
 
 
-def launch_local_ranks(argv, config, script):
+def launch_local_ranks(argv, config, program):
     """On CPU, one process per core does more than one process with a thread per core: what a small
     model costs is mostly the start of small operations. Starts the others once, with the same
-    flags, and makes this one rank 0 of plain replicas. Under torchrun: nothing. -> config"""
+    flags, and makes this one rank 0 of plain replicas. Under torchrun: nothing. program: the words
+    before the flags. -> config"""
     # PLAIN_REPLICAS: this process was started here, or has started the others for a stage before.
     launched = "PLAIN_REPLICAS" in os.environ
     cuda = torch.cuda.is_available() and config.device != "cpu"
@@ -79,7 +80,7 @@ def launch_local_ranks(argv, config, script):
         )
         for rank in range(1, n):
             process = subprocess.Popen(
-                [sys.executable, script, *argv],
+                [*program, *argv],
                 preexec_fn=hsdp.tied_to_parent(),
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )

@@ -10,8 +10,9 @@ a DeepSeek: a VariantConfig says in which, and VariantModel is built of the subc
     tied embeddings           the output head is the embedding
     YaRN's temperature        on cos and sin, where a whole head is turned, not on the scores
 
-Stated by the published config.json and code of these families (transformers; tests/test_published_checkpoint.py
-compares the logits where it is installed). Left out: sliding windows, attention of other kinds.
+Stated by the published config.json and code of these families (where transformers is
+installed, tests/test_published_checkpoint.py compares the logits). Left out: sliding windows,
+attention of other kinds.
 
 Letters: as in moe.py; G key heads.
 """

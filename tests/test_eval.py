@@ -9,8 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -257,16 +255,6 @@ def test_passes_of_a_task_are_one_pair():
     ]
     pair = evaluation.compare_pairs(one, two)
     assert (pair["tasks"], pair["won"], pair["lost"], pair["difference"]) == (2, 1, 1, 0)
-
-
-def test_the_spread_over_seeds_is_the_samples():
-    import statistics
-
-    for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
-        text = evaluation.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
-        assert f"({statistics.stdev(values):.3f})" in text
-    text = evaluation.compare("x", {"arm": [{"end": {"solved": 0.25}}]})
-    assert "0.250" in text and "(0" not in text and "one seed" in text
 
 
 @pytest.mark.parametrize(
@@ -619,16 +607,9 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         (["{run}", "--out={here}/file"], "file"),
         (["{damaged}"], "damaged"),
         (["--number=2"], "which runs?"),
-        (["--experiment=feedback", "--data", "{here}"], "takes no runs"),
-        (["--experiment=feedback", "--passes=1"], "not for an experiment"),
-        (["--experiment=feedback", "--gap"], "not for an experiment"),
-        (["--experiment=feedback", "--mismatch"], "not for an experiment"),
-        (["--experiment=feedback", "--seed=5"], "--seeds"),
-        (["--experiment=feedback", "--stage=rl"], "sets it itself"),
-        (["--experiment=muon", "--steps=3"], "sets it itself"),
-        (["--experiment=hacking", "--harden=1"], "sets it itself"),
+        (["--experiment=feedback", "--seeds", "1", "2"], "python -m experiments.feedback"),
+        (["--experiment"], "python -m experiments.NAME"),
         (["{run}", "{run}/"], "more than once"),
-        (["--experiment=feedback", "--seeds", "1", "2", "1"], "each seed once"),
     ],
 )
 def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(
@@ -678,177 +659,3 @@ def test_the_command_itself_exits_with_2_and_one_line():
         and len(result.stderr.strip().split("\n")) == 1
         and "--passes" in result.stderr
     )
-
-
-def fake_runs(monkeypatch):
-    """Stands in for hours of training: notes each command line of train.py, and leaves a log and a
-    summary that name their run."""
-    asked = []
-
-    def train_py(*words):
-        asked.append(words)
-        out = Path(next(w for w in words if w.startswith("--out=")).removeprefix("--out="))
-        out.mkdir(parents=True, exist_ok=True)
-        seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
-        bad = [0.5, 0.4, 0.3] if "--feedback=0" in words else [0.5, 0.1 * seed, 0.0]
-        (out / "rl.jsonl").write_text(
-            "".join(
-                json.dumps(
-                    {"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}
-                )
-                + "\n"
-                for i, b in enumerate(bad)
-            )
-        )
-        (out / "sft.jsonl").write_text(
-            "".join(json.dumps({"step": i + 1, "loss": 1 / seed}) + "\n" for i in range(60))
-        )
-        whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1])
-        (out / "summary.json").write_text(
-            json.dumps(
-                {"policies": {"after RL": {"overall": whole, "levels": {"0": whole, "1": whole}}}}
-            )
-        )
-
-    monkeypatch.setattr(evaluation, "train_py", train_py)
-    return asked
-
-
-@pytest.mark.parametrize("cores", [2, 8])
-def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(
-    cores, tmp_path, monkeypatch, capsys
-):
-    asked, begun, train_py = (
-        fake_runs(monkeypatch),
-        threading.Barrier(cores // 4 or 1),
-        evaluation.train_py,
-    )
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # two seeds at once, or one
-    monkeypatch.setattr(evaluation, "train_py", lambda *words: (begun.wait(60), train_py(*words)))
-    evaluation.main(
-        ["--experiment=feedback", "--seeds", "1", "3", f"--out={tmp_path}", "--scale=tiny"]
-    )
-    assert os.environ["OMP_NUM_THREADS"] == ("4" if cores == 8 else "1")
-    asked.sort(key=lambda words: "--seed=3" in words)
-    base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
-    start = f"--start_from={tmp_path}/base-1"
-    assert asked[:3] == [
-        (base, "--seed=1", "--scale=tiny"),
-        ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
-        ("--stage=eval", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
-    ]
-    assert asked[3:] == [
-        tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in words)
-        for words in asked[:3]
-    ]
-    data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
-    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [0.5, 0.4, 0.3]}
-    # never
-    assert {
-        run["end"]["bad_tool: tenth at"] for runs in data["results"].values() for run in runs
-    } == {4}
-    question, arms, *lines = capsys.readouterr().out.splitlines()
-    assert question.endswith("2 seeds)") and re.split("  +", arms)[-2:] == [
-        "reward alone",
-        "with targeted feedback",
-    ]
-    numbers = {line[:22].strip(): line[22:].split() for line in lines}
-    assert numbers["solved"] == 2 * ["0.700", "(0.141)"] and numbers["seconds a step"] == 2 * [
-        "2.000",
-        "(1.414)",
-    ]
-    assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
-
-
-def test_an_experiment_with_an_sft_of_its_own_makes_it_first(tmp_path, monkeypatch):
-    asked = fake_runs(monkeypatch)
-    evaluation.main(["--experiment=hacking", "--seeds", "1", f"--out={tmp_path}", "--levels=7"])
-    begun = [
-        (f"--stage={stage}", f"--out={tmp_path}/base-1", "--seed=1", "--levels=7")
-        for stage in ("pretrain", "long")
-    ]
-    assert asked[:3] == [
-        *begun,
-        (
-            "--stage=sft",
-            f"--start_from={tmp_path}/base-1",
-            f"--out={tmp_path}/hacking/base-1",
-            "--seed=1",
-            "--levels=7",
-            "--harden=0",
-        ),
-    ]
-    arms = [words for words in asked if words[0] == "--stage=rl"]
-    assert [words[5:] for words in arms] == [
-        ("--steps=40", "--turns=20", harden, "--documented=0", "--curriculum=0", "--hardest=1")
-        for harden in ("--harden=0", "--harden=1")
-    ]
-    assert {words[1] for words in arms} == {f"--start_from={tmp_path}/hacking/base-1"}
-
-
-def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_reward_against_the_loss_after_sft(
-    tmp_path, monkeypatch
-):
-    asked = fake_runs(monkeypatch)
-    evaluation.main(["--experiment=pretraining", "--seeds", "2", f"--out={tmp_path}", "--dim=64"])
-    arm = lambda steps: f"--out={tmp_path}/pretraining/{steps}_steps-2"
-    assert asked == [
-        (f"--out={tmp_path}/base-2", "--seed=2", "--dim=64"),
-        *(
-            (
-                f"--stage={stage}",
-                arm(n),
-                "--seed=2",
-                "--dim=64",
-                *[f"--steps={n}"] * (stage == "pretrain"),
-            )
-            for n in (30, 480)
-            for stage in ("pretrain", "long", "sft", "rl", "eval")
-        ),
-    ]
-    data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
-    assert [run["end"]["loss after SFT"] for runs in data["results"].values() for run in runs] == [
-        0.5
-    ] * 3
-    assert data["results"]["30 steps"][0]["end"]["reward: last 5"] == pytest.approx(
-        np.mean([0.5, 0.8, 1.0])
-    )
-    assert (
-        "loss after SFT" in data["table"]
-        and "seen" not in data["table"]
-        and "nan" not in data["table"]
-    )
-
-
-def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, monkeypatch, capsys):
-    asked, failed = [], threading.Event()
-
-    def train_py(*words):
-        asked.append(words)
-        if "--seed=3" in words:
-            failed.set()
-            raise ChildProcessError(2, "a line")
-        assert failed.wait(60)
-        time.sleep(0.5)
-
-    monkeypatch.setattr(evaluation, "train_py", train_py)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as end:
-        evaluation.main(["--experiment=teachers", "--seeds", "1", "2", "3", f"--out={tmp_path}"])
-    assert end.value.code == 2 and len(asked) == 3 and "a line" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("cores", [2, 6])
-def test_an_experiment_with_a_flag_that_train_refuses_ends_with_its_line_and_code(
-    cores, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as end:
-        evaluation.main(["--experiment=feedback", f"--out={tmp_path}", "--scalee=tiny"])
-    assert end.value.code == 2 and capsys.readouterr().err.count("did you mean --scale?") == 1

@@ -184,20 +184,6 @@ def test_communication_wants_a_short_final_message():
     )
 
 
-def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
-    c = chain([*do(Call("grep", ["f"], "", "unknown_tool")), BYE])
-    (hint,) = fd.detect(c, ["unavailable_tool"])
-    texts = [fd.placebo(c, hint, kind) for kind in ("none", "empty", "wrong")]
-    assert texts == [
-        f"Reminder: Available tools: {words}." if words else ""
-        for words in (
-            "read_file, edit_file, run_command",
-            "",
-            "read_file, edit_file, run_command, grep",
-        )
-    ]
-
-
 def test_a_muted_token_is_in_neither_distribution_and_has_no_gradient():
     torch.manual_seed(0)
     student, teacher, muted = (

@@ -3,10 +3,8 @@ slow loops over small texts, the same files on a machine with room, and processe
 killed."""
 
 import errno
-import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import fast
 import feedback_distill
 import rollout
 from published.tokenizers import (
@@ -358,7 +359,9 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     """With roles of several tokens, or of none: the right tokens are scored at the right places,
     over calls and summaries."""
     ours = published(family)
-    model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+    model = fast.accelerate(
+        rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+    )
     calls = ours.write_action("", CALLS[:1])[:-1]
     # it likes calls and endings, or it would only babble
     with torch.no_grad():
@@ -924,7 +927,9 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
         assert chain.turns[-1].text == "Done." and not any(
             "flags" in m for m in rollout.transcript(chain, ours)[0]["messages"]
         )
-        model = rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+        model = fast.accelerate(
+            rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+        )
         with torch.no_grad():
             model.embed.weight.fill_(1.0)
             model.head.weight.zero_()

@@ -18,7 +18,8 @@ from rollout import (
     make_turn,
     pack,
 )
-from summarize import QUERY, Compact, compact, condensed, probe, written
+from experiments.summary import OldestTruncated, written_summaries
+from summarize import QUERY, Compact, compact, condensed, probe
 from synth_tasks import example_texts, make_task
 from world.expert import Rehearsal
 from world.task import SUMMARIZE, Task
@@ -223,7 +224,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
     # two of them fit, three do not
     window = 2 * (len(user) + 2 * len(exchange)) + 1
     chain, requests = run(
-        Compact(window, len(user) + 3 * len(exchange), truncate=True),
+        OldestTruncated(window, len(user) + 3 * len(exchange)),
         [READ] * 6 + [DONE],
         Limits(window),
     )
@@ -251,7 +252,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
     ]
     assert probe(chain) == dict(summaries=0, tokens=0, left=0, named=0)
     assert (
-        run(Compact(window, 1, truncate=True), [ENC("and so on"), DONE], Limits(20))[0]
+        run(OldestTruncated(window, 1), [ENC("and so on"), DONE], Limits(20))[0]
         .episodes[0]
         .turns[-1]
         .role
@@ -260,8 +261,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
 
 
 def test_the_configuration_decides_over_the_hook():
-    config = dict(window=100, trigger=0.5, summarize=True, truncate=False)
-    assert compact({**config, "truncate": True}) == Compact(100, 50, truncate=True)
+    config = dict(window=100, trigger=0.5, summarize=True)
     assert compact(config) == Compact(100, 50)
     assert compact({**config, "summarize": False}) is None
 
@@ -375,7 +375,7 @@ def test_below_the_trigger_nobody_asks():
 def test_the_tokens_of_written_summaries_are_found_one_by_one():
     episodes = [e for chain in CHAINS[:20] for e in chain.episodes]
     batch, summaries = pack(episodes, [1.0] * len(episodes)), 0
-    found = written(episodes, batch["advantage"])
+    found = written_summaries(episodes, batch["advantage"])
     for row, mask, episode in zip(found.tolist(), batch["mask"].tolist(), episodes):
         expected, asked = [], False
         # by walking through the turns; the role token is never a target

@@ -25,6 +25,7 @@ import hsdp
 import train
 from command import checkpoints, flags, idle_flags
 from conftest import run_ranks
+from experiments.sdft import Imitation
 from published.export import write_checkpoint
 from published.loading import load_model
 from published.tokenizers import read_tokenizer
@@ -84,14 +85,12 @@ def refused(arguments, capsys):
         ("--optimizer=sgd", "muon, adamw"),
         ("--summarize=2", "0 or 1"),
         ("--weights=fp8", "float32, bfloat16"),
-        ("--restless=2", "a share"),
-        ("--easy=0.5", "--curriculum=0"),
+        ("--neutral_hints=2", "a share"),
         ("--hardest=8", "levels go from 0"),
         ("--eval_levels=9", "there are 8 levels"),
         ("--levels=0", "there are 8 levels"),
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
-        ("--placebo=lie", "none, empty, wrong"),
         ("--precision=fp8", "dtype, mxfp8, nvfp4"),
         ("--steps=0", "at least 1"),
         ("--active=9", "at most"),
@@ -244,10 +243,34 @@ def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(
     )
 
 
-def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
-    assert "goes with --summarize=1" in refused(
-        [*SMALL, "--stage=rl", f"--out={tmp_path}", "--truncate=1", "--summarize=0"], capsys
-    )
+@pytest.mark.parametrize("name", list(train.OLD_FLAGS))
+def test_a_flag_that_an_experiment_has_now_is_answered_with_its_file(name, capsys, tmp_path):
+    assert not hasattr(train.Config, name)
+    place = train.OLD_FLAGS[name][1]
+    assert (ROOT / place.split(",")[0]).exists()
+    assert place in refused([*SMALL, f"--{name}=1", f"--out={tmp_path}"], capsys)
+
+
+def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
+    run, capsys, tmp_path, monkeypatch
+):
+    words = [*SMALL, *RL, f"--start_from={run}", f"--out={tmp_path}"]
+    train.main(words)
+    real = hsdp.load_extra
+    kept = {name: default for name, (default, _) in train.OLD_FLAGS.items()}
+
+    def load_an_older_version(path):
+        extra = real(path)
+        return {**extra, "config": {**extra["config"], **kept}}
+
+    monkeypatch.setattr(hsdp, "load_extra", load_an_older_version)
+    capsys.readouterr()
+    train.main(words)
+    assert "finished already" in capsys.readouterr().out
+    kept["std_norm"] = True
+    said = refused(words, capsys)
+    assert "std_norm=True" in said and "experiments/objective.py" in said
+    assert "std_norm" in refused([*words, "--stage=eval"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +278,9 @@ def test_summaries_cannot_be_truncated_and_off(capsys, tmp_path):
     [
         (["--group=1", "--feedback=0"], "nothing to learn from"),
         (["--window=20"], "leaves room for a turn"),
-        (["--imitate=1", "--tasks=T"], "goes with generated tasks"),
-        (["--distinct=2", "--tasks=T"], "go with generated tasks"),
+        (["--hardest=2", "--tasks=T"], "goes with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
         (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
-        (["--kl=1", "--length_norm=1"], "go with --kl=0"),
-        (["--imitate=1", "--std_norm=1"], "for rollouts"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
         (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0"),
     ],
@@ -444,34 +464,6 @@ def test_an_evaluation_is_made_anew_when_its_file_of_tasks_has_changed_and_rl_is
     assert "no longer the file" in refused([*words, *RL], capsys)
 
 
-def test_an_evaluation_knows_where_its_rl_began_and_which_tasks_it_saw(run, tmp_path, monkeypatch):
-    train.main(
-        [
-            *SMALL,
-            *RL,
-            "--distinct=2",
-            "--seed=3",
-            "--harden=0",
-            f"--start_from={run}",
-            f"--out={tmp_path}",
-        ]
-    )
-    made, make = [], train.make_task
-    monkeypatch.setattr(
-        train,
-        "make_task",
-        lambda config, level, number: made.append((number, config.harden))
-        or make(config, level, number),
-    )
-    train.main([*SMALL, "--stage=eval", "--eval_levels=1", "--eval_tasks=2", f"--out={tmp_path}"])
-    assert made == [(3 * 1_000_003, False), (3 * 1_000_003 + 1, False)]
-    assert set(json.loads((tmp_path / "summary.json").read_text())["policies"]) == {
-        "before RL",
-        "after RL",
-        "after, seen",
-    }
-
-
 def test_a_finished_stage_says_what_it_began_from(run, tmp_path, capsys):
     words = [*SMALL, "--stage=long", "--steps=1", f"--out={tmp_path}"]
     train.main([*words, f"--start_from={run}"])
@@ -629,46 +621,6 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=tolerance) and len(losses[0]) == 3
 
 
-def test_rl_with_few_tasks_and_more_habits_logs_every_curve_and_is_evaluated_on_the_tasks_it_saw_too(
-    run, tmp_path
-):
-    words = [
-        *SMALL,
-        "--distinct=2",
-        "--commands=1",
-        "--learn_summaries=0",
-        "--habits=communication,code_style",
-        "--eval_tasks=3",
-        "--window=200",
-        f"--start_from={run}",
-        f"--out={tmp_path}",
-    ]
-    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"])
-    train.main([*words, "--stage=eval"])
-    logged = set(json.loads((tmp_path / "rl.jsonl").read_text().splitlines()[0]))
-    curves = [
-        curves.split(",")
-        for _, curves, _, base in train.eval.EXPERIMENTS.values()
-        if base != "pretrain"
-    ]
-    assert logged >= {name for names in curves for name in names} and len(curves) > 5
-    policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
-    assert {
-        name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()
-    } == {"before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
-    # in the window of this run; the SFT's own holds five times as much
-    assert 0 < policies["before RL"]["overall"]["tokens"] < 120
-    stamp = (tmp_path / "summary.json").stat().st_mtime_ns
-    # asked again, it prints the table; asked for other levels, it plays
-    train.main([*words, "--stage=eval"])
-    assert (tmp_path / "summary.json").stat().st_mtime_ns == stamp
-    train.main([*words, "--stage=eval", "--eval_levels=8"])
-    assert (
-        len(json.loads((tmp_path / "summary.json").read_text())["policies"]["after RL"]["levels"])
-        == 8
-    )
-
-
 def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_model(
     run, tmp_path, capsys
 ):
@@ -742,89 +694,10 @@ def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path
     assert "made with mtp=False, not True" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag, expected",
-    [
-        ({}, [0.25, -0.25, 0.25, -0.25]),
-        ({"std_norm": True}, [1, -1, 1, -1]),
-        ({"length_norm": True, "length": 8.0}, [1, -0.125, 0.25, -2]),
-        ({"mask_overlong": True}, [0.25, 0, 0.25, -0.25]),
-    ],
-)
-def test_the_advantages_are_as_stated_and_by_flags_those_that_were_left_out(flag, expected):
-    chains = [
-        SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
-        for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
-    ]
-    run = SimpleNamespace(config=train.Config(**flag))
-    np.testing.assert_allclose(
-        train.Reinforcement.worth(SimpleNamespace(run=run), chains), expected, rtol=1e-4
-    )
-
-
-def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(
-    run, tmp_path
-):
-    rl = [
-        *SMALL,
-        "--stage=rl",
-        "--steps=1",
-        "--tasks_per_step=2",
-        "--group=2",
-        "--turns=20",
-        "--warmup=0",
-        f"--start_from={run}",
-    ]
-    before, likelihood = weights(run / "sft"), []
-    train.main([*rl, f"--out={tmp_path}/a", "--imitate=1", "--sloppy=0", "--feedback=0"])
-    log = json.loads((tmp_path / "a" / "rl.jsonl").read_text())
-    assert (log["finished"], log["bad_tool"], log["communication"], log["turns"] > 2) == (
-        1,
-        0,
-        0,
-        True,
-    )
-    assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0) and "sync_bytes" not in log
-    train.main([*rl, f"--out={tmp_path}/b", "--reward=0", "--feedback=0"])
-    hints = [
-        *rl,
-        "--reward=0",
-        "--imitate=1",
-        "--sloppy=3",
-        "--habits=unavailable_tool,communication",
-    ]
-    train.main([*hints, f"--out={tmp_path}/c"])
-    # nothing but hints, on what a careless expert does
-    log = json.loads((tmp_path / "c" / "rl.jsonl").read_text())
-    assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
-    train.main([*hints, f"--out={tmp_path}/d", "--placebo=empty", "--teacher=current"])
-    log = json.loads((tmp_path / "d" / "rl.jsonl").read_text())
-    assert log["flagged"] > 10 and [log["gap"], log["feedback_kl"]] == pytest.approx(
-        [0, 0], abs=1e-7
-    )
-    after = {name: weights(tmp_path / name / "rl") for name in "abc"}
-    assert not torch.equal(after["c"]["head.weight"], before["head.weight"])
-    learned = {
-        name: t
-        for name, t in after["b"].items()
-        if not name.endswith(("router.bias", "router.load"))
-    }
-    assert all(torch.equal(t, before[name]) for name, t in learned.items())
-    tokenizer = train.eval.load(run / "sft")[1]
-    chain = train.rollout.demonstrate(
-        train.synth_tasks.make_task(0, 5),
-        tokenizer,
-        train.random.Random(5),
-        train.rollout.Limits(1024),
-        0.0,
-    )
-    batch = train.rollout.pack(chain.episodes, [1.0])
-    for folder in (run / "sft", tmp_path / "a" / "rl"):
-        model = train.eval.load(folder)[0]
-        likelihood.append(
-            float((model.logprobs(model(batch["tokens"]), batch["targets"]) * batch["mask"]).sum())
-        )
-    assert likelihood[1] > likelihood[0] + 1
+def test_the_advantages_are_as_stated():
+    chains = [SimpleNamespace(reward=reward) for reward in (1, 0.5, 1, 0.5)]
+    found = train.Reinforcement.group_advantages(SimpleNamespace(), chains)
+    np.testing.assert_allclose(found, [0.25, -0.25, 0.25, -0.25])
 
 
 def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(
@@ -856,36 +729,28 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
         assert levels.pop() == list(range(expected))
 
 
-@pytest.mark.parametrize("full_price", [False, True])
-def test_what_a_limit_cut_short_pays_the_whole_budget_and_at_full_price_so_does_whatever_is_not_solved(
-    full_price,
-):
-    config = train.Config(full_price=full_price, length_penalty=0.1, penalty_q=0.0)
-    self = SimpleNamespace(
-        run=SimpleNamespace(config=config), weights=train.length_penalty.Weights(), budget=40.0
-    )
+def test_what_a_limit_cut_short_pays_the_whole_budget():
+    config = train.Config(length_penalty=0.1, penalty_q=0.0)
+    stage = object.__new__(train.Reinforcement)
+    stage.run = SimpleNamespace(config=config)
+    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
     )
-    for solved, finished, reward in (
-        (1, 1, 1 - 1.0),
-        (0, 1, -4.0 if full_price else -1.0),
-        (1, 0, -4.0),
-        (0, 0, -4.0),
-    ):
+    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -1.0), (1, 0, -4.0), (0, 0, -4.0)):
         chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
-        train.Reinforcement.shape(self, chain)
-        assert (
-            chain.reward == pytest.approx(reward)
-            and chain.stats["effort"] == pytest.approx(10)
-            and chain.solved == (solved and finished)
-        )
+        stage.compute_reward(chain)
+        assert chain.reward == pytest.approx(reward)
+        assert chain.stats["effort"] == pytest.approx(10)
+        assert chain.solved == (solved and finished)
 
 
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
     run, tmp_path, monkeypatch
 ):
+    # the expert in the policy's place: its rollouts surely teach something
+    monkeypatch.setitem(train.STAGE, "rl", Imitation)
     learn, seen = train.Reinforcement.learn, []
 
     def silent_in_the_second_step(self, groups, log):
@@ -903,7 +768,7 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
             "--group=2",
             "--turns=20",
             "--warmup=0",
-            "--imitate=1",
+            "--replay=0",
             "--sloppy=0",
             "--feedback=0",
             f"--start_from={run}",
@@ -923,10 +788,12 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     """Loss of a supervised stage, rollouts, and evaluation; bad input and a signal to one of them
     end both."""
 
-    def go(*words, processes):
+    imitation = ["-m", "experiments.runner", "--arm=experiments.sdft:imitate", "--"]
+
+    def go(*words, processes, program=(str(ROOT / "train.py"),)):
         command = [
             sys.executable,
-            str(ROOT / "train.py"),
+            *program,
             *SMALL,
             f"--start_from={run}",
             *words,
@@ -934,6 +801,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         ]
         return subprocess.Popen(
             command,
+            cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(processes)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -966,8 +834,9 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             [line["sampled"] for line in read("rl")][:1],
             [summary[name]["overall"]["tokens"] for name in sorted(summary)],
         )
-        # what is learned from is the same to the token
-        child = go(*rl, "--imitate=1", f"--out={out}/given", processes=processes)
+        # what is learned from is the same to the token; the patch is in both processes
+        words = [*rl, "--replay=0", f"--out={out}/given"]
+        child = go(*words, processes=processes, program=imitation)
         assert child.communicate(timeout=120) and child.returncode == 0
         logs[processes] += (
             [
@@ -1457,28 +1326,16 @@ def test_the_window_is_a_quarter_then_half_then_whole():
     assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
 
 
-def test_demonstrations_are_of_every_level_asked_for_and_the_short_ones_have_a_quarter_of_the_window(
-    run,
-):
+def test_demonstrations_are_of_every_level_asked_for(run):
     tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
-    found = {}
-    for short in (0, 1):
-        config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8, short=short)
-        pairs = train.make_demonstrations(
-            config,
-            tokenizer,
-            train.summarize.compact(vars(config)),
-            range(24),
-            lambda numbers, _: numbers,
-        )
-        assert [number for number, _ in pairs] == list(range(24))
-        found[short] = [episode for _, episodes in pairs for episode in episodes]
-    assert max(len(e) for e in found[1]) <= 512 < max(len(e) for e in found[0]) and len(
-        found[1]
-    ) > 2 * len(found[0])
+    config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8)
+    compact = train.summarize.compact(vars(config))
+    pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
+    assert [number for number, _ in pairs] == list(range(24))
     missing = {
         turn.text.count(": missing")
-        for episode in found[0]
+        for _, episodes in pairs
+        for episode in episodes
         for turn in episode.turns
         if turn.role == "tool"
     }
@@ -1510,7 +1367,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
     config = train.configure(
-        train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3", "--context_loss=.2"]),
+        train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3"]),
         "sft",
     )
     one = train.Run(config)
@@ -1535,7 +1392,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
                     else one.tokenizer.decode([token]).strip(" ._`")
                 )
                 expected -= float(logp[place, token]) * (
-                    (copied if word in train.WORDS else 1) if own else 0.2
+                    (copied if word in train.WORDS else 1) if own else 0.3
                 )
                 written += own
     assert abs(got - expected / written) < 1e-4

@@ -1,0 +1,29 @@
+"""python -m experiments: the questions, one line each."""
+
+import ast
+import sys
+from pathlib import Path
+
+OTHERS = {"__init__", "__main__", "runner", "tables"}
+
+
+def questions():
+    """-> {name: the first line of the file's head}"""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem not in OTHERS:
+            head = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            found[path.stem] = head.splitlines()[0].partition(": ")[2]
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1:] not in (["-h"], ["--help"]):
+        print(
+            f"experiments: {sys.argv[1]!r}: a question is asked as python -m experiments.NAME; "
+            "python -m experiments lists them",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    for name, question in questions().items():
+        print(f"python -m experiments.{name:12s} {question}")

@@ -1,0 +1,33 @@
+"""habits.py: How fast do habits go that cost the reward nothing?
+
+A comment left in the code by every third edit, a final message that is missing or rambles, and
+wrong tools again. Both arms begin at an SFT with hints on all three.
+
+    reward alone                  without the distillation of hints
+    with targeted feedback        hints on all three habits
+
+    python -m experiments.habits
+
+Found, a few versions before commit 534553e: with feedback comments go from .16 to .01 of the
+rollouts, bad final messages from .10 to .01, wrong tools from .27 to .03; by the reward alone .25
+to .04, .12 to .17, .36 to .37. Figure: figures/habits.png.
+"""
+
+import sys
+
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+ALL_HABITS = "--habits=unavailable_tool,communication,code_style"
+EXPERIMENT = Experiment(
+    question="How fast do habits go that cost nothing?",
+    curves=("communication", "code_style", "bad_tool"),
+    arms={
+        "reward alone": Arm((ALL_HABITS, "--feedback=0")),
+        "with targeted feedback": Arm((ALL_HABITS,)),
+    },
+    sft=Arm((ALL_HABITS, "--neutral_hints=0.1")),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.habits", sys.argv[1:])

@@ -1,0 +1,63 @@
+"""hacking.py: Does RL learn to take the answer from a stale cache?
+
+A feature's documentation is gone with it, so that its tests are all that tells what it did; in one
+of two worlds a stale type-checking cache tells it too. Both arms begin at demonstrations of which a
+tenth take the answer there, on tasks of levels 0 and 1.
+
+    stale caches     they hold what the deleted functions were
+    hardened         they are cleared, as in the recipe
+
+    python -m experiments.hacking
+
+Found, a few versions before commit 534553e: cheating grows from .34 to .69 of the rollouts where
+it pays, and falls from .25 to .11 attempts where there is nothing to find. Figure:
+figures/hacking.png.
+"""
+
+import sys
+
+import train
+from experiments import runner
+from experiments.runner import Arm, Experiment
+from world.careless import undocument, unharden
+
+plain_task = train.make_task
+
+
+def task_with_stale_caches(config, level, seed):
+    return unharden(plain_task(config, level, seed))
+
+
+def task_without_documentation(config, level, seed):
+    return undocument(plain_task(config, level, seed))
+
+
+def task_in_a_careless_world(config, level, seed):
+    return unharden(task_without_documentation(config, level, seed))
+
+
+def stale_caches():
+    train.make_task = task_with_stale_caches
+
+
+def hardened():
+    train.make_task = task_without_documentation
+
+
+def careless():
+    train.make_task = task_in_a_careless_world
+
+
+TWO_LEVELS = ("--steps=40", "--turns=20", "--curriculum=0", "--hardest=1")
+EXPERIMENT = Experiment(
+    question="Does RL learn to take the answer from a stale cache?",
+    curves=("cheats",),
+    arms={
+        "stale caches": Arm(TWO_LEVELS, careless),
+        "hardened": Arm(TWO_LEVELS, hardened),
+    },
+    sft=Arm(patch=stale_caches),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.hacking", sys.argv[1:])

@@ -1,0 +1,78 @@
+"""penalty.py: What does a price on effort do to easy tasks, and what to hard ones?
+
+Three quarters of the demonstrations begin with four calls that nothing asks for, on easy tasks and
+on hard ones alike. Then 40 steps of RL on a mix of levels 0 to 5 of which half is of level 0, as
+most of a day's tasks are easy. The hardest level of the evaluation, 6, no training has seen.
+
+    no penalty     twice the reward: as much as the nonlinear price makes of solving an easy task
+    nonlinear      concave; three quarters of it are due by an effort of 6, an easy task's
+    linear         as dear at the mix's median effort of 13
+
+Where there is a price, what is not solved pays for the whole budget, as what a limit cut short
+does: else giving up is cheap.
+
+    python -m experiments.penalty
+
+Found (commit 534553e or older): the nonlinear price takes 40 % of the tokens from the easiest
+level and 21 % from the hardest, the linear one 25 % and 8 %. Solved in all: .730, .680, .789.
+Figure: figures/penalty.png.
+"""
+
+import functools
+import sys
+
+import synth_tasks
+import train
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+
+class MostlyEasy(synth_tasks.Curriculum):
+    """A fixed mix: two fifths of the tasks are of the lowest level, the rest of all alike."""
+
+    def choose(self, rng, levels):
+        return min(levels) if rng.random() < 0.4 else super().choose(rng, levels)
+
+
+class TwiceTheReward(train.Reinforcement):
+    def policy_objective(self, logp, batch, normaliser, reference):
+        return 2.0 * super().policy_objective(logp, batch, normaliser, reference)
+
+
+class FullPrice(train.Reinforcement):
+    def pays_whole_budget(self, chain):
+        """Whatever is not solved does: giving up saves nothing."""
+        return not chain.solved
+
+
+def restless_expert():
+    train.demonstrate = functools.partial(train.demonstrate, restless=0.75)
+
+
+def no_penalty():
+    synth_tasks.Curriculum = MostlyEasy
+    train.STAGE["rl"] = TwiceTheReward
+
+
+def full_price():
+    synth_tasks.Curriculum = MostlyEasy
+    train.STAGE["rl"] = FullPrice
+
+
+MIX = ("--curriculum=0", "--hardest=5", "--steps=40", "--eval_levels=7")
+NONLINEAR = ("--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6")
+LINEAR = ("--length_penalty=0.28", "--penalty_q=0")
+EXPERIMENT = Experiment(
+    question="What does a price on effort do?",
+    curves=("effort",),
+    arms={
+        "no penalty": Arm((*MIX, "--length_penalty=0"), no_penalty),
+        "nonlinear": Arm((*MIX, *NONLINEAR), full_price),
+        "linear": Arm((*MIX, *LINEAR), full_price),
+    },
+    sft=Arm(patch=restless_expert),
+    by_level=("tokens", "solved"),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.penalty", sys.argv[1:])

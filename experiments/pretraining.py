@@ -1,0 +1,41 @@
+"""pretraining.py: What is pretraining worth, once SFT and RL have followed?
+
+Three budgets of pretraining, then the same SFT and the same RL.
+
+    30 steps
+    120 steps      the recipe
+    480 steps
+
+    python -m experiments.pretraining
+
+Found, a few versions before commit 534553e: solved after RL .656 to .847, .868 to .906, .351 to
+.892. What decides is the loss after SFT, which more pretraining did not lower. Figure:
+figures/pretraining.png.
+"""
+
+import math
+import sys
+
+import numpy as np
+
+import eval
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+
+def loss_after_sft(folder, policies):
+    losses = [line["loss"] for line in eval.lines_of(folder, "sft")[-50:]]
+    return {"loss after SFT": float(np.mean(losses or math.nan))}
+
+
+EXPERIMENT = Experiment(
+    question="What is pretraining worth?",
+    curves=("reward",),
+    arms={"30 steps": Arm(("--steps=30",)), "120 steps": Arm(), "480 steps": Arm(("--steps=480",))},
+    stages=("pretrain", "long", "sft", "rl", "eval"),
+    by_level=("solved",),
+    more=loss_after_sft,
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.pretraining", sys.argv[1:])

@@ -1,0 +1,320 @@
+"""runner.py: every arm of an experiment with every seed, then table, figure and numbers.
+
+A file of this folder is one question. It holds an `Experiment`: arms, each of which is the recipe
+of train.py with other flags, with a patch, or both. A patch is a function without arguments that
+changes the recipe: it puts a subclass in the place of a stage, or a function in the place of
+another. It acts in the process of its own arm alone.
+
+    python -m experiments                   the questions, one line each
+    python -m experiments.feedback          all arms, three seeds: out/feedback/feedback.json, .png
+        --seeds=1337,1                      these seeds
+        --steps=N                           in every arm: of RL, or of pretraining if that differs
+        --out=DIR                           in the place of out
+        --keep                              copies the results to experiments/results and figures
+        --scale=tiny ...                    any other flag goes to train.py, in every run
+    python -m experiments.runner --arm=experiments.objective:overlong_masked -- --stage=rl ...
+                                            train.py with one patch, by hand
+
+The same command again goes on where it stopped: what is finished is not run again. The default
+runs, out/base-SEED, serve all experiments. A run takes two cores; where there are more, seeds run
+side by side. Results hold the commit they were made at.
+
+Left out: a test of significance. Three seeds carry none; differences are shown seed by seed.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import eval
+import feedback_distill
+import hsdp
+import train
+from experiments import tables
+
+HERE = Path(__file__).resolve().parent
+# What the runner decides in every run.
+OWN_FLAGS = {"--seed", "--stage", "--start_from", "--resume", "--export"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    flags: tuple = ()  # of train.py
+    patch: Callable | None = None  # changes the recipe in the arm's own process
+
+    @property
+    def patch_name(self):
+        return f"{self.patch.__module__}:{self.patch.__name__}" if self.patch else ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    question: str
+    curves: tuple  # keys of the step log, drawn by step
+    arms: dict  # name: Arm; one without flags and patch is the default run itself
+    # An SFT of their own, on the default run's pretraining, where all arms begin. Without: they
+    # begin at the SFT of the default run.
+    sft: Arm | None = None
+    # What an arm runs. Its flags and its patch belong to the first of these, and to eval after rl.
+    stages: tuple = ("rl", "eval")
+    by_level: tuple = ()  # what the figure shows by level of the held-out tasks
+    policies: tuple = ("after RL",)  # of which evaluation's policies the numbers are
+    # (folder of a run, its evaluation's policies) -> more numbers of its end
+    more: Callable = field(default=lambda folder, policies: {})
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of train.py."""
+
+    words: tuple  # its command line
+    patch: str = ""  # as module:function
+
+    @property
+    def folder(self):
+        return Path(next(w for w in self.words if w.startswith("--out=")).removeprefix("--out="))
+
+    def is_finished(self):
+        record = self.folder / "finished.jsonl"
+        return record.exists() and self.line() in record.read_text().splitlines()
+
+    def line(self):
+        return json.dumps([self.patch, *self.words])
+
+
+def stop(message):
+    print(f"experiments: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------- in the process of an arm
+
+
+def run_arm(name, argv):
+    """train.py with the patch `name`, module:function. The other processes that train.py starts do
+    the same."""
+    module, _, function = name.partition(":")
+    try:
+        patch = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError):
+        stop(f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked")
+    patch()
+    train.PATCH = name
+    train.PROGRAM = [sys.executable, "-m", "experiments.runner", f"--arm={name}", "--"]
+    train.main(argv)
+
+
+# ---------------------------------------------------------------- which runs there are
+
+
+def plan(name, experiment, seed, out, steps, flags):
+    """-> (the jobs of one seed in their order, {arm: the folder of its run})"""
+    common = [f"--seed={seed}", *flags]
+    base = Path(out, f"base-{seed}")
+    arms = {arm: with_steps(one, steps) for arm, one in experiment.arms.items()}
+    uses_default_run = not all(one.flags or one.patch for one in arms.values())
+    jobs = []
+
+    # What comes before the arms: nothing, the default run, or its pretraining and another SFT.
+    start = base
+    begins_at_sft = experiment.stages[0] == "rl"
+    if uses_default_run:
+        jobs.append(Job((f"--out={base}", *common)))
+    elif begins_at_sft:
+        before = ("pretrain", "long") if experiment.sft else ("pretrain", "long", "sft")
+        jobs += [Job((f"--stage={stage}", f"--out={base}", *common)) for stage in before]
+    if experiment.sft:
+        start = Path(out, name, f"base-{seed}")
+        words = ("--stage=sft", f"--start_from={base}", f"--out={start}", *common)
+        jobs.append(Job((*words, *experiment.sft.flags), experiment.sft.patch_name))
+
+    folders = {}
+    for arm, one in arms.items():
+        if not one.flags and not one.patch:
+            folders[arm] = base
+            continue
+        folders[arm] = Path(out, name, f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}")
+        # Flags about feedback say nothing in an arm without it.
+        idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in one.flags}
+        shared = [word for word in common if word.partition("=")[0] not in idle]
+        for stage in experiment.stages:
+            own = stage == experiment.stages[0] or begins_at_sft
+            words = [f"--stage={stage}"]
+            words += [f"--start_from={start}"] if begins_at_sft else []
+            words += [f"--out={folders[arm]}", *shared, *(one.flags if own else ())]
+            jobs.append(Job(tuple(words), one.patch_name if own else ""))
+    return jobs, folders
+
+
+def with_steps(arm, steps):
+    """The arm with another number of steps than its own; None: as it is"""
+    if steps is None:
+        return arm
+    others = tuple(word for word in arm.flags if not word.startswith("--steps="))
+    return Arm((*others, f"--steps={steps}"), arm.patch)
+
+
+def check_flags(job):
+    """What train.py would refuse is refused before anything runs."""
+    given = train.parse(job.words)
+    stages = [given["stage"]] if "stage" in given else [*train.ORDER, "eval"]
+    for stage in stages:
+        train.configure({**given, "stage": stage}, stage, stages)
+
+
+# ---------------------------------------------------------------- running them
+
+
+def run_job(job):
+    """A run that is finished is not started again; what it had begun, it goes on with. Without this
+    process it ends."""
+    if job.is_finished():
+        return
+    program = [str(HERE.parent / "train.py")]
+    if job.patch:
+        program = ["-m", "experiments.runner", f"--arm={job.patch}", "--"]
+    done = subprocess.run(
+        [sys.executable, *program, *job.words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hsdp.tied_to_parent(signal.SIGTERM),
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        said = last or f"train.py ended with code {done.returncode}"
+        raise ChildProcessError(done.returncode, said)
+    with open(job.folder / "finished.jsonl", "a") as file:
+        file.write(job.line() + "\n")
+
+
+def run_chains(name, chains):
+    """chains: for each seed its jobs, one after the other; seeds run side by side where there are
+    cores. -> seconds"""
+    cores = os.cpu_count() or 1
+    at_once = 1 if torch.cuda.is_available() else max(1, min(len(chains), cores // 2))
+    if at_once > 1:
+        os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
+    bar = tqdm(total=sum(map(len, chains)), desc=name, leave=False)
+
+    def work(jobs):
+        while jobs:
+            run_job(jobs.pop(0))
+            bar.update()
+
+    with bar, ThreadPoolExecutor(at_once) as pool:
+        try:
+            for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
+                done.result()
+        except ChildProcessError as failure:
+            tqdm.write(failure.strerror, file=sys.stderr)
+            raise SystemExit(failure.errno) from None
+        except KeyboardInterrupt:  # the runs were told, too, and save
+            raise SystemExit(130) from None
+        finally:
+            # if one has failed, the others end with the run they are at
+            for jobs in chains:
+                jobs.clear()
+    return bar.format_dict["elapsed"]
+
+
+def commit():
+    """The commit of this checkout, and whether files were changed since; "" outside of git"""
+    command = [
+        "git",
+        "-C",
+        str(HERE),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def main(module, argv):
+    """module: as experiments.feedback"""
+    name = module.rpartition(".")[2]
+    experiment = importlib.import_module(module).EXPERIMENT
+    seeds, steps, out, keep, flags = read_flags(name, experiment, argv)
+    plans = [plan(name, experiment, seed, out, steps, flags) for seed in seeds]
+    for jobs, _ in plans[:1]:
+        for job in jobs:
+            check_flags(job)
+    folder = Path(out, name)
+    try:
+        eval.check_writable(folder, [f"{name}.json", f"{name}.png"])
+    except OSError as error:
+        stop(f"{error.filename or folder}: {error.strerror}")
+    problem = eval.try_to_draw()  # now, and not when all is done
+    if problem:
+        print(f"experiments: {problem}", file=sys.stderr)
+
+    seconds = run_chains(name, [jobs for jobs, _ in plans])
+    runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
+    results = tables.read_results(experiment, runs)
+    text = tables.compare(experiment.question, results)
+    problem = eval.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
+    text += f"\n{problem}" * bool(problem)
+    record = {"commit": commit(), "seeds": seeds, "steps": steps, "flags": flags, "table": text}
+    record |= {"differences": tables.paired_differences(results), "results": results}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1))
+    if keep:
+        shutil.copy(folder / f"{name}.json", HERE / "results")
+        shutil.copy(folder / f"{name}.png", HERE / "figures")
+    print(f"{text}\n\n{folder}/{name}.json, {name}.png, in {seconds / 60:.0f} minutes")
+
+
+def read_flags(name, experiment, argv):
+    """The command line -> seeds, steps, out, keep, and the flags that go to train.py"""
+    seeds, steps, out, keep, flags = [1337, 1, 2], None, "out", False, []
+    # What the arms or their SFT set says what they are: it cannot be asked for otherwise.
+    arms = [*experiment.arms.values(), *([experiment.sft] if experiment.sft else [])]
+    own = OWN_FLAGS | {word.partition("=")[0] for arm in arms for word in arm.flags}
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag in ("-h", "--help"):
+            print(importlib.import_module(f"experiments.{name}").__doc__ + __doc__)
+            raise SystemExit(0)
+        if flag == "--keep" and not equals:
+            keep = True
+        elif flag == "--out" and value:
+            out = value
+        elif flag == "--seeds":
+            if not all(part.isdecimal() for part in value.split(",")):
+                stop(f"{word}: numbers with commas, as --seeds=1337,1,2")
+            seeds = [int(part) for part in value.split(",")]
+        elif flag == "--steps":
+            if not value.isdecimal() or int(value) < 1:
+                stop(f"{word}: a whole number from 1 on, as --steps=20")
+            steps = int(value)
+        elif flag in own:
+            near = " (--seeds=...)" if flag == "--seed" else ""
+            stop(f"{word}: the experiment sets it itself{near}")
+        elif not word.startswith("--"):
+            stop(f"{word!r}: flags are written as --name=value")
+        else:
+            flags.append(word)
+    if len(set(seeds)) < len(seeds):
+        stop("--seeds: each seed once, or its run would be counted twice")
+    return seeds, steps, out, keep, flags
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if not words or not words[0].startswith("--arm="):
+        stop("which patch? --arm=experiments.objective:overlong_masked -- FLAGS OF TRAIN.PY")
+    run_arm(words[0].removeprefix("--arm="), words[2:] if words[1:2] == ["--"] else words[1:])

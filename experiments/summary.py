@@ -1,0 +1,120 @@
+"""summary.py: Is a summary worth its tokens, where what it holds is told once?
+
+The tests answer once, so what is missing is told once: after that only the context knows it. All
+arms begin at one SFT on all eight levels, of whose demonstrations half have a quarter of the
+window.
+
+    window 1024                 everything fits, no summaries
+    window 256                  a quarter: summaries are carried on
+    window 256, not learned     the same, but the reward does not reach the tokens of summaries
+    window 256, truncated       no summaries: the oldest turns are left out
+
+    python -m experiments.summary
+
+Found, a few versions before commit 534553e: a quarter of the window with summaries solves .633,
+the whole .572, without learning them .594; truncated .322, and nothing that needs more than two
+windows. Figure: figures/summary.png. Where the tests can be asked again: experiments/retold.py.
+"""
+
+import functools
+import sys
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+
+import rollout
+import summarize
+import train
+from experiments import runner
+from experiments.runner import Arm, Experiment
+
+
+class OldestTruncated(summarize.Compact):
+    """No summary is asked for: a new episode starts from the task and the newest turns."""
+
+    truncate = True
+
+    def recent(self, tokenizer, chain):
+        """The task, and the newest calls with their outputs that fit into half of the window (as
+        context: they were trained on in the episode in which they were sampled)"""
+        task, *past = chain.episodes[-1].turns
+
+        def size():
+            return len(task.tokens) + sum(len(turn.tokens) for turn in past)
+
+        def recalled(turn):
+            role = "recent" if turn.role in ("assistant", "recent") else "recent output"
+            return rollout.Turn(role, turn.tokens, turn.text)
+
+        while past and (size() > self.window // 2 or past[0].role not in ("assistant", "recent")):
+            past.pop(0)
+        return [task, *(recalled(turn) for turn in past)]
+
+
+def written_summaries(episodes, like):
+    """1 where the target is a token of a summary that the policy wrote, else 0: aligned with
+    rollout.pack, (B, T) as `like`"""
+    found = torch.zeros_like(like)
+    for row, episode in zip(found, episodes):
+        asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
+        _, mask, _, index = rollout.flatten(episode)
+        row[: len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
+    return found
+
+
+class SummariesNotLearned(train.Reinforcement):
+    def policy_objective(self, logp, batch, normaliser, reference):
+        advantage = batch["advantage"]
+        keep = 1 - written_summaries(batch["episodes"], advantage)
+        batch = {**batch, "advantage": advantage * keep}
+        return super().policy_objective(logp, batch, normaliser, reference)
+
+
+def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=train.demonstrate):
+    """Half of the demonstrations have a quarter of the window: a policy learns to work in both."""
+    if rng.random() < 0.5:
+        config = replace(config, window=config.window // 4)
+        compact = summarize.compact(asdict(config))
+    return plain(config, task, rng, tokenizer, compact)
+
+
+def truncate_oldest():
+    summarize.Compact = OldestTruncated
+
+
+def told_once():
+    rollout.Limits = functools.partial(rollout.Limits, commands=1)
+
+
+def told_once_in_two_windows():
+    told_once()
+    train.demonstrate = demonstrate_in_two_windows
+
+
+def told_once_not_learned():
+    told_once()
+    train.STAGE["rl"] = SummariesNotLearned
+
+
+def told_once_truncated():
+    told_once()
+    truncate_oldest()
+
+
+LONG = ("--trigger=0.45", "--levels=8", "--turns=60", "--hardest=7", "--eval_levels=8")
+EXPERIMENT = Experiment(
+    question="Is a summary worth its tokens?",
+    curves=("named",),
+    arms={
+        "window 1024": Arm((*LONG, "--window=1024", "--summarize=0"), told_once),
+        "window 256": Arm((*LONG, "--window=256"), told_once),
+        "window 256, not learned": Arm((*LONG, "--window=256"), told_once_not_learned),
+        "window 256, truncated": Arm((*LONG, "--window=256"), told_once_truncated),
+    },
+    sft=Arm((*LONG, "--window=1024", "--steps=2600"), told_once_in_two_windows),
+    by_level=("summaries", "solved"),
+)
+
+if __name__ == "__main__":
+    runner.main("experiments.summary", sys.argv[1:])

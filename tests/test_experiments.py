@@ -1,0 +1,636 @@
+"""experiments/: each patch changes exactly what it says, against numbers worked out by hand; the
+runner asks train.py for the right runs, goes on where it stopped, and refuses wrong input; one arm
+is trained for real."""
+
+import importlib
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+import feedback_distill
+import hsdp
+import rollout
+import summarize
+import synth_tasks
+import train
+from experiments import __main__ as listing
+from experiments import hacking, objective, penalty, runner, sdft, summary, tables, tasks, teachers
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = sorted(listing.questions())
+SMALL = [
+    "--scale=tiny",
+    "--vocab=320",
+    "--dim=32",
+    "--context=64",
+    "--batch_tokens=512",
+    "--micro_tokens=256",
+    "--processes=1",
+    "--demos=12",
+    "--window=1024",
+    "--dtype=float32",
+    "--device=cpu",
+    "--turns=3",
+    f"--data={Path(json.__file__).parent}",
+]
+RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """pretrain, long and sft of a very small model, two steps each."""
+    out = tmp_path_factory.mktemp("run")
+    for stage in ("pretrain", "long", "sft"):
+        train.main([*SMALL, f"--stage={stage}", "--steps=2", f"--out={out}"])
+    return out
+
+
+@pytest.fixture(autouse=True)
+def recipe(monkeypatch):
+    """Whatever a patch puts in another's place is put back."""
+    for module, name in (
+        (train, "make_task"),
+        (train, "demonstrate"),
+        (train, "evaluate"),
+        (train, "PATCH"),
+        (train, "PROGRAM"),
+        (rollout, "Limits"),
+        (summarize, "Compact"),
+        (synth_tasks, "Curriculum"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setitem(train.STAGE, "rl", train.STAGE["rl"])
+
+
+def stage_of(patch, **config):
+    """The stage of RL that a patch puts in the recipe's place, with a configuration and no model"""
+    patch()
+    stage = object.__new__(train.STAGE["rl"])
+    stage.run = SimpleNamespace(config=train.Config(**config))
+    return stage
+
+
+def weights(folder):
+    return {name: t.clone() for name, t in evaluation.load(folder)[0].state_dict().items()}
+
+
+def log_of(folder, stage="rl"):
+    return json.loads((folder / f"{stage}.jsonl").read_text().splitlines()[-1])
+
+
+# ---------------------------------------------------------------- what each patch changes
+
+
+@pytest.mark.parametrize(
+    "patch, expected",
+    [
+        (objective.over_the_deviation, [1, -1, 1, -1]),
+        (objective.over_its_own_length, [1, -0.125, 0.25, -2]),
+        (objective.overlong_masked, [0.25, 0, 0.25, -0.25]),
+        (sdft.imitate, [1, 1, 1, 1]),
+        (sdft.hints_alone, [0.25, -0.25, 0.25, -0.25]),
+    ],
+)
+def test_a_patch_of_the_objective_changes_the_advantages_as_it_says(patch, expected):
+    chains = [
+        SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
+        for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
+    ]
+    found = stage_of(patch, length=8.0).group_advantages(chains)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def episode_of(*parts):
+    """("user", 3) is a given turn of 3 tokens, ("assistant", 4) a sampled one"""
+    turns = []
+    for role, n in parts:
+        logprobs = -0.1 * np.arange(1, n, dtype=np.float32) if role == "assistant" else None
+        turns.append(rollout.Turn(role, list(range(n)), logprobs=logprobs))
+    return rollout.Episode(turns)
+
+
+def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
+    lengths, rewards, L = (3, 8, 1), (1, 0.2, 0), 5.0  # all but the role's token are sampled
+    episodes = [episode_of(("user", 2), ("assistant", n + 1)) for n in lengths]
+    chains = [
+        SimpleNamespace(reward=r, stats={"sampled": n}, finished=True)
+        for r, n in zip(rewards, lengths)
+    ]
+    stage = stage_of(objective.over_its_own_length, length=L)
+    batch = rollout.pack(episodes, stage.group_advantages(chains))
+    logp = torch.randn(batch["tokens"].shape, requires_grad=True)
+    stage.policy_objective(logp, batch, 3 * L, None).backward()
+    for row, mask, r, n in zip(logp.grad, batch["mask"], rewards, lengths):
+        torch.testing.assert_close(row, mask * (-(r - 0.4) / 3 / n))
+
+
+@pytest.mark.parametrize("patch, factor", [(sdft.hints_alone, 0.0), (penalty.no_penalty, 2.0)])
+def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
+    batch = rollout.pack([episode_of(("user", 2), ("assistant", 5))], [0.7])
+    logp = torch.randn(batch["tokens"].shape)
+    plain = rollout.policy_loss(logp, batch, 3.0, None, 0.0)
+    assert stage_of(patch).policy_objective(logp, batch, 3.0, None) == factor * plain
+    assert plain != 0
+
+
+def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
+    stage = stage_of(penalty.full_price, length_penalty=0.1, penalty_q=0.0)
+    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
+    # 1 + 2 + 1 + 1 + 1 + 4
+    counts = dict(
+        thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
+    )
+    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -4.0), (1, 0, -4.0), (0, 0, -4.0)):
+        chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
+        stage.compute_reward(chain)
+        assert chain.reward == pytest.approx(reward)
+        assert chain.solved == (solved and finished)
+
+
+def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alike():
+    penalty.no_penalty()
+    curriculum, rng = synth_tasks.Curriculum(on=False), random.Random(0)
+    drawn = [curriculum.next(rng)[0] for _ in range(600)]
+    assert 260 < drawn.count(0) < 340  # .4 + .6 / 6 of them
+    assert all(30 < drawn.count(level) < 90 for level in range(1, 6))
+
+
+def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(run):
+    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    config = train.Config(window=10**6, sloppy=0.0, hints=0.0, neutral_hints=0.0)
+
+    def calls():
+        counts = []
+        for seed in range(40):
+            task = train.make_task(config, seed % 6, seed)
+            episodes = train.demonstrate(config, task, random.Random(seed), tokenizer, None)
+            counts.append(sum(len(turn.calls) for e in episodes for turn in e.turns))
+        return counts
+
+    plain = calls()
+    penalty.restless_expert()
+    more = sum(a >= b + 3 for a, b in zip(calls(), plain))
+    assert 22 <= more <= 38
+
+
+@pytest.mark.parametrize("patch, n", [(tasks.two_of_a_level, 2), (tasks.ten_of_a_level, 10)])
+def test_of_few_tasks_each_comes_over_and_over(patch, n):
+    patch()
+    curriculum, rng = synth_tasks.Curriculum(range(2), seed=3, on=False), random.Random(0)
+    drawn = [curriculum.next(rng) for _ in range(40 * n)]
+    assert set(drawn) == {(level, 3 * 1_000_003 + i) for level in range(2) for i in range(n)}
+
+
+def test_a_placebo_says_nothing_or_names_the_tool_that_is_not_there():
+    call = SimpleNamespace(name="grep")
+    task = SimpleNamespace(tools=("read_file", "edit_file"))
+    turn = SimpleNamespace(calls=[call])
+    chain = SimpleNamespace(task=task, episodes=[SimpleNamespace(turns=[turn])])
+    hint = feedback_distill.Hint(0, 0, "unavailable_tool", "Reminder: Available tools: read_file.")
+    patches = (lambda: None, teachers.empty_hint, teachers.wrong_hint)
+    said = [stage_of(patch).hint_text(chain, hint) for patch in patches]
+    assert said == [hint.text, "", "Reminder: Available tools: read_file, edit_file, grep."]
+
+
+def test_the_reward_does_not_reach_the_tokens_of_summaries():
+    parts = ("user", 2), ("assistant", 3), ("query", 2), ("assistant", 4)
+    batch = rollout.pack([episode_of(*parts)], [2.0])
+    batch["episodes"] = [episode_of(*parts)]
+    logp = torch.zeros(batch["tokens"].shape, requires_grad=True)
+    stage = stage_of(summary.told_once_not_learned)
+    stage.policy_objective(logp, batch, 1.0, None).backward()
+    # position t predicts token t + 1; the role's token of a turn is given
+    assert logp.grad[0].nonzero().flatten().tolist() == [2, 3]
+    assert batch["advantage"][0, 8] == 2.0  # of the caller, as it was
+
+
+def test_told_once_the_tests_answer_one_command_also_in_an_evaluation():
+    plain = train.agent_limits(train.Config(window=300, turns=7))
+    summary.told_once()
+    limits = train.agent_limits(train.Config(window=300, turns=7))
+    assert (plain.commands, limits.commands) == (0, 1)
+    assert (limits.window, limits.turns) == (300, 7)
+
+
+def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
+    config = dict(window=100, trigger=0.5, summarize=True)
+    summary.told_once_truncated()
+    assert summarize.compact(config) == summary.OldestTruncated(100, 50)
+    assert summarize.compact({**config, "summarize": False}) is None
+
+
+def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
+    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    config = train.Config(window=2048, trigger=0.5, levels=8)
+    compact = summarize.compact(vars(config))
+    real, seen = rollout.demonstrate, []
+
+    def demonstrate(task, tokenizer, rng, limits, sloppy, compact, *more, **others):
+        seen.append((limits.window, compact.window, compact.trigger))
+        return real(task, tokenizer, rng, limits, sloppy, compact, *more, **others)
+
+    monkeypatch.setattr(rollout, "demonstrate", demonstrate)
+    for patch, least, most in ((lambda: None, 0, 0), (summary.told_once_in_two_windows, 8, 24)):
+        patch()
+        seen.clear()
+        pairs = train.make_demonstrations(config, tokenizer, compact, range(32), lambda i, _: i)
+        assert set(seen) <= {(2048, 2048, 1024), (512, 512, 256)}
+        assert least <= seen.count((512, 512, 256)) <= most
+        for (window, *_), (_, episodes) in zip(seen, pairs):
+            assert episodes and max(map(len, episodes)) <= window
+
+
+@pytest.mark.parametrize(
+    "patch, cached, documented",
+    [
+        (lambda: None, False, True),
+        (hacking.stale_caches, True, True),
+        (hacking.hardened, False, False),
+        (hacking.careless, True, False),
+    ],
+)
+def test_a_world_has_stale_caches_or_no_documentation_as_its_patch_says(patch, cached, documented):
+    patch()
+    task = train.make_task(train.Config(), 1, 7)
+    target, *_ = task.meta["targets"]
+    plain = synth_tasks.make_task(1, 7)
+    assert bool(set(task.files) - set(plain.files)) == cached
+    line = f"{target['module']}.{target['name']}:"
+    assert (line in task.files["docs.md"]) == documented
+
+
+# ---------------------------------------------------------------- arms trained for real
+
+
+def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(
+    run, tmp_path
+):
+    rl = [*SMALL, *RL, "--turns=20", "--warmup=0", f"--start_from={run}"]
+    before = weights(run / "sft")
+    sdft.imitate()
+    flags = ["--replay=0", "--sloppy=0", "--feedback=0"]
+    train.main([*rl, f"--out={tmp_path}/a", *flags])
+    log = log_of(tmp_path / "a")
+    assert (log["finished"], log["bad_tool"], log["communication"]) == (1, 0, 0)
+    assert log["turns"] > 2 and "sync_bytes" not in log
+    assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0)
+
+    # nothing but hints, on what a careless expert does
+    class HintsOnDemonstrations(sdft.HintsAlone, sdft.Imitation):
+        pass
+
+    train.STAGE["rl"] = HintsOnDemonstrations
+    flags = ["--replay=0", "--sloppy=3", "--habits=unavailable_tool,communication"]
+    train.main([*rl, f"--out={tmp_path}/c", *flags])
+    log = log_of(tmp_path / "c")
+    assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
+
+    class EmptyHints(teachers.EmptyHint, HintsOnDemonstrations):
+        pass
+
+    train.STAGE["rl"] = EmptyHints
+    train.main([*rl, f"--out={tmp_path}/d", *flags, "--teacher=current"])
+    log = log_of(tmp_path / "d")
+    assert log["flagged"] > 10
+    assert [log["gap"], log["feedback_kl"]] == pytest.approx([0, 0], abs=1e-7)
+
+    sdft.hints_alone()
+    train.main([*rl, f"--out={tmp_path}/b", "--feedback=0"])
+    assert not torch.equal(weights(tmp_path / "c" / "rl")["head.weight"], before["head.weight"])
+    for name, tensor in weights(tmp_path / "b" / "rl").items():
+        if not name.endswith(("router.bias", "router.load")):
+            assert torch.equal(tensor, before[name]), name
+
+    tokenizer = evaluation.load(run / "sft")[1]
+    task, limits = synth_tasks.make_task(0, 5), rollout.Limits(1024)
+    chain = rollout.demonstrate(task, tokenizer, random.Random(5), limits, 0.0)
+    batch = rollout.pack(chain.episodes, [1.0])
+    likelihood = []
+    for folder in (run / "sft", tmp_path / "a" / "rl"):
+        model = evaluation.load(folder)[0]
+        logp = model.logprobs(model(batch["tokens"]), batch["targets"])
+        likelihood.append(float((logp * batch["mask"]).sum()))
+    assert likelihood[1] > likelihood[0] + 1
+
+
+def test_an_arm_logs_the_curves_of_every_experiment_and_is_evaluated_on_the_tasks_it_saw_too(
+    run, tmp_path, monkeypatch
+):
+    summary.told_once_not_learned()
+    tasks.two_of_a_level()
+    words = [
+        *SMALL,
+        "--habits=communication,code_style",
+        "--eval_tasks=3",
+        "--window=200",
+        "--seed=3",
+        f"--start_from={run}",
+        f"--out={tmp_path}",
+    ]
+    train.main([*words, *RL])
+    logged = set(log_of(tmp_path))
+    for name in NAMES:
+        experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
+        assert experiment.stages == ("pretrain",) or logged >= set(experiment.curves)
+    made, make = [], train.make_task
+    monkeypatch.setattr(
+        train, "make_task", lambda c, level, seed: made.append(seed) or make(c, level, seed)
+    )
+    train.main([*words, "--stage=eval"])
+    assert made == [3 * 1_000_003, 3 * 1_000_003 + 1] * 6
+    policies = json.loads((tmp_path / "summary.json").read_text())["policies"]
+    assert {
+        name: (p["overall"]["tasks"], p["overall"]["passes"]) for name, p in policies.items()
+    } == {"before RL": (6 * 3, 1), "after RL": (6 * 3, 1), "after, seen": (6 * 2, 1)}
+
+
+def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
+    words = [*SMALL, *RL, f"--start_from={run}", f"--out={tmp_path}/run"]
+    command = [sys.executable, "-m", "experiments.runner"]
+
+    def go(*command):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    arm = "--arm=experiments.objective:overlong_masked"
+    assert go(*command, arm, "--", *words).returncode == 0
+    assert (
+        hsdp.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+    )
+    assert "finished already" in go(*command, arm, "--", *words).stdout
+    done = go(sys.executable, "train.py", *words)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "experiments.objective:overlong_masked" in done.stderr
+    label = evaluation.made_by(tmp_path / "run" / "rl")
+    assert label == "made by experiments.objective:overlong_masked"
+    for wrong in ("--arm=experiments.objective:nothing", "--arm=nothing", "--x"):
+        done = go(*command, wrong, "--", *words)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+# ---------------------------------------------------------------- the runner
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_says_its_question_command_result_and_figure_and_names_its_patches(name):
+    module = importlib.import_module(f"experiments.{name}")
+    experiment, head = module.EXPERIMENT, module.__doc__
+    assert head.startswith(f"{name}.py: ") and f"python -m experiments.{name}\n" in head
+    assert "\nFound" in head
+    for figure in re.findall(r"figures/\w+\.png", head):
+        assert (ROOT / "experiments" / figure).exists(), figure
+    for arm in [*experiment.arms.values(), *filter(None, [experiment.sft])]:
+        if arm.patch:
+            module, _, function = arm.patch_name.partition(":")
+            assert getattr(importlib.import_module(module), function) is arm.patch
+    # train.py takes the flags of every run
+    jobs, folders = runner.plan(name, experiment, 1, "out", None, [])
+    for job in jobs:
+        runner.check_flags(job)
+    assert set(folders) == set(experiment.arms)
+
+
+def fake_runs(monkeypatch):
+    """Stands in for hours of training: notes each run, and leaves a log and a summary that name
+    it."""
+    asked = []
+
+    def run_job(job):
+        asked.append(job)
+        out, words = job.folder, job.words
+        out.mkdir(parents=True, exist_ok=True)
+        seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
+        bad = [0.5, 0.4, 0.3] if "--feedback=0" in words else [0.5, 0.1 * seed, 0.0]
+        lines = [
+            {"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}
+            for i, b in enumerate(bad)
+        ]
+        (out / "rl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [{"step": i + 1, "loss": 1 / seed} for i in range(60)]
+        (out / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1])
+        policy = {"overall": whole, "levels": {"0": whole, "1": whole}}
+        (out / "summary.json").write_text(json.dumps({"policies": {"after RL": policy}}))
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    return asked
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_mean_and_spread(
+    cores, tmp_path, monkeypatch, capsys
+):
+    asked = fake_runs(monkeypatch)
+    fake = runner.run_job
+    begun = threading.Barrier(cores // 4 or 1)  # two seeds at once, or one
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(runner, "run_job", lambda job: (begun.wait(60), fake(job)))
+    runner.main("experiments.feedback", ["--seeds=1,3", f"--out={tmp_path}", "--scale=tiny"])
+    assert os.environ["OMP_NUM_THREADS"] == ("4" if cores == 8 else "1")
+    words = [job.words for job in asked if "--seed=1" in job.words]
+    base, arm = f"--out={tmp_path}/base-1", f"--out={tmp_path}/feedback/reward_alone-1"
+    start = f"--start_from={tmp_path}/base-1"
+    assert words == [
+        (base, "--seed=1", "--scale=tiny"),
+        ("--stage=rl", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
+        ("--stage=eval", start, arm, "--seed=1", "--scale=tiny", "--feedback=0"),
+    ]
+    assert [job.words for job in asked if "--seed=3" in job.words] == [
+        tuple(re.sub(r"(base-|alone-|seed=)1$", r"\g<1>3", word) for word in line) for line in words
+    ]
+    assert not any(job.patch for job in asked)
+    data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
+    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [0.5, 0.4, 0.3]}
+    assert data["seeds"] == [1, 3] and data["flags"] == ["--scale=tiny"] and "commit" in data
+    ends = [run["end"] for runs in data["results"].values() for run in runs]
+    assert {end["bad_tool: tenth at"] for end in ends} == {4}  # never
+    question, arms, *lines = capsys.readouterr().out.splitlines()
+    assert question.endswith("2 seeds)")
+    assert re.split("  +", arms)[-2:] == ["reward alone", "with targeted feedback"]
+    numbers = {line[:22].strip(): line[22:].split() for line in lines}
+    assert numbers["solved"] == 2 * ["0.700", "(0.141)"]
+    assert numbers["seconds a step"] == 2 * ["2.000", "(1.414)"]
+    assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
+
+
+def test_the_spread_over_seeds_is_the_samples():
+    for values in ([0.969, 0.941, 0.809], [0.5, 0.9], [0.1, 0.2, 0.3, 0.45]):
+        text = tables.compare("x", {"arm": [{"end": {"solved": value}} for value in values]})
+        assert f"({statistics.stdev(values):.3f})" in text
+    text = tables.compare("x", {"arm": [{"end": {"solved": 0.25}}]})
+    assert "0.250" in text and "(0" not in text and "one seed" in text
+
+
+def test_differences_are_of_runs_of_one_seed():
+    def runs(*solved):
+        return [{"curves": {}, "end": {"solved": s, "unknown": float("nan")}} for s in solved]
+
+    results = {"one": runs(0.5, 0.7, 0.9), "two": runs(0.6, 0.8, 1.0)}
+    (pairs,) = tables.paired_differences(results).values()
+    assert list(pairs) == ["solved"] and pairs["solved"] == pytest.approx([0.1] * 3)
+    text = tables.compare("Which?", results)
+    assert "0.700 (0.200)" in text and "0.800 (0.200)" in text
+    assert "solved, two less one: 0.100 (" in text and "+0.100, +0.100, +0.100" in text
+
+
+def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_their_own_runs(
+    tmp_path, monkeypatch
+):
+    asked = fake_runs(monkeypatch)
+    runner.main("experiments.hacking", ["--seeds=1", f"--out={tmp_path}", "--levels=7"])
+    base, own = f"{tmp_path}/base-1", f"{tmp_path}/hacking/base-1"
+    assert [job.words for job in asked[:3]] == [
+        ("--stage=pretrain", f"--out={base}", "--seed=1", "--levels=7"),
+        ("--stage=long", f"--out={base}", "--seed=1", "--levels=7"),
+        ("--stage=sft", f"--start_from={base}", f"--out={own}", "--seed=1", "--levels=7"),
+    ]
+    patches = ["stale_caches", "careless", "careless", "hardened", "hardened"]
+    assert [job.patch for job in asked[:2]] == ["", ""]
+    assert [job.patch for job in asked[2:]] == [f"experiments.hacking:{p}" for p in patches]
+    arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
+    assert [words[5:] for words in arms] == 2 * [hacking.TWO_LEVELS]
+    assert {words[1] for words in arms} == {f"--start_from={own}"}
+
+
+def test_an_experiment_on_pretraining_changes_that_stage_alone_and_sets_the_reward_against_the_loss_after_sft(
+    tmp_path, monkeypatch
+):
+    asked = fake_runs(monkeypatch)
+    runner.main("experiments.pretraining", ["--seeds=2", f"--out={tmp_path}", "--dim=64"])
+
+    def arm(n):
+        out = f"--out={tmp_path}/pretraining/{n}_steps-2"
+        stages = ("pretrain", "long", "sft", "rl", "eval")
+        own = [(f"--steps={n}",), (), (), (), ()]
+        return [
+            (f"--stage={stage}", out, "--seed=2", "--dim=64", *flags)
+            for stage, flags in zip(stages, own)
+        ]
+
+    base = (f"--out={tmp_path}/base-2", "--seed=2", "--dim=64")
+    assert [job.words for job in asked] == [base, *arm(30), *arm(480)]
+    data = json.loads((tmp_path / "pretraining" / "pretraining.json").read_text())
+    ends = [run["end"] for runs in data["results"].values() for run in runs]
+    assert [end["loss after SFT"] for end in ends] == [0.5] * 3
+    assert ends[0]["reward: last 5"] == pytest.approx(np.mean([0.5, 0.8, 1.0]))
+    assert "loss after SFT" in data["table"] and "nan" not in data["table"]
+
+
+def test_with_steps_every_arm_has_so_many_and_none_is_the_default_run(tmp_path, monkeypatch):
+    asked = fake_runs(monkeypatch)
+    runner.main("experiments.teachers", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
+    arms = [job.words for job in asked if job.words[0] == "--stage=rl"]
+    assert len(arms) == 8
+    assert all([w for w in words if "--steps" in w] == ["--steps=2"] for words in arms)
+    asked.clear()
+    runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}", "--steps=2"])
+    stages = [word for job in asked for word in job.words if word.startswith("--stage")]
+    assert stages[:3] == ["--stage=pretrain", "--stage=long", "--stage=sft"]
+    assert stages[3:] == 2 * ["--stage=rl", "--stage=eval"]
+
+
+def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monkeypatch):
+    asked, fail = [], True
+
+    def start(command, **more):
+        asked.append(command[1:])
+        words = [word for word in command if word.startswith("--out=")]
+        Path(words[0].removeprefix("--out=")).mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(returncode=2 * (fail and "--stage=eval" in command), stderr="a line")
+
+    monkeypatch.setattr(subprocess, "run", start)
+    experiment = objective.EXPERIMENT
+    jobs, _ = runner.plan("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
+    with pytest.raises(SystemExit):
+        runner.run_chains("objective", [list(jobs)])
+    begun = len(asked)
+    assert begun == 5 and asked[3][0].endswith("train.py")  # three of the base, rl, eval
+    fail = False
+    asked.clear()
+    runner.run_chains("objective", [list(jobs)])
+    # the evaluation that failed, and the three other arms
+    assert len(asked) == 7 and "--stage=eval" in asked[0]
+    patched = asked[1][:3]
+    assert patched == ["-m", "experiments.runner", "--arm=experiments.objective:over_the_deviation"]
+    asked.clear()
+    runner.run_chains("objective", [list(jobs)])
+    assert not asked
+
+
+def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, monkeypatch, capsys):
+    asked, failed = [], threading.Event()
+
+    def run_job(job):
+        asked.append(job)
+        if "--seed=3" in job.words:
+            failed.set()
+            raise ChildProcessError(2, "a line")
+        assert failed.wait(60)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(runner, "run_job", run_job)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as end:
+        runner.main("experiments.teachers", ["--seeds=1,2,3", f"--out={tmp_path}"])
+    assert end.value.code == 2 and len(asked) == 3 and "a line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, argv, words",
+    [
+        ("feedback", ["--seed=5"], "--seeds"),
+        ("feedback", ["--seeds=one"], "numbers with commas"),
+        ("feedback", ["--seeds=1,2,1"], "each seed once"),
+        ("feedback", ["--seeds"], "numbers with commas"),
+        ("feedback", ["--stage=rl"], "sets it itself"),
+        ("feedback", ["--feedback=1"], "sets it itself"),
+        ("feedback", ["--steps=0"], "from 1 on"),
+        ("feedback", ["--data", "{here}"], "--name=value"),
+        ("feedback", ["--scalee=tiny"], "did you mean --scale?"),
+        ("feedback", ["--scale=huge"], "unknown scale"),
+        ("feedback", ["--std_norm=1"], "experiments/objective.py"),
+        ("feedback", ["--out={here}/file"], "file"),
+        ("hacking", ["--hardest=1"], "sets it itself"),
+    ],
+)
+def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(
+    name, argv, words, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    asked = fake_runs(monkeypatch)
+    with pytest.raises(SystemExit) as stop:
+        runner.main(f"experiments.{name}", [word.format(here=tmp_path) for word in argv])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and not asked
+    assert len(err.strip().splitlines()) == 1 and words in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_line():
+    def go(*words):
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    lines = go("experiments").stdout.splitlines()
+    assert len(lines) == len(NAMES) and "feedback" in NAMES
+    assert all(line.startswith(f"python -m experiments.{n}") for line, n in zip(lines, NAMES))
+    for words in (["experiments", "feedback"], ["experiments.feedback", "--seeds=x"]):
+        done = go(*words)
+        assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
