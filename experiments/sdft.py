@@ -75,8 +75,8 @@ class Imitation(train.Reinforcement):
     def group_advantages(self, group):
         return np.ones(len(group))
 
-    def learn(self, groups, log):
-        yield from super().learn(groups, log)
+    def group_losses(self, groups, log):
+        yield from super().group_losses(groups, log)
         # Both say how far the policy is from the one that sampled: here no policy did.
         log.update(mismatch=0.0, stale=0.0, stalest=0)
 

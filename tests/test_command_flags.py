@@ -46,7 +46,7 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     flat = " ".join(text.split())
     assert "--dim=640 width of the residual stream [scale gpu; default 128]" in flat
     assert "--optimizer=adamw muon (matrices)" in flat and '[stage rl; default "muon"]' in flat
-    assert "--group_size=5 rollouts per task [flag; default 8]" in flat
+    assert "--group_size=5 rollouts per task; their mean reward is the baseline [flag; default 8]" in flat
     assert "--micro_tokens=32768 per forward [stage rl at scale gpu; default 4096]" in flat
     assert "--teacher_rate=0.1 ema: this share of the new weights per step -" in flat
 

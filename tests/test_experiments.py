@@ -148,7 +148,7 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
 
 def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
     stage = stage_of(penalty.full_price, length_penalty=0.1, penalty_q=0.0)
-    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
+    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5

@@ -286,7 +286,7 @@ def losses_of(stage, run, source):
         for chain, reward in zip(groups[-1], (0.0, 1.0)):
             chain.reward = reward
     assert any(feedback_distill.detect(chain) for group in groups for chain in group)
-    return source.learn(source.leave_out_failed(groups, {}), {})
+    return source.group_losses(source.leave_out_failed(groups, {}), {})
 
 
 def counted(card, call):

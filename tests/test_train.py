@@ -23,7 +23,7 @@ import torch
 import fast
 import hsdp
 import train
-from command import checkpoint_files, checkpoints, flags, idle_flags, old_flags
+from command import checkpoint_files, checkpoints, flags, idle_flags, old_flags, source_files, step_log
 from conftest import run_ranks
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
@@ -166,7 +166,7 @@ def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_
     (tmp_path / "folder.py").mkdir()
     for name in "ab":
         (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
-    assert sorted(sum(train.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
+    assert sorted(sum(source_files.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
 
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
@@ -423,12 +423,12 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     config, interrupted, report = (
         train.configure(train.parse([*words, "--steps=2"]), "rl"),
         [],
-        train.report,
+        step_log.report,
     )
     (tmp_path / "o").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)),
         )
@@ -546,7 +546,7 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
 def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3.0, "lo')
-    train.keep_lines(path, 2)
+    step_log.keep_lines(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and list(tmp_path.iterdir()) == [path]
 
 
@@ -573,10 +573,10 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     train.main([*common, f"--out={tmp_path}/whole"])
     config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
-    interrupted, report = [], train.report
+    interrupted, report = [], step_log.report
     with monkeypatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
@@ -793,7 +793,7 @@ def test_what_a_limit_cut_short_pays_the_whole_budget():
     config = train.Config(length_penalty=0.1, penalty_q=0.0)
     stage = object.__new__(train.Reinforcement)
     stage.run = SimpleNamespace(config=config)
-    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
+    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
@@ -811,14 +811,14 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
 ):
     # the expert in the policy's place: its rollouts surely teach something
     monkeypatch.setitem(train.STAGE, "rl", Imitation)
-    learn, seen = train.Reinforcement.learn, []
+    learn, seen = train.Reinforcement.group_losses, []
 
     def silent_in_the_second_step(self, groups, log):
         seen.append({name: t.clone() for name, t in self.run.model.state_dict().items()})
         for loss in learn(self, groups, log):
             yield loss * (len(seen) == 1)
 
-    monkeypatch.setattr(train.Reinforcement, "learn", silent_in_the_second_step)
+    monkeypatch.setattr(train.Reinforcement, "group_losses", silent_in_the_second_step)
     train.main(
         [
             *SMALL,
@@ -1380,7 +1380,7 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
 
 
 def test_held_out_files_are_not_trained_on():
-    texts, held = train.python_sources(str(ROOT))
+    texts, held = source_files.python_sources(str(ROOT))
     assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
 
 
@@ -1687,11 +1687,11 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
 
 def stop_in_step(number, words, stage):
     """Runs a stage until a signal reaches it in that step."""
-    config, interrupted, report = train.configure(train.parse(words), stage), [], train.report
+    config, interrupted, report = train.configure(train.parse(words), stage), [], step_log.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
@@ -1740,7 +1740,7 @@ def test_a_log_is_cut_at_the_step_of_the_checkpoint_wherever_it_begins(lines, st
             for n in lines
         )
     )
-    train.keep_lines(path, step)
+    step_log.keep_lines(path, step)
     assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == kept
 
 
@@ -1754,7 +1754,7 @@ def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
         "stale": 1 / 3,
     }
     one = SimpleNamespace(rank=0, config=SimpleNamespace(stage="rl"))
-    train.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
+    step_log.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
     assert json.loads((tmp_path / "rl.jsonl").read_text()) == {
         k: pytest.approx(v, rel=1e-8, abs=0) for k, v in numbers.items()
     }
@@ -1769,12 +1769,12 @@ def test_files_that_are_added_or_removed_move_no_other_between_training_and_held
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
-    train_before, held_before = map(set, train.python_sources(str(tmp_path)))
+    train_before, held_before = map(set, source_files.python_sources(str(tmp_path)))
     assert 8 < len(held_before) < 40 and len(train_before) + len(held_before) == 400
     (tmp_path / "a.py").write_text("# a\n")
     (tmp_path / names[3]).unlink()
     (tmp_path / "zzz.py").write_text("# z\n")
-    train_after, held_after = map(set, train.python_sources(str(tmp_path)))
+    train_after, held_after = map(set, source_files.python_sources(str(tmp_path)))
     assert not held_before & train_after and not train_before & held_after
 
 
