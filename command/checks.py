@@ -180,8 +180,8 @@ def check_together(config, given, stage, sizes, window):
         )
     if stage == "rl" and config.group_size == 1 and not config.feedback:
         usage_error(
-            "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less the "
-            "group's mean; take more, or --feedback"
+            "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less "
+            "the group's mean; take more, or --feedback"
         )
     if stage == "rl" and config.cp > 1:
         usage_error(
@@ -207,7 +207,8 @@ def check_together(config, given, stage, sizes, window):
     check_windows(config, stage, window)
     if config.num_experts_per_tok > config.experts:
         usage_error(
-            f"--num_experts_per_tok={config.num_experts_per_tok}: at most --experts={config.experts}"
+            f"--num_experts_per_tok={config.num_experts_per_tok}: at most all of "
+            f"--experts={config.experts}"
         )
 
 

@@ -23,7 +23,8 @@ STAGES_AND_FLAGS = {
     "sft": "demos sloppy hints neutral_hints copy_loss",
     "sft rl": "levels habits",
     "rl": "tasks_per_step group_size kl_coef loss_norm_length router_replay workers staleness "
-    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum max_level",
+    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum "
+    "max_level",
     "rl eval": "tasks temperature draft",
     "sft rl eval": "window max_turns summarize trigger",
     "eval": "eval_levels eval_tasks eval_samples",
