@@ -758,9 +758,9 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
-    rollout.demonstrate."""
+    feedback_distill.demonstrate_with_hints."""
     reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
-    chain = rollout.demonstrate(
+    chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
         rng,

@@ -236,13 +236,13 @@ def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatc
     tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.make_compaction(vars(config))
-    real, seen = rollout.demonstrate, []
+    real, seen = feedback_distill.demonstrate_with_hints, []
 
     def demonstrate(task, tokenizer, rng, limits, sloppy, compact, *more, **others):
         seen.append((limits.window, compact.window, compact.trigger))
         return real(task, tokenizer, rng, limits, sloppy, compact, *more, **others)
 
-    monkeypatch.setattr(rollout, "demonstrate", demonstrate)
+    monkeypatch.setattr(feedback_distill, "demonstrate_with_hints", demonstrate)
     for patch, least, most in ((lambda: None, 0, 0), (summary.told_once_in_two_windows, 8, 24)):
         patch()
         seen.clear()

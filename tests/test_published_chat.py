@@ -218,7 +218,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             Limits(2400 if summarised else 9000, 99),
         )
         mine, theirs = (
-            demonstrate(
+            feedback_distill.demonstrate_with_hints(
                 task,
                 tokenizer,
                 random.Random(seed),
@@ -975,7 +975,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
     instead is not learnt as its word."""
     ours, own, others = published(family), 0, 0
     for seed in range(10):
-        chain = demonstrate(
+        chain = feedback_distill.demonstrate_with_hints(
             make_task(4, seed),
             ours,
             random.Random(seed),

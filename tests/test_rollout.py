@@ -597,7 +597,7 @@ def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wr
     hinted_turns = 0
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: demonstrate(
+        play = lambda hints: feedback_distill.demonstrate_with_hints(
             task,
             TRAINED,
             random.Random(seed),
@@ -634,7 +634,7 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
     said, sandbox = Counter(), Sandbox()
     for seed in range(60):
         task = make_task(seed % 6, seed)
-        play = lambda hints: demonstrate(
+        play = lambda hints: feedback_distill.demonstrate_with_hints(
             task,
             TRAINED,
             random.Random(seed),
@@ -668,7 +668,7 @@ def test_neutral_hints_of_every_kind_stand_above_calls_and_final_messages_alike(
     above = {"call": Counter(), "final": Counter()}
     for seed in range(60):
         remind = feedback_distill.REMINDERS
-        chain = demonstrate(
+        chain = feedback_distill.demonstrate_with_hints(
             make_task(seed % 6, seed),
             TRAINED,
             random.Random(seed),
