@@ -4,14 +4,14 @@ of it."""
 import json
 
 import pytest
+from sampling import TRAINED
+from test_published_chat import published
+from test_rollout import drive
 
 import feedback_distill
 import rollout
-from rollout import Limits, agent, write_action
-from sampling import TRAINED
+from rollout import Limits, agent
 from synth_tasks import LEVELS, micro_prompt
-from test_chat import published
-from test_rollout import drive
 from world import tools
 from world.expert import Rehearsal
 from world.sandbox import Sandbox
@@ -48,7 +48,7 @@ def test_an_agent_calls_a_fifth_tool_that_is_one_function_and_a_wrong_call_is_re
     ]
     chain, _, _ = drive(
         agent(task, TRAINED, Rehearsal(task), Limits(900)),
-        [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])],
+        [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
     assert chain.finished
     assert [(call.output, call.error) for call in chain.turns[1].calls] == [
