@@ -33,7 +33,7 @@ from muon import (
     make_parameters,
     orthogonalize,
     shard,
-    stacked,
+    as_stack,
     step_scale,
 )
 
@@ -113,7 +113,7 @@ def split_matrices(params):
     takes."""
     matrices = []
     for p in params.values():
-        for weight, gradient in zip(stacked(p.data), stacked(p.grad)):
+        for weight, gradient in zip(as_stack(p.data), as_stack(p.grad)):
             matrices.append(torch.nn.Parameter(weight.clone()))
             matrices[-1].grad = gradient.clone()
     return matrices

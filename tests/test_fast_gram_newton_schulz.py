@@ -4,18 +4,17 @@ import pytest
 import torch
 
 from fast.gram_newton_schulz import gram_newton_schulz
-from muon import COEFFICIENTS, orthogonalize
+from muon import newton_schulz, orthogonalize
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(3, 24, 96), (2, 80, 16), (32, 32), (1, 8, 9)])
-def test_the_gram_form_is_the_plain_iteration(shape, coefficients):
+def test_the_gram_form_is_the_plain_iteration(shape):
     """In bf16 five steps amplify the rounding of either: there it is as near to the exact result as
     the plain one is."""
     G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
-    def run(dtype, iterate=None):
-        return orthogonalize(G, 5, coefficients, dtype, iterate=iterate)
+    def run(dtype, iterate=newton_schulz):
+        return orthogonalize(G, 5, dtype, iterate=iterate)
 
     exact = run(torch.float32)
     gram = run(torch.float32, gram_newton_schulz)
