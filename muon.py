@@ -17,14 +17,13 @@ A step has three phases on 1..N ranks (Muon.run_task):
     3. apply           elementwise again: weight decay and update, each rank on its part
 
 Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural
-granularity, per attention head and per expert; same-shaped tensors are batched, all-to-all brings
-the shards together into whole matrices, Newton-Schulz runs once, all-to-all takes them back;
-asynchronous, while one task waits on communication others advance; the result equals full-matrix
-Muon. Derived here from that: the owner of each unit follows from shapes alone, so no rank ever asks
-another for a size, nothing is padded, and units that are already whole stay at home. Ours, for want
-of a public value: learning rate, momentum, coefficients, scale. Left out: fused kernels and
-symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for thousands of
-ranks, strided shards (tensor parallelism and FSDP on one dimension).
+granularity, per attention head and per expert; same-shaped tensors are batched; all-to-all as in
+phase 2; asynchronous, while one task waits on communication others advance; the result equals
+full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone, so no
+rank ever asks another for a size, nothing is padded, and units that are already whole stay at home.
+Ours, for want of a public value: learning rate, momentum, coefficients, scale. Left out: fused
+kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
+thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 
     N      units in a stack (heads, experts)          R, C   rows and columns of a unit
     m, n   the same, sorted: m <= n                   W      ranks
@@ -33,25 +32,21 @@ ranks, strided shards (tensor parallelism and FSDP on one dimension).
     block  the part of a parameter that one rank holds
     piece  the part of a unit that lies in one block
 
-python muon.py    singular values before and after, four ranks against one, a timeline (out/muon.png)
+python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
 import argparse
 import copy
-import heapq
 import math
 import os
 import sys
-import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
-from datetime import timedelta
 from itertools import compress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -230,12 +225,8 @@ class ShardedParam:
 
         # What torch has dealt must be what is calculated here.
         n0, n1, r0, r1, c0, c1 = self.blocks[self.rank]
-        held = to_local(self.param)
-        found, expected = tuple(as_stack(held).shape), (n1 - n0, r1 - r0, c1 - c0)
-        if found != expected and (held.numel() or math.prod(expected)):
-            raise ValueError(
-                f"{self.name}: this rank holds {found} of {self.shape}; {placements} says {expected}"
-            )
+        expected, held = (n1 - n0) * (r1 - r0) * (c1 - c0), to_local(self.param).numel()
+        assert held == expected, f"{self.name}: {held} numbers here, {placements} says {expected}"
 
     def units(self):
         found = []
@@ -310,12 +301,9 @@ def assign_owners(units):
             load[unit.owner] += unit.cost
         else:
             spread_out.append(unit)
-
-    queue = [(cost, rank) for rank, cost in enumerate(load)]
-    heapq.heapify(queue)
     for unit in sorted(spread_out, key=lambda unit: -unit.cost):
-        cost, unit.owner = queue[0]
-        heapq.heapreplace(queue, (cost + unit.cost, unit.owner))
+        unit.owner = load.index(min(load))
+        load[unit.owner] += unit.cost
 
 
 # a piece (rows, columns) of a unit that crosses the wire to or from a rank
@@ -355,17 +343,15 @@ class Task:
     def add_routes(self, unit):
         owner, copies = unit.owner, unit.sharded.copies
         for rank in unit.holders():
-            # What stays on its rank crosses no wire, and what two others exchange is not ours.
-            if rank == owner or self.rank not in (rank, owner):
-                continue
             # The owner collects from its own copy of the parameter and answers all copies. That
             # way the all-gather over copies costs no collective of its own.
             same_copy = copies[rank] == copies[owner]
-            if rank == self.rank:
+            # What stays on its rank crosses no wire, and what two others exchange is not ours.
+            if rank != owner and rank == self.rank:
                 route = Route(owner, unit, unit.piece(rank))
                 self.sends += [route] * same_copy
                 self.result_recvs.append(route)
-            else:
+            elif rank != owner and owner == self.rank:
                 route = Route(rank, unit, unit.piece(rank))
                 self.recvs += [route] * same_copy
                 self.result_sends.append(route)
@@ -920,49 +906,18 @@ def check_parameters(optimizer, named_parameters):
 DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "down": (8, 384, 256)}
 
 
-def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float32, device="cpu"):
-    """Random parameters with random gradients, the same for every world size."""
+def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
+    """Random parameters with random gradients, the same for every world size. On a mesh each rank
+    holds some rows of every matrix, so that no expert is whole anywhere."""
     generator, params = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
-        weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-        params[name] = torch.nn.Parameter(place(name, weight))
-        params[name].grad = place(name, grad)
+        pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
+        if mesh is not None:
+            rows = [Shard(len(shape) - 2)]
+            pair = [distribute_tensor(tensor, mesh, rows, src_data_rank=None) for tensor in pair]
+        params[name] = torch.nn.Parameter(pair[0])
+        params[name].grad = pair[1]
     return params
-
-
-def shard(world):
-    """A layout like FSDP's: stacks and matrices by rows. Rows inside the experts, so that no expert
-    is whole anywhere."""
-    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("shard",))
-    return lambda name, tensor: distribute_tensor(
-        tensor, mesh, [Shard(tensor.ndim - 2)], src_data_rank=None
-    )
-
-
-def fork_ranks(world, call, *args):
-    """Fork `world` gloo ranks on this machine, run call(rank, world, *args) in each, return what
-    they return, by rank."""
-    if sys.platform != "linux":  # macOS may hang where a process that has threads is forked
-        refuse("this part forks ranks, which is safe on Linux only; the optimizer works anywhere")
-    import torch._dynamo  # noqa: F401  optimizers import it: once here instead of in every child
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        # Joining raises the first traceback of a rank that failed, at once.
-        mp.start_processes(
-            rank_main, (world, folder, call, args), nprocs=world, start_method="fork"
-        )
-        return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(world)]
-
-
-def rank_main(rank, world, folder, call, args):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank stays on the CPU
-    torch.set_num_threads(1)
-    store, patience = dist.FileStore(f"{folder}/store", world), timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-    torch.save(call(rank, world, *args), f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def train_demo(params):
@@ -975,7 +930,7 @@ def train_demo(params):
 
 
 def demo_rank(rank, world):
-    params = make_parameters(DEMO, shard(world))
+    params = make_parameters(DEMO, DeviceMesh("cpu", torch.arange(world)))
     optimizer = train_demo(params)
     whole = {name: p.full_tensor().detach() for name, p in params.items()}
     return whole, optimizer.events, optimizer.traffic
@@ -1023,6 +978,8 @@ def show_singular_values():
 
 
 def demo():
+    from command.forked_ranks import fork_ranks
+
     torch.set_num_threads(1)
     show_singular_values()
 
@@ -1040,9 +997,10 @@ def demo():
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
-        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB "
-        f"received per step) end three\nsteps with weights that differ from one process by {error}; "
-        f"task 2 was on the wire {lead:.1f} ms before\ntask 1 multiplied (out/muon.png)."
+        f"Four ranks ({traffic['collectives']} collectives, "
+        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with weights\n"
+        f"that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before\n"
+        f"task 1 multiplied (out/muon.png)."
     )
 
 
