@@ -57,7 +57,7 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.expert import Rehearsal, expert
+from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import HINTED, SUMMARIZE, Action, Task
@@ -875,7 +875,7 @@ def demonstrate(
     nothing but what it says, or its distillation drifts (a model that saw hints about tools above
     calls only unlearned to finish, and one that saw hints about the final message above final
     messages only learned to quit)."""
-    play = agent(task, tokenizer, Rehearsal(task), limits, compact)
+    play = agent(task, tokenizer, InMemoryWorkspace(task), limits, compact)
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     texts = list(
         dict.fromkeys(

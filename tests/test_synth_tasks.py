@@ -239,7 +239,7 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
         story = play(
             task,
             expert(task, random.Random(i), sloppy=0, restless=0.5),
-            world_expert.Rehearsal(task),
+            world_expert.InMemoryWorkspace(task),
         )
         calls = [
             (call[0], output)

@@ -6,13 +6,13 @@ is not there, a needless look around, a guessed specification, a wrong constant,
 the code, a summary that forgets the specification, a final message that rambles.
 
 An agent is a generator: it yields an Action and is sent the outputs of its calls. `play` drives any
-agent in any workspace; `Rehearsal` is a workspace in a dictionary, for agents written here, in
+agent in any workspace; `InMemoryWorkspace` is a workspace in a dictionary, for agents written here, in
 which a turn takes about a millisecond.
 """
 
 import re
 
-from world.careless import leftover
+from world.careless import stale_cache_path
 from world.edits import ToolError, edited
 from world.files import matches
 from world.judge import run_trusted
@@ -24,7 +24,7 @@ from world.tools import TOOLS, call_tool
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
 
 
-class Rehearsal:
+class InMemoryWorkspace:
     """The workspace of a demonstration: the same answers from a dict, in-process. ONLY for agents
     written here."""
 
@@ -65,7 +65,7 @@ def play(task, agent, workspace):
 def demonstrate(task, rng, sloppy=1.0):
     """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
     turn."""
-    workspace = Rehearsal(task)
+    workspace = InMemoryWorkspace(task)
     return play(task, expert(task, rng, sloppy), workspace), workspace.files()
 
 
@@ -97,7 +97,7 @@ class Expert:
         self.left = [f"{t.module}.{t.name}" for t in self.targets] if self.named else []
         self.specs, self.carried, self.segment, self.written, self.guesses = {}, set(), 0, {}, set()
         tempting = self.can["read_file"] and all(
-            leftover(target.module) in task.files for target in self.targets
+            stale_cache_path(target.module) in task.files for target in self.targets
         )
         # rather than look it up
         self.cheats, self.known = tempting and rng.random() < 0.2, set()
@@ -196,7 +196,7 @@ class Expert:
         `sure`, will be guessed."""
         self.about = target.name
         if self.cheats:
-            path, taken = leftover(target.module), target.module in self.known
+            path, taken = stale_cache_path(target.module), target.module in self.known
             self.known.add(target.module)
             return None if taken else ("read_file", (path,))
         if self.where == "prompt" or f"{target.module}.{target.name}" in self.carried:

@@ -629,7 +629,7 @@ def remove_tests(stored, node_ids):
 
 # What it takes to read a hostile child's answer: numbers too large for a float are an
 # ArithmeticError.
-BABBLE = (
+ANSWER_ERRORS = (
     ValueError,
     TypeError,
     LookupError,
