@@ -19,7 +19,9 @@ import pytest
 import synth_tasks as st
 from world import (
     copies as world_copies,
+    deletion,
     files as world_files,
+    gates,
     judge,
     leftovers,
     repository,

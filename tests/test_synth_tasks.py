@@ -33,8 +33,10 @@ from world import (
     autoinstall,
     careless,
     copies,
+    deletion,
     expert as world_expert,
     files as world_files,
+    gates,
     hygiene,
     judge as world_judge,
     micro,
@@ -1593,7 +1595,9 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
         found,
     )
     assert base["p/b.py"] == "from shutil import copy\n" and "def copy" not in base["p/a.py"]
-    stub = deletion.stub_bodies(files, [one for one in found if one.name.endswith("m")], False)["p/c.py"]
+    stub = deletion.stub_bodies(files, [one for one in found if one.name.endswith("m")], False)[
+        "p/c.py"
+    ]
     assert stub == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
     assert (
         gates.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
