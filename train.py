@@ -47,6 +47,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 # first: it says in one line what Windows lacks
+from world import machine
 from world.machine import owned_directory
 import eval
 import fast
@@ -74,6 +75,7 @@ from command import (
     rollout_statistics,
     source_files,
     step_log,
+    transcripts,
 )
 from command.flags import usage_error
 from fast import workers as fast_workers
@@ -626,9 +628,9 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
-    rollout.demonstrate."""
+    feedback_distill.demonstrate_with_hints."""
     reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
-    chain = rollout.demonstrate(
+    chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
         rng,
@@ -956,7 +958,7 @@ class Reinforcement(Source):
         """-> the groups without the rollouts that the machine failed: no reward, no gradient, no
         part in a mean. They are counted in the log and told in one line. Where nothing is left on
         any rank, the run ends with the cause."""
-        kept, lost = rollout.judged(groups)
+        kept, lost = rollout.drop_failed(groups)
         causes = self.run.gather([chain.failure for chain in lost])
         total = self.run.config.tasks_per_step * self.run.config.group_size
         log["machine_failures"] = len(causes)
@@ -964,7 +966,7 @@ class Reinforcement(Source):
         # for a rank that has nothing left to learn from
         self.spare_episode = groups[0][0].episodes[0] if groups else None
         if causes:
-            self.run.say(f"rl: {rollout.failures_line(causes, total)}")
+            self.run.say(f"rl: {machine.failures_line(causes, total)}")
         if not self.num_rollouts:
             usage_error(
                 "no rollout of this step could be played on this machine; free what the line above "
@@ -1160,9 +1162,9 @@ class Reinforcement(Source):
             flags = {}
             for hint in feedback_distill.detect(chain):
                 flags[hint.episode, hint.turn] = [hint.kind]
-            lines += rollout.transcript(chain, self.run.tokenizer, flags, group=rewards)
+            lines += transcripts.describe_chain(chain, self.run.tokenizer, flags, group=rewards)
         try:
-            rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+            transcripts.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
         # it is there to be read: no reason to lose the run
         except OSError as error:
             self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
@@ -1220,7 +1222,7 @@ class Run:
         # nothing is cut: every rank holds all
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1
         self.dtype = hardware.dtype_of(config)
-        self.compact = summarize.compact(asdict(config))
+        self.compact = summarize.make_compaction(asdict(config))
         self.tokenizer = self.model = None
 
     def bar(self, iterable, name):

@@ -21,8 +21,8 @@ per task and has its own table in eval.py.
 
 import numpy as np
 
+import eval
 import feedback_distill
-import rollout
 import summarize
 
 # of the log: plain means over all rollouts
@@ -54,11 +54,11 @@ def rollout_rows(groups, rank):
                 level=chain.task.level,
                 solved=chain.solved,
                 reward=chain.reward,
-                cheats=rollout.cheats(chain),
-                suspicious=rollout.suspicious(chain),
+                cheats=eval.has_cheat(chain),
+                suspicious=eval.is_suspicious(chain),
                 reads="read_file" in chain.task.tools,
-                blind=rollout.submitted_untested(chain),
-                probe=summarize.probe(chain),
+                blind=eval.submitted_untested(chain),
+                probe=summarize.count_named_targets(chain),
                 decode_steps=chain.steps,
                 flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
                 files=hash(frozenset(chain.files.items())),
