@@ -196,7 +196,7 @@ class Config:
     # with workers: by how many updates at most a token's policy may lag behind the one it trains
     staleness: int = 1
     feedback: float = 0.15  # weight of the targeted distillation, 0 = off
-    # what hints speak about in sft and rl, a list: communication, code_style
+    # the rules whose hints are distilled, a list: names of feedback_distill.RULES
     habits: str = "unavailable_tool"
     divergence: str = "reverse"  # forward, reverse or jsd
     teacher: str = "ema"  # current, ema or frozen
@@ -759,7 +759,9 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
-    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    # Of a rule without a reminder a demonstration holds no hint.
+    known = feedback_distill.REMINDERS
+    reminders = {habit: known[habit] for habit in habits(config) if habit in known}
     chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
