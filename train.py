@@ -213,8 +213,8 @@ class Config:
     # that trains on it
     staleness: int = 1
     feedback: float = 0.15  # weight of the targeted textual feedback (distillation); 0: off
-    # which bad habits get hints in sft and rl, separated by commas: unavailable_tool,
-    # communication, code_style
+    # which bad habits get hints in sft and rl, separated by commas: names of
+    # feedback_distill.RULES, such as unavailable_tool, communication, code_style
     habits: str = "unavailable_tool"
     # from the teacher, in the feedback: forward (KL), reverse (KL) or jsd
     divergence: str = "reverse"
@@ -629,7 +629,9 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
-    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    # Of a rule without a reminder a demonstration holds no hint.
+    known = feedback_distill.REMINDERS
+    reminders = {habit: known[habit] for habit in habits(config) if habit in known}
     chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
@@ -1400,19 +1402,26 @@ class Run:
         return hsdp.parallelize(model, self.meshes, comm_dtype)
 
     def make_optimizer(self):
-        """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains
-        and the routers."""
-        config, matrices, rest = self.config, [], []
+        """Muon takes every matrix and stack of matrices, per head and per expert; AdamW the
+        embedding, the head, the gains and the routers."""
+        config, matrices, outputs, rest = self.config, [], [], []
         for name, p in self.model.named_parameters():
             plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
             if plain or config.optimizer == "adamw":
                 rest.append((name, p))
+            elif name.endswith("attn.wo"):
+                outputs.append((name, p))
             else:
                 matrices.append((name, p))
+
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
+        # Stacks (heads of a projection, experts) are orthogonalised one by one (stated). So are the
+        # heads of the output projection, which lie side by side in its columns.
+        muon = dict(algorithm="muon", lr=config.lr, weight_decay=config.weight_decay)
         if matrices:
-            group = dict(lr=config.lr, weight_decay=config.weight_decay)
-            groups.append(dict(params=matrices, algorithm="muon", **group))
+            groups.append(dict(params=matrices, **muon))
+            heads = self.model.config.heads
+            groups.append(dict(params=outputs, column_blocks=heads, **muon))
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,

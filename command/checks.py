@@ -73,10 +73,9 @@ def check_values(config):
         )
     if config.seed >= 1 << 32:
         usage_error(f"--seed={config.seed}: below 2^32")
-    if not set(config.habits.split(",")) <= set(feedback_distill.REMINDERS):
+    if not set(config.habits.split(",")) <= set(feedback_distill.RULES):
         usage_error(
-            f"--habits={config.habits}: a list, with commas, of "
-            f"{', '.join(feedback_distill.REMINDERS)}"
+            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.RULES)}"
         )
 
 

@@ -1426,6 +1426,23 @@ def test_demonstrations_are_of_every_level_asked_for(run):
     assert missing >= {0, 2, 3, 4, 6}
 
 
+def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_hint(run):
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    task = train.synth_tasks.make_task(0, 1)
+
+    def episodes(habits):
+        config = train.replace(train.Config(), window=2048, habits=habits)
+        train.checks.check_values(config)
+        rng = train.random.Random(1)
+        return train.demonstrate(config, task, rng, tokenizer, None)
+
+    def spoken(habits):
+        return [turn.tokens for episode in episodes(habits) for turn in episode.turns]
+
+    assert "effort" not in train.feedback_distill.REMINDERS
+    assert spoken("unavailable_tool,effort") == spoken("unavailable_tool")
+
+
 def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
     lengths = np.random.default_rng(0).integers(50, 500, 400)
     groups = train.length_groups(lengths, 2048, 150, 7)
@@ -1535,13 +1552,16 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
     r = train.Run(train.configure(train.parse(SMALL), "pretrain"))
     r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
-    groups = {group["algorithm"]: group["params"] for group in r.make_optimizer().param_groups}
-    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in r.model.parameters()}
-    # wq wk wv, experts
-    assert (
-        all(p.ndim >= 2 for p in groups["muon"])
-        and sum(p.ndim == 3 for p in groups["muon"]) == 2 * 3 + 3
-    )
+    optimizer = r.make_optimizer()
+    rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
+    held = [id(p) for p in [*rest, *matrices, *outputs]]
+    assert sorted(held) == sorted(id(p) for p in r.model.parameters())
+    # wq wk wv of two layers, the experts of one
+    assert all(p.ndim >= 2 for p in matrices) and sum(p.ndim == 3 for p in matrices) == 2 * 3 + 3
+    # The output projections, a head for each block of columns.
+    assert [id(p) for p in outputs] == [id(block.attn.wo) for block in r.model.layers]
+    blocks = [(g["algorithm"], g["column_blocks"]) for g in optimizer.param_groups]
+    assert blocks == [("adamw", 1), ("muon", 1), ("muon", r.config.heads)]
 
 
 # ---------------------------------------------------------------- flags that do something, numbers that say what they know
