@@ -459,8 +459,7 @@ class Work:
 
 def leaves_room(tokenizer, task, limits):
     """Is there room for a first turn, two tokens at least, behind the task's opening?"""
-    episode = Episode([opening_turn(tokenizer, task)])
-    return limits.window - len(context_tokens(tokenizer, episode)) >= 2
+    return limits.window - len(context_tokens(tokenizer, [opening_turn(tokenizer, task)])) >= 2
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
@@ -472,48 +471,45 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     the summary is then sampled in the same context, and a new episode starts from task + summary
     (or, where it truncates, at once from task + newest turns)."""
     chain = Chain(task, [Episode([opening_turn(tokenizer, task)])])
-    pending = context_tokens(tokenizer, chain.episodes[-1])  # what the sampler has not read yet
-    restart = True  # the pending tokens begin a new context
+    restart = True  # the episode begins a new context
+    added = []  # else: its turns that the sampler has not read yet
     summarizing = False  # the next turn is a summary
-    call_number = 0  # calls that stand in the context
-    commands_run = 0
-
+    call_number = commands_run = 0  # calls that stand in the context, commands in all
     for _ in range(limits.turns):
-        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
+        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) reads what is
+        #    new and writes the turn, which is kept token for token.
         episode = chain.episodes[-1]
-        prompt = tokenizer.generation_prompt(episode.turns[-1].role)
+        unread = episode.turns if restart else added
+        prompt = tokenizer.generation_prompt(unread[-1].role)
         room = limits.window - len(episode) - len(prompt)
         if room < 2:
             break
+        tokens = context_tokens(tokenizer, unread)
         most = min(limits.turn, room)
-        answer = yield Request(pending, restart, most, summarizing, call_number)
-        restart = False
-
-        # 2) It is kept token for token.
+        answer = yield Request(tokens, restart, most, summarizing, call_number)
         turn = sampled_turn(tokenizer, prompt, room, *answer)
         episode.turns.append(turn)
+        restart = False
 
-        # 3) A turn without a stop token ran out of room: none of its calls is run, and the agent
-        #    has submitted nothing.
+        # 2) A turn without a stop token ran out of room: nothing of it is run or submitted.
         if turn.tokens[-1] not in tokenizer.ends:
             cut_off = [] if summarizing else turn.calls
             turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
 
-        # 4) A summary ends the episode, and the next one starts from it.
+        # 3) A summary ends the episode, and the next one starts from it.
         if summarizing:
             turn.calls = []
             chain.episodes.append(Episode(compact.turns_after_summary(tokenizer, chain, turn)))
-            pending = context_tokens(tokenizer, chain.episodes[-1])
             restart, summarizing, call_number = True, False, 0
             continue
 
-        # 5) A turn without calls is the final message: the work is submitted.
+        # 4) A turn without calls is the final message: the work is submitted.
         if not turn.calls:
             chain.finished = True
             break
 
-        # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
+        # 5) The tools run outside the model. Where the machine fails at one, what the tools say is
         #    not what this agent's work does.
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
@@ -521,33 +517,19 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         yield tool_work(workspace, turn.calls, chain, slow=commands > 0)
         if chain.failure:
             break
-
-        # 7) Their outputs share a third of the window at most.
-        room = limits.window // 3
-        if compact:
-            room = min(room, compact.room_for_outputs(tokenizer, chain))
-        added = output_turns(tokenizer, turn.calls, room)
+        added = output_turns(tokenizer, chain, limits, compact)
         episode.turns += added
 
-        # 8) Is the context nearly full? Then a summary is asked for, or the oldest turns are left
-        #    out.
+        # 6) Is the context nearly full? Then a summary is asked for, or the oldest turns go.
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.newest_turns(tokenizer, chain)))
-            pending = context_tokens(tokenizer, chain.episodes[-1])
             restart = True
-            continue
-        if query:
+        elif query:
             episode.turns.append(query)
             added.append(query)
             summarizing = True
-        pending = context_tokens(tokenizer, Episode(added))
-
-    leave_out_unread(chain, limits)
-    try:
-        chain.files = workspace.files()
-    except MachineFailure as failure:
-        chain.failure = str(failure)
+    end_chain(chain, workspace, limits)
     return chain
 
 
@@ -573,21 +555,26 @@ def tool_work(workspace, calls, chain, slow):
     return Work(calls, lambda: run_tools(workspace, calls, chain), slow)
 
 
-def output_turns(tokenizer, calls, room):
-    """A turn for the output of each call; each has an equal share of the room."""
+def output_turns(tokenizer, chain, limits, compact):
+    """A turn for the output of each call of the last turn. All together have a third of the window
+    at most, and each an equal share."""
+    room = limits.window // 3
+    if compact:
+        room = min(room, compact.room_for_outputs(tokenizer, chain))
     turns = []
+    calls = chain.episodes[-1].turns[-1].calls
     for i, call in enumerate(calls):
         answers = call.name, i, len(calls), call.id
         turns.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
     return turns
 
 
-def context_tokens(tokenizer, episode):
+def context_tokens(tokenizer, turns):
     """The tokens of these turns, and what the harness writes before the policy's next turn"""
     tokens = []
-    for turn in episode.turns:
+    for turn in turns:
         tokens += turn.tokens
-    return tokens + tokenizer.generation_prompt(episode.turns[-1].role)
+    return tokens + tokenizer.generation_prompt(turns[-1].role)
 
 
 def refuse_calls(task, limits, calls, commands_run):
@@ -607,8 +594,9 @@ def refuse_calls(task, limits, calls, commands_run):
     return len(commands)
 
 
-def leave_out_unread(chain, limits):
-    """A chain ends with turns that the policy has read or written itself."""
+def end_chain(chain, workspace, limits):
+    """A chain ends with turns that the policy has read or written itself, and with the files that
+    it leaves."""
     # Outputs that overflowed the context were never fed.
     for episode in chain.episodes:
         while len(episode) > limits.window and len(episode.turns) > 1:
@@ -617,6 +605,10 @@ def leave_out_unread(chain, limits):
     roles = [turn.role for turn in chain.episodes[-1].turns]
     if len(chain.episodes) > 1 and "assistant" not in roles:
         chain.episodes.pop()
+    try:
+        chain.files = workspace.files()
+    except MachineFailure as failure:
+        chain.failure = str(failure)
 
 
 # ---------------------------------------------------------------- sampling
