@@ -2,9 +2,9 @@
 sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
-message; hidden tests give the reward. This file holds the tokenizer, the transcript, the tools, the
-agent, a sampler in its plain form (one agent after the other, one token at a time) and the
-policy-gradient objective.
+message; hidden tests give the reward. This file holds the tokenizer, the transcript (turns,
+episodes, chains), the agent as one coroutine, a sampler in its plain form (one agent after the
+other, one token at a time), group rollouts, and the policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
@@ -57,11 +57,11 @@ from synth_tasks import make_task
 from world.audit import audit, changes
 from world.expert import Rehearsal, expert
 from world.judge import judge
+from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
 from world.task import SUMMARIZE, Action, Task
 from world.tools import call_tool
 from world.workspace import Workspace
-from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -78,9 +78,10 @@ CONTROLS = (
     # <|text|> separates documents in pretraining
     "<|text|>",
 )
-# Single digits, so that numbers can be copied; words with the space or underscore before them; `def
-# ` with the space after it, so that a name is the same tokens where it is defined and where it is
-# used; a newline with its indentation; runs of signs.
+# How a text is cut before its pieces are encoded. Single digits, so that numbers can be copied;
+# words with the space or underscore before them; "def" with the space after it, so that a name is
+# the same tokens where it is defined and where it is used; a newline with its indentation; runs of
+# signs.
 SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
 
 
@@ -136,7 +137,7 @@ def merge_pair(piece, pair):
 
 class Tokenizer:
     """tiktoken.Encoding with this project's control tokens, and the form in which a conversation is
-    written with them. Text never encodes to a control token.
+    written with them. Text never encodes to a control token. ranks: {bytes: id}.
 
     The tokenizer of a published model is a subclass with other control tokens and another form: all
     that a turn looks like is asked of the tokenizer."""
@@ -776,6 +777,7 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
         return Chain(task, [Episode([opening_turn(tokenizer, task)])], failure=str(failure))
     with workspace:
         chain = yield from agent(task, tokenizer, workspace, limits, compact)
+        # What the tools did is seen only as long as the workspace stands.
         chain.facts = workspace.recorder.seen
         return chain
 
@@ -850,12 +852,16 @@ def effort_counts(chain):
     def count_tokens(turns):
         return sum(len(turn.tokens) - turn.head for turn in turns)
 
+    # The policy's turns: those that act, and those that only speak (summaries, the final message).
     own = [turn for turn in chain.turns if turn.role == "assistant"]
     acting = [turn for turn in own if turn.calls]
-    silent = [turn for turn in own if not turn.calls]  # summaries and the final message
+    silent = [turn for turn in own if not turn.calls]
     final = silent[-1:] if chain.finished else []
     outputs = [turn for turn in chain.turns if turn.role == "tool"]
-    calls = [call for turn in own for call in turn.calls]
+    calls = [call for turn in acting for call in turn.calls]
+    lengths = [len(episode) for episode in chain.episodes]
+
+    # Thinking is what stands before the first call of a turn, and every summary.
     thinking = sum(turn.thinking for turn in acting)
     return dict(
         thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
@@ -866,8 +872,8 @@ def effort_counts(chain):
         turns=len(own),
         sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
-        context=max(len(episode) for episode in chain.episodes),
-        total=sum(len(episode) for episode in chain.episodes),
+        context=max(lengths),
+        total=sum(lengths),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
         finished=chain.finished,
@@ -1053,8 +1059,8 @@ def draw_estimates(path, n=200_000):
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
-        ax.plot(kl, variance, label=name)
+    for i, name in enumerate(("k1, kept", "k2, biased", "k3")):
+        ax.plot(kl, [row[i] for row in variances], label=name)
     ax.set(
         yscale="log",
         xlabel="KL divergence, nats",
