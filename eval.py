@@ -280,7 +280,7 @@ def load(folder, device="cpu", plain=False):
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
     # than these knobs: had them so
-    older = {"draft": 3, "init_from": "", "weights": "float32"}
+    older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
     config = {**older, **extra["config"]}
     # knobs of an earlier version, without which this policy would be shown in another world
     for name in ("truncate", "commands"):
@@ -324,7 +324,7 @@ def attempt(
     records. numbers: see rollouts. began: a model; the records then say how far the policy has
     moved from it. hints: see heeded."""
     compact = summarize.make_compaction(config)
-    limits = rollout.Limits(config["window"], config["turns"])
+    limits = rollout.Limits(config["window"], config["max_turns"])
     temperature = config["temperature"] if temperature is None else temperature
     sampler = make_sampler(model, tokenizer, config, temperature)
     groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
@@ -391,7 +391,7 @@ def mismatch(model, tokenizer, config, tasks):
     """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
     differences, token by token}, in bf16 with the experts of sampling replayed and with the
     trainer's own, and in fp32"""
-    found, limits = {}, rollout.Limits(config["window"], config["turns"])
+    found, limits = {}, rollout.Limits(config["window"], config["max_turns"])
     for dtype in (torch.bfloat16, torch.float32):
         sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
         groups = rollout.rollouts(
@@ -788,7 +788,7 @@ def find_policies(config, given, sizes, load_published):
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
-    rules = ["window", "turns", "draft", "summarize", "trigger"]
+    rules = ["window", "max_turns", "draft", "summarize", "trigger"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
         # A run older than a flag was made with its default.
@@ -1060,7 +1060,7 @@ def main(argv):
             or f"{args.out}/mismatch.png"
         )
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
-        config["turns"] = args.turns or config["turns"]
+        config["max_turns"] = args.turns or config["max_turns"]
         policies[run] = attempt(
             model,
             tokenizer,

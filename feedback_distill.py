@@ -818,7 +818,7 @@ def main():
             v_dim=16,
             dense_ffn=64,
             experts=4,
-            active=2,
+            num_experts_per_tok=2,
             expert_ffn=32,
             context=64,
         )

@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.expert import Rehearsal, expert
+from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
@@ -293,7 +293,10 @@ class Call:
 @dataclass
 class Turn:
     """Of an assistant turn the first `head` tokens are the harness's (the role's control token);
-    all others were sampled."""
+    all others were sampled.
+
+    The role decides what is trained on: the sampled tokens of every turn of the role assistant, in
+    each episode that it stands in. A turn that comes again as context has another role (recent)."""
 
     # user, assistant, tool, query, summary, hint; where old turns go: recent, recent output
     role: str
@@ -783,8 +786,9 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
 
 
 def grade_chain(chain, sandbox):
-    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward. The
-    audit looks for cheats."""
+    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward, 1 or 0. The
+    audit looks for cheats. (Training makes its reward of both from chain.solved: compute_reward in
+    train.py.)"""
     chain.stats = effort_counts(chain)
     if chain.failure:
         return
@@ -889,7 +893,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
 def play_moves(task, tokenizer, moves, limits, compact=None):
     """An expert's moves (a generator, as world.expert.expert is one) as an agent's turns ->
     Chain"""
-    play = agent(task, tokenizer, Rehearsal(task), limits, compact)
+    play = agent(task, tokenizer, InMemoryWorkspace(task), limits, compact)
     try:
         asked = next(play)
         action = next(moves)

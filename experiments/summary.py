@@ -102,7 +102,7 @@ def told_once_truncated():
     truncate_oldest()
 
 
-LONG = ("--trigger=0.45", "--levels=8", "--turns=60", "--hardest=7", "--eval_levels=8")
+LONG = ("--trigger=0.45", "--levels=8", "--max_turns=60", "--max_level=7", "--eval_levels=8")
 EXPERIMENT = Experiment(
     question="Is a summary worth its tokens?",
     curves=("named",),
