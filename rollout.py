@@ -786,9 +786,9 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
 
 
 def grade_chain(chain, sandbox):
-    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward, 1 or 0. The
-    audit looks for cheats. (Training makes its reward of both from chain.solved: compute_reward in
-    train.py.)"""
+    """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
+    0. The audit looks for cheats. (Training makes its reward of both from chain.solved:
+    compute_reward in train.py.)"""
     chain.stats = effort_counts(chain)
     if chain.failure:
         return

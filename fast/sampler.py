@@ -6,7 +6,9 @@ numbers of its own (tests/test_fast_sampler.py). Only rounding may differ: a sum
 round in another order than the sum over one sequence, and in bf16 a draw that lies at the edge of
 two tokens then falls to the other one.
 
-Three ideas make it fast:
+It gives 4.8 to 9.1 times the tokens/s of the plain form: 32 synthetic episodes with tool calls, the
+laptop's model in bf16, one core, a busy machine (four runs of `python -m benchmarks.decode`, whose
+tools take a tenth of a second now and then). Three ideas make it fast:
 
 - continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
   run in threads while other rows decode (`python -m benchmarks.decode` measures the factor against
