@@ -1049,7 +1049,7 @@ class Reinforcement:
         return (
             hint.turn,
             feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
-            feedback_distill.span(tokenizer, turn, hint),
+            feedback_distill.find_hinted_tokens(tokenizer, turn, hint),
             feedback_distill.muted(tokenizer, hint.kind),
         )
 
@@ -1058,7 +1058,7 @@ class Reinforcement:
             self.teacher.update()
 
     def reference_logprobs(self, batch):
-        with torch.no_grad(), self.reference.worn():
+        with torch.no_grad(), self.reference.swapped_weights():
             return self.run.model.logprobs(
                 self.run.hidden(batch),
                 batch["targets"],
