@@ -1480,7 +1480,7 @@ def train(config, interrupted, sources=None):
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
-    with hsdp.report_rank_failure():
+    with failures.report_rank_failure():
         return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
 
 
