@@ -33,6 +33,7 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
 """
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -46,7 +47,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import Tokenizer, hint_turn, spoken_text
+from rollout import Tokenizer, effort_counts, make_turn, play_moves
+from world.expert import expert
+from world.task import HINTED, Action
 from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
@@ -88,10 +91,8 @@ def unavailable_tool(chain, e, i):
             return Remark(available_tools(chain.task), call=n)
 
 
-UNREADABLE = (
-    "Reminder: a call must be whole, outside of thoughts, and in the form that the tools are "
-    "called in."
-)
+UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form that the tools "
+UNREADABLE += "are called in."
 
 
 @rule
@@ -226,6 +227,12 @@ SILENT = "Reminder: end with a short message that says what was done."
 RAMBLING = "Reminder: the final message must be short."
 
 
+def spoken_text(text):
+    """What a turn says, without the thought before it"""
+    before, close, after = text.partition("</think>")
+    return after if close else before.partition("<think>")[0]
+
+
 @rule
 def communication(chain, e, i):
     """The final message is missing or long. Only where the policy ended by itself: to one that a
@@ -305,6 +312,8 @@ def mute(logits, tokens):
     return logits.masked_fill(vocabulary == tokens[:, None], -1e4)
 
 
+# ---------------------------------------------------------------- demonstrations with hints
+
 # What a demonstration's hints say of the flaws that the expert shows (synth_tasks.Action).
 
 
@@ -326,6 +335,86 @@ REMINDERS = {
     "communication": remind_of_message,
     "code_style": remind_of_style,
 }
+
+
+def hint_turn(tokenizer, text, turn):
+    """The hint above an assistant turn. Where that turn begins without a word of the harness, the
+    hint ends in the words that let the policy speak."""
+    hint = make_turn(tokenizer, "hint", text)
+    if not turn.head:
+        hint.tokens += tokenizer.generation_prompt("hint")
+    return hint
+
+
+def insert_hints(tokenizer, chain, hints):
+    """Put a hint right above each assistant turn whose number is in `hints`."""
+    number = 0
+    for episode in chain.episodes:
+        turns = []
+        for turn in episode.turns:
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
+        episode.turns = turns
+
+
+def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
+    """The expert's actions. Into `hinted` goes, by the number of the action, the hint that stands
+    above it.
+
+    A flawed action is, with probability `hints`, left out, and the hint remind[flaw](task, action)
+    stands above the right one: so the model learns to heed hints. With probability `neutral` one of
+    the hints stands above an action that was right anyway, calls and final messages alike: a hint
+    must say nothing but what it says, or its distillation drifts (a model that saw hints about
+    tools above calls only unlearned to finish, and one that saw hints about the final message above
+    final messages only learned to quit)."""
+    # Each text that a hint can have, once
+    texts = []
+    for tell in remind.values():
+        for words in ("", "too many"):
+            text = tell(task, Action(words))
+            if text not in texts:
+                texts.append(text)
+
+    action = next(moves)
+    for number in itertools.count():
+        hint = None
+        while action.flaw in remind and rng.random() < hints:
+            hint = remind[action.flaw](task, action)
+            action = moves.send([HINTED])
+        is_right = hint is None and action.flaw not in remind
+        if is_right and remind and neutral and rng.random() < neutral:
+            hint = texts[0] if len(texts) == 1 else rng.choice(texts)
+        if hint is not None:
+            hinted[number] = hint
+        outputs = yield action
+        action = moves.send(outputs)
+
+
+def demonstrate_with_hints(
+    task,
+    tokenizer,
+    rng,
+    limits,
+    sloppy=1.0,
+    compact=None,
+    remind={},
+    hints=0.3,
+    neutral=0.0,
+    restless=0.0,
+):
+    """A demonstration in which some flaws are left out and a hint stands in their place -> Chain.
+    It is for fine-tuning: a model this small cannot read a hint that it has never seen. sloppy: how
+    often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
+    hinted = {}
+    moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
+    moves = hinted_moves(task, moves, rng, remind, hints, neutral, hinted)
+    chain = play_moves(task, tokenizer, moves, limits, compact)
+    insert_hints(tokenizer, chain, hinted)
+    chain.stats = effort_counts(chain)
+    return chain
 
 
 # ---------------------------------------------------------------- splicing and packing
@@ -612,10 +701,8 @@ def toy_chain(words, tools, item, tool, hinted=False):
         tokens = [words.id[f"<|{role}|>"], *body, words.id["<|end|>"]]
         return Turn(role, tokens, **more)
 
-    if tool in tools:
-        call = Call(tool, [], "ok")
-    else:
-        call = Call(tool, [], "Tool not found", "unknown_tool")
+    outcome = ("ok", "") if tool in tools else ("Tool not found", "unknown_tool")
+    call = Call(tool, [], *outcome)
     task = SimpleNamespace(tools=tools, test_command="")
     prompt, message = f"Tools: {', '.join(tools)}. Fix {item}.", f"done {item}."
     turns = [turn("user", words.encode(prompt), text=item)]
@@ -752,23 +839,9 @@ def draw(path, names, kl, curve):
 def make_toy_model(words):
     from moe import Model, ModelConfig
 
-    return Model(
-        ModelConfig(
-            len(words.names),
-            dim=32,
-            layers=2,
-            heads=4,
-            kv_lora=16,
-            qk_nope=16,
-            qk_rope=8,
-            v_dim=16,
-            dense_ffn=64,
-            experts=4,
-            active=2,
-            expert_ffn=32,
-            context=64,
-        )
-    )
+    sizes = dict(dim=32, layers=2, heads=4, kv_lora=16, qk_nope=16, qk_rope=8, v_dim=16)
+    sizes.update(dense_ffn=64, experts=4, num_experts_per_tok=2, expert_ffn=32, context=64)
+    return Model(ModelConfig(len(words.names), **sizes))
 
 
 def demo(path):
@@ -793,10 +866,8 @@ def demo(path):
     curve = distill_toy(model, words, rng, toy_chains(words, rng, 128, habit=1))
     for step in range(0, len(curve), 5):
         wrong, good, moved = curve[step]
-        print(
-            f"step {step:2}  wrong tool {wrong:.3f}  offered tools {good:.3f}  "
-            f"final message moved {moved:.4f}"
-        )
+        now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"
+        print(f"step {step:2}  {now}  final message moved {moved:.4f}")
     draw(path, names, kl, curve)
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(

@@ -4,16 +4,16 @@ of it."""
 import json
 
 import pytest
+from sampling import TRAINED
+from test_published_chat import published
+from test_rollout import drive
 
 import feedback_distill
 import rollout
-from rollout import Limits, agent, write_action
-from sampling import TRAINED
+from rollout import Limits, agent
 from synth_tasks import LEVELS, micro_prompt
-from test_chat import published
-from test_rollout import drive
 from world import tools
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.sandbox import Sandbox
 from world.task import Task
 from world.tools import ARGUMENTS, FUNCTIONS, TOOLS, call_tool, tool, tool_schema
@@ -47,8 +47,8 @@ def test_an_agent_calls_a_fifth_tool_that_is_one_function_and_a_wrong_call_is_re
         ("edit_file", ("a.py", "", "z")),
     ]
     chain, _, _ = drive(
-        agent(task, TRAINED, Rehearsal(task), Limits(900)),
-        [write_action(TRAINED, "", calls), write_action(TRAINED, "", [])],
+        agent(task, TRAINED, InMemoryWorkspace(task), Limits(900)),
+        [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
     assert chain.finished
     assert [(call.output, call.error) for call in chain.turns[1].calls] == [
@@ -72,7 +72,7 @@ def test_the_prompt_and_a_published_chat_template_name_a_fifth_tool(task):
     prompt = micro_prompt(LEVELS[3], [], task.tools, ["boat"])
     assert "Tools: read_file count_lines\n" in prompt
     tokenizer = published("qwen")
-    told = tokenizer.decode(rollout.opening(tokenizer, task).tokens)
+    told = tokenizer.decode(rollout.opening_turn(tokenizer, task).tokens)
     schema = tool_schema("count_lines")
     assert json.dumps(schema)[1:-1] in told
     assert schema == {
