@@ -314,8 +314,6 @@ def mute(logits, tokens):
 
 # ---------------------------------------------------------------- demonstrations with hints
 
-# What a demonstration's hints say of the flaws that the expert shows (synth_tasks.Action).
-
 
 def remind_of_tools(task, action):
     return available_tools(task)
@@ -329,7 +327,7 @@ def remind_of_style(task, action):
     return f"Reminder: code style: {STYLE['comments'][0]}"
 
 
-# rule -> (task, flawed action) -> text
+# what a demonstration's hints say of a flaw of the expert: rule -> (task, flawed action) -> text
 REMINDERS = {
     "unavailable_tool": remind_of_tools,
     "communication": remind_of_message,

@@ -89,13 +89,11 @@ class Layout:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"{name}={size}: a mesh has at least one rank in every direction")
+        dense, ranks = f"dp_replicate={self.dp_replicate} x cp={self.cp}", f"{self.world} ranks"
         if self.world % (self.dp_replicate * self.cp):
-            raise ValueError(
-                f"dp_replicate={self.dp_replicate} x cp={self.cp} does not divide the "
-                f"{self.world} ranks"
-            )
+            raise ValueError(f"{dense} does not divide the {ranks}")
         if self.world % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide the {self.world} ranks")
+            raise ValueError(f"ep={self.ep} does not divide the {ranks}")
 
     @property
     def shard(self):
@@ -426,7 +424,7 @@ def all_reduce_sum(t):
     (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
     data rank."""
     t = torch.as_tensor(t).clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_and_world()[1] > 1:
         dist.all_reduce(t)
     return t
 
@@ -748,19 +746,8 @@ def small_model():
     from moe import Model, ModelConfig
 
     torch.manual_seed(0)
-    model = Model(
-        ModelConfig(
-            vocab=64,
-            dim=32,
-            layers=2,
-            kv_lora=16,
-            qk_nope=8,
-            qk_rope=8,
-            v_dim=8,
-            dense_ffn=64,
-            expert_ffn=16,
-        )
-    )
+    sizes = dict(vocab=64, dim=32, layers=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8)
+    model = Model(ModelConfig(dense_ffn=64, expert_ffn=16, **sizes))
     for p in model.parameters():
         if not p.any():
             # a matrix that starts at zero hides the gradients behind it
@@ -775,9 +762,8 @@ def forward_backward(model, meshes, seed=1):
     mine = rows.chunk(meshes.layout.data)[meshes.data_rank]
     tokens, targets = shard_sequence(mine[:, :-1], meshes), shard_sequence(mine[:, 1:], meshes)
     logits = model.logits(model(tokens, positions(64, meshes)))
-    nll = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum"
-    )
+    logits, flat = logits.flatten(0, 1), targets.flatten()
+    nll = torch.nn.functional.cross_entropy(logits, flat, reduction="sum")
     loss = nll / all_reduce_sum(targets.numel())
     loss.backward()
     return float(all_reduce_sum(loss.detach()))

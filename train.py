@@ -58,7 +58,7 @@ import rollout
 import summarize
 import synth_tasks
 from moe import ModelConfig, balance, count_draft_hits, mtp_loss
-from muon import Muon, check_parameters, newton_schulz
+from muon import Muon, newton_schulz
 from published.export import export_model
 from published.families import read_config
 from published.grouped_query import config_of
@@ -1347,7 +1347,7 @@ class Run:
             ns_dtype=self.dtype,
             newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
-        check_parameters(optimizer, self.model.named_parameters())
+        checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

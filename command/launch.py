@@ -10,21 +10,20 @@ ranks tell each other is said in train.py and hsdp.py.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from command.flags import is_first_rank, usage_error
 from world.machine import fcntl
-import ctypes
-from functools import partial
-from contextlib import suppress
 
 
 @contextlib.contextmanager
@@ -129,7 +128,7 @@ def terminate_children(number, frame):
 
 
 def die_with_parent(number):
-    with suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)
 
 

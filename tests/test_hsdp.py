@@ -20,9 +20,10 @@ import fast
 import hsdp
 from benchmarks import plan
 from command import checkpoint_files, failures, gpu_memory
+from command.checks import check_parameters
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss
-from muon import Muon, check_parameters
+from muon import Muon
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
