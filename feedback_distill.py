@@ -19,7 +19,7 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
     loss      sum of these over the hinted turns' tokens / number of such tokens (not RL's number)
 
 To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> what to
-say of that turn, or None. That is all: `detect` asks it, and the trainer teaches what it says.
+say of that turn, or None. `detect` asks it, the trainer teaches it (--habits=its name).
 
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
 (it routes by itself); targets spread over context-parallel ranks. Several rules may have something
@@ -91,8 +91,8 @@ def unavailable_tool(chain, e, i):
             return Remark(available_tools(chain.task), call=n)
 
 
-UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form that the tools "
-UNREADABLE += "are called in."
+UNREADABLE = "Reminder: a call must be whole, outside of thoughts, and in the form "
+UNREADABLE += "that the tools are called in."
 
 
 @rule
@@ -136,6 +136,7 @@ def find_broken_style(call, names):
         return None
     _, old, new = call.args
     kept = set(old.split("\n"))
+    # The first rule in the repository's order, then the first line that breaks it.
     for name in names:
         said, breaks = STYLE[name]
         start = 0  # of the line, in the new text
@@ -205,7 +206,7 @@ def unfinished(chain, e, i):
             for call in turn.calls:
                 missing = still_missing(chain.task, call, missing)
     open_items = [item for mark, item in plan if mark == " "]
-    left = dict.fromkeys(open_items + missing)  # each once
+    left = dict.fromkeys(open_items + missing)
     return f"Reminder: still to do: {', '.join(left)}." if left else None
 
 
@@ -440,6 +441,7 @@ def splice(episode, turn_index, hint):
     turn = episode.turns[turn_index]
     taught = f"turn {turn_index} is {turn.role!r}: only the policy's own turns can be taught"
     assert turn.role == "assistant", taught
+    # Everything above the turn, in the student's context and in the teacher's.
     above = []
     for earlier in episode.turns[:turn_index]:
         above += earlier.tokens
@@ -516,6 +518,7 @@ def log_buckets(student, teacher, top_k=0, top_by="student"):
     """Logits (N, V) twice -> log-probs (N, V), or (N, k + 1): the k likeliest entries and the sum
     of all others."""
     assert top_by in ("student", "teacher"), f"top_by must be student or teacher, not {top_by!r}"
+    # In fp32, whatever the model computes in. The teacher is a constant.
     s = F.log_softmax(student.float(), -1)
     t = F.log_softmax(teacher.detach().float(), -1)
     if not 0 < top_k < student.shape[-1]:
@@ -594,8 +597,7 @@ def feedback_loss(student, teacher, count, **options):
 
 
 def logits_at(model, tokens, row, position):
-    """Logits (N, V) at the given places only; (R, S, V) never exists. Models without .logits are
-    taken to return logits."""
+    """Logits (N, V) at these places only. A model without .logits returns logits itself."""
     hidden = model(tokens)[row, position]
     return model.logits(hidden) if hasattr(model, "logits") else hidden
 

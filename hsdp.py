@@ -522,7 +522,7 @@ def full_state(model):
     return whole
 
 
-# ---------------------------------------------------------------- checkpoints, from any layout to any
+# ---------------------------------------------------------------- checkpoints
 
 
 def save(directory, model, optimizer=None, extra=None, more=None):

@@ -983,9 +983,9 @@ def demo():
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
         f"Four ranks ({traffic['collectives']} collectives, "
-        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with weights\n"
-        f"that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before\n"
-        f"task 1 multiplied (out/muon.png)."
+        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with\n"
+        f"weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms\n"
+        f"before task 1 multiplied (out/muon.png)."
     )
 
 

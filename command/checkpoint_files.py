@@ -7,21 +7,22 @@ anything of it is loaded:
 
     size, checksum      every file holds the bytes that were written
     names               nothing outside the folder is part of a checkpoint
-    .metadata           a pickle could run any program, so only classes that describe tensors come out
+    .metadata           a pickle could run any program: only what describes tensors comes out
 
 It stands apart from hsdp.py, which saves and loads across layouts: none of this knows of a mesh.
 Left out: signatures. Who can write the folder can also write its checksums.
 """
 
-from torch.distributed.checkpoint.api import CheckpointException
-from pathlib import Path, PurePath
-import torch.distributed.checkpoint as dcp
 import errno
 import json
 import os
 import pickle
-import torch
 import zlib
+from pathlib import Path, PurePath
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 class SaveFailed(OSError):
@@ -70,6 +71,7 @@ def write_synced(path, data):
 def validated_folder(directory):
     """-> the folder, and {file: {"bytes": size, "crc32": checksum}}; an older manifest has sizes
     alone and no checksums"""
+    # A save that ended between its two renames left the checkpoint before it as .old.
     folder = Path(directory) if Path(directory).exists() else Path(f"{directory}.old")
     try:
         raw = json.loads((folder / "manifest.json").read_text())
@@ -86,7 +88,8 @@ def validated_folder(directory):
         # Nothing outside the folder is part of a checkpoint, whatever a manifest says.
         if not name or name != Path(name).name or "\\" in name or "\0" in name or name == "..":
             raise DamagedCheckpoint(
-                f"{directory}: manifest.json names {name!r}, which is no file of this folder: not to be trusted"
+                f"{directory}: manifest.json names {name!r}, which is no file of this folder: "
+                "not to be trusted"
             )
         size, path = entry["bytes"], folder / name
         there = path.stat().st_size if path.is_file() else 0
@@ -105,7 +108,8 @@ def validated_folder(directory):
 def check_sum(directory, folder, name, manifest):
     if "crc32" in manifest[name] and describe_file(folder / name) != manifest[name]:
         raise DamagedCheckpoint(
-            f"{directory}: {name} holds other bytes than were written (checksum): the checkpoint is damaged"
+            f"{directory}: {name} holds other bytes than were written (checksum): "
+            "the checkpoint is damaged"
         )
 
 
