@@ -22,14 +22,12 @@ To add a rule, write one function with its docstring under @rule: (chain, episod
 say of that turn, or None. `detect` asks it, the trainer teaches it (--habits=its name).
 
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
-(it routes by itself); targets spread over context-parallel ranks. Several rules may have something
-to say of one turn: only the first one is heard.
+(it routes by itself); targets spread over context-parallel ranks; a second hint on one turn.
 
 Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their length, N targets
 (tokens of hinted turns), V vocabulary, k entries kept.
 
-    python feedback_distill.py      a tiny model calls a tool that is not there: a hint, its KL per
-                                    token (out/feedback.png), the cure
+    python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
 
 import argparse
