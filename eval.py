@@ -364,7 +364,8 @@ def heeded(model, tokenizer, chain):
         turn, above = episode.turns[hint.turn], [
             token for turn in episode.turns[: hint.turn + 1] for token in turn.tokens
         ]
-        span, device = feedback_distill.span(tokenizer, turn, hint), model.embed.weight.device
+        span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
+        device = model.embed.weight.device
         at = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
         places = (torch.tensor([above], device=device), at.student_row, at.student_position), (
             at.tokens,

@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 import eval
 import feedback_distill
-import hsdp
 import train
 from experiments import tables
+from command import launch
 
 HERE = Path(__file__).resolve().parent
 # What the runner decides in every run.
@@ -189,7 +189,7 @@ def run_job(job):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hsdp.tied_to_parent(signal.SIGTERM),
+        preexec_fn=launch.tied_to_parent(signal.SIGTERM),
     )
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
