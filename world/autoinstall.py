@@ -138,24 +138,27 @@ def declared(files):
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named | {"pytest"}), *lists]
 
 
+STATING_FILES = re.compile(
+    r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$"
+)
+PYTHON_LINE = re.compile(
+    r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", re.M
+)
+# what a shell would do, and what is no test
+UNWANTED = re.compile(
+    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b"
+)
+
+
 def stated(files):
     """Python commands that tox, make, CI or the README run."""
     for path, text in files.items():
-        if re.search(
-            r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$",
-            path,
-        ):
-            text = re.sub(r"\{posargs[^}]*\}", "", text)
-            for line in re.findall(
-                r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", text, re.M
-            ):
-                if not re.search(
-                    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b",
-                    line,
-                ):
-                    yield re.sub(r"^py\.?test", "python -m pytest", line.strip()).replace(
-                        "python3", "python"
-                    )
+        if not STATING_FILES.search(path):
+            continue
+        for line in PYTHON_LINE.findall(re.sub(r"\{posargs[^}]*\}", "", text)):
+            if not UNWANTED.search(line):
+                line = re.sub(r"^py\.?test", "python -m pytest", line.strip())
+                yield line.replace("python3", "python")
 
 
 def propose(files):
@@ -207,7 +210,11 @@ def propose(files):
     return [Proposal(*words) for words in dict.fromkeys(found)][:10]
 
 
-MOCK = "from unittest.mock import MagicMock\n__path__ = []\ndef __getattr__(name): return MagicMock()\n"
+MOCK = (
+    "from unittest.mock import MagicMock\n"
+    "__path__ = []\n"
+    "def __getattr__(name): return MagicMock()\n"
+)
 
 
 def install(files, tries):
@@ -215,8 +222,8 @@ def install(files, tries):
     printed. First everything at once; then one by one, whatever fails; then no index, but the
     packages of this Python; then mocks of what is still missing."""
     pip = (
-        f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python --disable-pip-version-check install "
-        "-q --no-compile --retries 1"
+        f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
+        "--disable-pip-version-check install -q --no-compile --retries 1"
     )
     site, wanted = "$(echo .venv/lib/*/site-packages)", [
         shlex.quote(word) for word in declared(files)
@@ -308,7 +315,8 @@ def refuse_place(keep):
         raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
     if has_bwrap() and hidden_place(place):
         raise Refusal(
-            f"{keep}: the sandbox shows nothing of {hidden_place(place)}: name another folder by --keep=DIR"
+            f"{keep}: the sandbox shows nothing of {hidden_place(place)}: "
+            "name another folder by --keep=DIR"
         )
 
 
