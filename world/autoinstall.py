@@ -261,6 +261,8 @@ def autoinstall(
     files = copy_repository(repo)
     if keep is not None:
         refuse_place(keep)
+
+    # 1) Propose ten commands; three of them, the suite's among these, have to work.
     proposals, tries = proposer(files), []
     if len(proposals) < 3:
         raise Refusal(f"{repo}: fewer than three commands can be proposed")
@@ -277,23 +279,25 @@ def autoinstall(
         memo=False,
         hide=installed_copies(files),
     )
-    offline, online = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits), Sandbox(
-        600, network=network, **limits
-    )
+    # Only the installation reaches the network.
+    offline = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits)
+    online = Sandbox(600, network=network, **limits)
+
+    # 2) Install, run the three, and try again with what was learnt, until they do as described.
     with fresh_directory() as root:
         write_tree(files, root)
         online.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], root)
         while len(tries) < attempts:
             command = installer(files, tries)
-            printed = [
-                online.run(command, root),
-                *(offline.run(one.command, root) for one in chosen),
-            ]
-            tries.append((command, "\n".join(result.output for result in printed)))
-            failures = [text for text in map(Proposal.failure, chosen, printed[1:]) if text]
+            installed = online.run(command, root)
+            results = [offline.run(one.command, root) for one in chosen]
+            outputs = [result.output for result in (installed, *results)]
+            tries.append((command, "\n".join(outputs)))
+            failures = [one.failure(result) for one, result in zip(chosen, results)]
+            failures = [text for text in failures if text]
             print(
                 f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
-                *printed[0].output.strip().split("\n")[-1:],
+                installed.output.strip().split("\n")[-1],
                 failures[0] if failures else "all as described",
                 sep="\n  -> ",
             )
