@@ -53,7 +53,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
         qk_rope=16,
         v_dim=32,
         experts=8,
-        active=2,
+        num_experts_per_tok=2,
         expert_ffn=128,
         dense_ffn=256,
         context=256,
@@ -154,8 +154,8 @@ def sampling_differences(device):
     logits, uniform = torch.randn(64, 512, generator=generator) * 3, torch.rand(
         64, generator=generator
     )
-    found = rollout.choose(logits.to(device), uniform.to(device), 0.95)[0]
-    return count_different(found, rollout.choose(logits, uniform, 0.95)[0])
+    found = rollout.sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
+    return count_different(found, rollout.sample_from_logits(logits, uniform, 0.95)[0])
 
 
 def divergence_error(device, kind):

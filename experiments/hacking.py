@@ -48,7 +48,7 @@ def careless():
     train.make_task = task_in_a_careless_world
 
 
-TWO_LEVELS = ("--steps=40", "--turns=20", "--curriculum=0", "--hardest=1")
+TWO_LEVELS = ("--steps=40", "--max_turns=20", "--curriculum=0", "--max_level=1")
 EXPERIMENT = Experiment(
     question="Does RL learn to take the answer from a stale cache?",
     curves=("cheats",),

@@ -38,7 +38,7 @@ class OverItsOwnLength(train.Reinforcement):
     def group_advantages(self, group):
         # The loss divides every token by L. Over a rollout's length in units of L, what is left is
         # the mean over its own tokens.
-        L = self.run.config.length
+        L = self.run.config.loss_norm_length
         lengths = np.array([max(1, chain.stats["sampled"]) / L for chain in group])
         return super().group_advantages(group) / lengths
 
@@ -62,7 +62,7 @@ def overlong_masked():
     train.STAGE["rl"] = OverlongMasked
 
 
-FIXED_MIX = ("--steps=40", "--turns=20", "--curriculum=0", "--hardest=5")
+FIXED_MIX = ("--steps=40", "--max_turns=20", "--curriculum=0", "--max_level=5")
 EXPERIMENT = Experiment(
     question="What the objective leaves out, put in",
     curves=("sampled", "finished"),

@@ -59,7 +59,7 @@ def full_price():
     train.STAGE["rl"] = FullPrice
 
 
-MIX = ("--curriculum=0", "--hardest=5", "--steps=40", "--eval_levels=7")
+MIX = ("--curriculum=0", "--max_level=5", "--steps=40", "--eval_levels=7")
 NONLINEAR = ("--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6")
 LINEAR = ("--length_penalty=0.28", "--penalty_q=0")
 EXPERIMENT = Experiment(

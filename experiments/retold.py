@@ -20,7 +20,7 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.summary import truncate_oldest
 
-ASKED = ("--turns=60", "--hardest=7", "--eval_levels=8")
+ASKED = ("--max_turns=60", "--max_level=7", "--eval_levels=8")
 HALF = ("--window=256", "--trigger=0.45")
 EXPERIMENT = Experiment(
     question="Summaries where tests tell again",

@@ -46,7 +46,7 @@ def wrong_hint():
     train.STAGE["rl"] = WrongHint
 
 
-SHORT = ("--steps=20", "--turns=20")
+SHORT = ("--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="Whose hints, and which divergence?",
     curves=("bad_tool",),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fast
 from published.grouped_query import config_of
 from rollout import Limits, Tokenizer, agent, flatten
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import example_texts
 from world.task import Task
 
@@ -62,7 +62,7 @@ def policy(seed=0, **changes):
         v_dim=16,
         dense_ffn=48,
         experts=6,
-        active=2,
+        num_experts_per_tok=2,
         expert_ffn=16,
         context=160,
     )
@@ -82,7 +82,7 @@ def policy(seed=0, **changes):
 LIMITS = Limits(160, 14, 24)
 
 
-COMPACT = Compact(160, 50)
+COMPACT = Compaction(160, 50)
 
 
 def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):

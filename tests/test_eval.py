@@ -338,7 +338,7 @@ def run(tmp_path_factory):
         v_dim=8,
         dense_ffn=16,
         experts=4,
-        active=2,
+        num_experts_per_tok=2,
         expert_ffn=8,
         context=400,
     )
@@ -353,7 +353,7 @@ def run(tmp_path_factory):
             "trigger": 0.7,
             "temperature": 1.0,
             "summarize": True,
-            "turns": 3,
+            "max_turns": 3,
         }
         hsdp.save(
             folder / stage,
@@ -640,7 +640,7 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
     monkeypatch.setattr(
         evaluation,
         "attempt",
-        lambda *words, **more: asked.append(words[2]["turns"]) or attempt(*words, **more),
+        lambda *words, **more: asked.append(words[2]["max_turns"]) or attempt(*words, **more),
     )
     for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])

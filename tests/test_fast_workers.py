@@ -16,8 +16,9 @@ from fast import workers as fast_workers
 from moe import Model, ModelConfig
 from rollout import Limits
 from sampling import TRAINED, same
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import make_task
+from command import transcripts
 
 CONFIG = ModelConfig(
     vocab=TRAINED.vocab,
@@ -30,7 +31,7 @@ CONFIG = ModelConfig(
     v_dim=16,
     dense_ffn=48,
     experts=4,
-    active=2,
+    num_experts_per_tok=2,
     expert_ffn=16,
     context=400,
 )
@@ -245,7 +246,7 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
         tokenizer=TRAINED,
         group=3,
         limits=Limits(400, 14, 24),
-        compact=Compact(400, 280),
+        compact=Compaction(400, 280),
         rows=6,
     )
     publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
@@ -332,9 +333,9 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         "--dtype=float32",
         "--device=cpu",
         "--window=220",
-        "--turns=2",
+        "--max_turns=2",
         "--tasks_per_step=2",
-        "--group=2",
+        "--group_size=2",
         "--stage=rl",
         "--steps=3",
         f"--out={tmp_path}",
@@ -343,7 +344,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         run = train.Run(train.configure(train.parse(words), "rl"))
         run.build(TRAINED)
         source, logs = train.Reinforcement(run), []
-        source.ahead = lag
+        source.max_staleness = lag
         for step in range(3):
             logs.append({})
             sum(source.losses(step, logs[-1])).backward()
@@ -352,8 +353,8 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             # a resumed run trains on what was drawn ahead
             again = train.Reinforcement(run)
             again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
-            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [
-                [t.instance_id for t in source.draw(step + 1)]
+            assert [[t.instance_id for t in one.sample_tasks(step + 1)] for one in (again, source)] == 2 * [
+                [t.instance_id for t in source.sample_tasks(step + 1)]
             ]
         assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
             0,
@@ -365,7 +366,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
             for l in logs[1:]
         )
-        lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
+        lines = transcripts.read_transcripts(tmp_path / "transcripts.jsonl")
         assert (
             sorted({l["step"] for l in lines}) == [1, 2, 3]
             and len(lines) >= 6

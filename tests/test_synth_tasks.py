@@ -1312,9 +1312,9 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
         "--dtype=float32",
         "--processes=1",
         "--window=1024",
-        "--turns=2",
+        "--max_turns=2",
         "--tasks_per_step=2",
-        "--group=2",
+        "--group_size=2",
         "--scale=tiny",
     ]
     train.main(flags)

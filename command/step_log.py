@@ -1,0 +1,74 @@
+"""command/step_log.py: where the numbers of a step go: a line on the screen, a line in a file.
+
+    out/<run>/<stage>.jsonl    every number of every step, one JSON object a line
+    the screen                 one aligned line a step, of the numbers in COLUMNS; the bar below it
+
+A run that was killed may have logged steps after its last checkpoint. They come again when it goes
+on, so the file is first cut back to that checkpoint (keep_lines).
+
+It stands apart from train.py because the loop only says what it measured. What the numbers of a
+batch of rollouts are is said by command/rollout_statistics.py.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+import eval
+
+
+def keep_lines(path, step):
+    """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those
+    steps come again. By the steps that the lines name, since a log may have lost its beginning.
+    Each step is kept once, in order; a torn line is left out."""
+    kept = {}
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        try:
+            number = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if 1 <= number <= step:
+            kept[number] = line
+    part = Path(f"{path}.part")
+    part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
+    part.replace(path)
+
+
+COLUMNS = {
+    "loss": "{:7.4f}",
+    "reward": "{:6.3f}",
+    "solved": "{:6.3f}",
+    "bad_tool": "{:6.3f}",
+    "effort": "{:6.2f}",
+    "turns": "{:5.2f}",
+    "feedback_kl": "{:7.4f}",
+    "held_out_loss": "{:7.4f}",
+    "draft_kl": "{:7.4f}",
+    "draft_accepted": "{:5.3f}",
+    "names": "{:5.3f}",
+    "constants": "{:5.3f}",
+    "norm": "{:7.3f}",
+    "load": "{:5.2f}",
+    "lr": "{:7.5f}",
+    "adam_lr": "{:7.5f}",
+    "memory": "{:4.1f}",
+    "tokens_per_s": "{:8.0f}",
+    "seconds": "{:6.2f}",
+}
+
+
+def report(run, bar, log, path):
+    """One aligned line per step, the same keys as one JSON line, and the bar."""
+    if run.rank:
+        return
+    with open(path, "a") as file:
+        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    words = [
+        f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log
+    ]
+    # whoever read along is gone: no reason to end the run
+    with contextlib.suppress(OSError):
+        tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
+    bar.update()
