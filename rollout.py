@@ -37,11 +37,9 @@ K experts per token.
 """
 
 import argparse
-import json
 import math
 import os
 import random
-import re
 import sys
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -61,7 +59,7 @@ from world.expert import Rehearsal, expert
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import HINTED, SUMMARIZE, Action, Task
-from world.tools import ARGUMENTS, call_tool
+from world.tools import call_tool
 from world.workspace import Workspace
 from world.machine import MachineFailure, is_machine_failure, try_again
 
@@ -90,35 +88,50 @@ def train_bpe(texts, vocab):
     """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges +
     controls = vocab. -> {bytes: rank}. Pairs are counted once per distinct word and updated only
     where a merge touched them."""
-    words = Counter(piece for text in texts for piece in regex.findall(SPLIT, text))
-    pieces = [[bytes([b]) for b in word.encode()] for word in words]
+    word_counts = Counter()
+    for text in texts:
+        word_counts.update(regex.findall(SPLIT, text))
+    pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
+    numbers = list(word_counts.values())
+
+    # How often each pair of neighbours occurs, and in which words
     counts, where = Counter(), defaultdict(set)
-    for i, (piece, n) in enumerate(zip(pieces, words.values())):
+    for i, piece in enumerate(pieces):
         for pair in zip(piece, piece[1:]):
-            counts[pair] += n
+            counts[pair] += numbers[i]
             where[pair].add(i)
-    number, ranks = list(words.values()), {bytes([b]): b for b in range(256)}
+
+    ranks = {bytes([b]): b for b in range(256)}
     while len(ranks) < vocab - len(CONTROLS) and counts:
+        # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
         best = max(counts, key=lambda pair: (counts[pair], pair))
         if counts[best] <= 0:
-            # the text has no neighbours left to merge
+            # The text has no neighbours left to merge.
             break
         ranks.setdefault(best[0] + best[1], len(ranks))
         for i in where.pop(best):
-            old = pieces[i]
-            new, j = [], 0
-            while j < len(old):
-                hit = old[j : j + 2] == list(best)
-                new.append(old[j] + old[j + 1] if hit else old[j])
-                j += 2 if hit else 1
-            for pair in zip(old, old[1:]):
-                counts[pair] -= number[i]
-            for pair in zip(new, new[1:]):
-                counts[pair] += number[i]
+            merged = merge_pair(pieces[i], best)
+            for pair in zip(pieces[i], pieces[i][1:]):
+                counts[pair] -= numbers[i]
+            for pair in zip(merged, merged[1:]):
+                counts[pair] += numbers[i]
                 where[pair].add(i)
-            pieces[i] = new
+            pieces[i] = merged
         del counts[best]
     return ranks
+
+
+def merge_pair(piece, pair):
+    """The parts of a word, with each occurrence of the pair as one part"""
+    merged, i = [], 0
+    while i < len(piece):
+        if piece[i : i + 2] == list(pair):
+            merged.append(piece[i] + piece[i + 1])
+            i += 2
+        else:
+            merged.append(piece[i])
+            i += 1
+    return merged
 
 
 class Tokenizer:
@@ -202,7 +215,8 @@ class Tokenizer:
         call, arg = self.id["<|call|>"], self.id["<|arg|>"]
         if body and body[-1] in self.ends:
             body = body[:-1]
-        # cut the body at its calls and arguments
+
+        # Cut the body at its calls and arguments.
         parts, marks, starts = [[]], [], []
         for i, token in enumerate(body):
             if token in (call, arg) and i >= start:
@@ -211,6 +225,8 @@ class Tokenizer:
                 parts.append([])
             else:
                 parts[-1].append(token)
+
+        # The first part is text. An argument before any call belongs to none and is dropped.
         text, calls = self.decode(parts[0]), []
         for mark, begin, part in zip(marks, starts, parts[1:]):
             if mark == call:
@@ -225,22 +241,34 @@ class Tokenizer:
         given to."""
         return number
 
+    def find_call(self, body, n):
+        """Where in a body its n-th call begins"""
+        return [i for i, token in enumerate(body) if token == self.id["<|call|>"]][n]
+
     def find_call_name(self, turn, n):
         """(first, end), among the sampled tokens of a turn, of the token that begins its n-th call
         and the call's name"""
         body = turn.tokens[turn.head :]
-        first = [i for i, token in enumerate(body) if token == self.id["<|call|>"]][n]
-        return first, next(i for i in range(first + 1, len(body)) if body[i] in self.name)
+        first = self.find_call(body, n)
+        # The name ends at the next control token.
+        end = first + 1
+        while body[end] not in self.name:
+            end += 1
+        return first, end
 
     def find_written_character(self, turn, n, place):
         """(first, end), among the sampled tokens of a turn, of the token that holds character
         number `place` of the text that its n-th call, an edit, writes"""
         body = turn.tokens[turn.head :]
-        call = [i for i, token in enumerate(body) if token == self.id["<|call|>"]][n]
-        # edit_file's path, old, new
-        first = [i for i in range(call, len(body)) if body[i] == self.id["<|arg|>"]][2] + 1
-        length = lambda i: len(self.decode(body[first : i + 1]))
-        token = first + bisect(range(first, len(body)), place, key=length)
+        call = self.find_call(body, n)
+        # edit_file's arguments are path, old, new; the text is the third.
+        arguments = [i for i in range(call, len(body)) if body[i] == self.id["<|arg|>"]]
+        first = arguments[2] + 1
+
+        def written_length(i):
+            return len(self.decode(body[first : i + 1]))
+
+        token = first + bisect(range(first, len(body)), place, key=written_length)
         return token, token + 1
 
 
@@ -318,7 +346,7 @@ class Chain:
 def flatten(episode):
     """-> tokens, mask (1 = the policy chose it), logprobs, turn index: aligned arrays of length
     T"""
-    tokens, mask, logprobs, index = [], [], [], []
+    tokens, mask, logprobs, turn_index = [], [], [], []
     for i, turn in enumerate(episode.turns):
         # The head of a turn is the harness's. Behind it, the tokens of an assistant were sampled.
         sampled = turn.role == "assistant"
@@ -330,8 +358,9 @@ def flatten(episode):
             logprobs += turn.logprobs.tolist()
         else:
             logprobs += [0.0] * n
-        index += [i] * len(turn.tokens)
-    return np.array(tokens), np.array(mask), np.array(logprobs, dtype=np.float32), np.array(index)
+        turn_index += [i] * len(turn.tokens)
+    logprobs = np.array(logprobs, dtype=np.float32)
+    return np.array(tokens), np.array(mask), logprobs, np.array(turn_index)
 
 
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
@@ -349,7 +378,8 @@ def without_middle(tokenizer, tokens, most):
     if len(tokens) <= most:
         return tokens
     # The number in the line depends on how long the line is: the longest it can be is assumed.
-    room = most - len(tokenizer.encode(f"\n[{len(tokens)} tokens cut]\n"))
+    longest_note = tokenizer.encode(f"\n[{len(tokens)} tokens cut]\n")
+    room = most - len(longest_note)
     if room < 2:
         note = tokenizer.encode("\n[cut]\n")
         room = max(0, most - len(note))
@@ -357,20 +387,16 @@ def without_middle(tokenizer, tokens, most):
     else:
         note = tokenizer.encode(f"\n[{len(tokens) - room} tokens cut]\n")
         room = min(room, most - len(note))
+    # Half of the room is for the beginning, the rest for the end.
     half = room // 2
     return tokens[:half] + note + tokens[len(tokens) - (room - half) :]
 
 
-def opening(tokenizer, task):
+def opening_turn(tokenizer, task):
     """The user's turn that a chain starts from"""
     turn = make_turn(tokenizer, "user", task.problem_statement)
     turn.tokens[:0] = tokenizer.declare_tools(task.tools)
     return turn
-
-
-def name_arguments(name, args):
-    """A call's arguments by their names"""
-    return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))
 
 
 def spoken_text(text):
@@ -439,12 +465,8 @@ class Work:
 
 def leaves_room(tokenizer, task, limits):
     """Is there room for a first turn, two tokens at least, behind the task's opening?"""
-    return (
-        limits.window
-        - len(opening(tokenizer, task).tokens)
-        - len(tokenizer.generation_prompt("user"))
-        >= 2
-    )
+    episode = Episode([opening_turn(tokenizer, task)])
+    return limits.window - len(context_tokens(tokenizer, episode)) >= 2
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
@@ -455,7 +477,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn;
     the summary is then sampled in the same context, and a new episode starts from task + summary
     (or, where it truncates, at once from task + newest turns)."""
-    chain = Chain(task, [Episode([opening(tokenizer, task)])])
+    chain = Chain(task, [Episode([opening_turn(tokenizer, task)])])
     pending = context_tokens(tokenizer, chain.episodes[-1])  # what the sampler has not read yet
     restart = True  # the pending tokens begin a new context
     summarizing = False  # the next turn is a summary
@@ -470,68 +492,54 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if room < 2:
             break
         most = min(limits.turn, room)
-        body, logprobs, versions = yield Request(pending, restart, most, summarizing, call_number)
+        answer = yield Request(pending, restart, most, summarizing, call_number)
         restart = False
 
-        # 2) It is kept token for token. (A demonstration may write more than the window holds.)
-        body, logprobs = body[:room], logprobs[:room]
-        text, calls = tokenizer.read_action(body)
-        turn = Turn(
-            "assistant",
-            [*prompt, *body],
-            text,
-            calls,
-            thinking=calls[0].start if calls else 0,
-            logprobs=logprobs,
-            versions=np.resize(versions, len(body)),
-            head=len(prompt),
-        )
+        # 2) It is kept token for token.
+        turn = sampled_turn(tokenizer, prompt, room, *answer)
         episode.turns.append(turn)
 
         # 3) A turn without a stop token ran out of room: none of its calls is run, and the agent
         #    has submitted nothing.
-        if body[-1] not in tokenizer.ends:
-            cut_off = [] if summarizing else calls
+        if turn.tokens[-1] not in tokenizer.ends:
+            cut_off = [] if summarizing else turn.calls
             turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
 
         # 4) A summary ends the episode, and the next one starts from it.
         if summarizing:
             turn.calls = []
-            chain.episodes.append(Episode(compact.restart(tokenizer, chain, turn)))
+            chain.episodes.append(Episode(compact.turns_after_summary(tokenizer, chain, turn)))
             pending = context_tokens(tokenizer, chain.episodes[-1])
             restart, summarizing, call_number = True, False, 0
             continue
 
         # 5) A turn without calls is the final message: the work is submitted.
-        if not calls:
+        if not turn.calls:
             chain.finished = True
             break
 
         # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
         #    not what this agent's work does.
-        call_number = tokenizer.number_calls(calls, call_number)
-        commands = refuse_calls(task, limits, calls, commands_run)
+        call_number = tokenizer.number_calls(turn.calls, call_number)
+        commands = refuse_calls(task, limits, turn.calls, commands_run)
         commands_run += commands
-        yield Work(calls, lambda: run_tools(workspace, calls, chain), slow=commands > 0)
+        yield tool_work(workspace, turn.calls, chain, slow=commands > 0)
         if chain.failure:
             break
 
         # 7) Their outputs share a third of the window at most.
         room = limits.window // 3
         if compact:
-            room = min(room, compact.room(tokenizer, chain))
-        added = []
-        for i, call in enumerate(calls):
-            answers = call.name, i, len(calls), call.id
-            added.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+            room = min(room, compact.room_for_outputs(tokenizer, chain))
+        added = output_turns(tokenizer, turn.calls, room)
         episode.turns += added
 
         # 8) Is the context nearly full? Then a summary is asked for, or the oldest turns are left
         #    out.
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
-            chain.episodes.append(Episode(compact.recent(tokenizer, chain)))
+            chain.episodes.append(Episode(compact.newest_turns(tokenizer, chain)))
             pending = context_tokens(tokenizer, chain.episodes[-1])
             restart = True
             continue
@@ -547,6 +555,37 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     except MachineFailure as failure:
         chain.failure = str(failure)
     return chain
+
+
+def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
+    """The turn that a sampler wrote behind the harness's prompt. A demonstration may write more
+    than there is room for: then the rest is cut off."""
+    body, logprobs = body[:room], logprobs[:room]
+    text, calls = tokenizer.read_action(body)
+    return Turn(
+        "assistant",
+        [*prompt, *body],
+        text,
+        calls,
+        thinking=calls[0].start if calls else 0,
+        logprobs=logprobs,
+        versions=np.resize(versions, len(body)),
+        head=len(prompt),
+    )
+
+
+def tool_work(workspace, calls, chain, slow):
+    """The Work that answers the calls of a turn"""
+    return Work(calls, lambda: run_tools(workspace, calls, chain), slow)
+
+
+def output_turns(tokenizer, calls, room):
+    """A turn for the output of each call; each has an equal share of the room."""
+    turns = []
+    for i, call in enumerate(calls):
+        answers = call.name, i, len(calls), call.id
+        turns.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+    return turns
 
 
 def context_tokens(tokenizer, episode):
@@ -589,7 +628,7 @@ def leave_out_unread(chain, limits):
 # ---------------------------------------------------------------- sampling
 
 
-def choose(logits, uniform, temperature=1.0):
+def sample_from_logits(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
     was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
     ValueError."""
@@ -685,7 +724,7 @@ class Sampler:
         while len(body) < room:
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
-            token, logprob = choose(logits, uniform, self.temperature)
+            token, logprob = sample_from_logits(logits, uniform, self.temperature)
             body.append(int(token))
             logprobs.append(float(logprob))
             context.tokens.append(body[-1])
@@ -748,14 +787,14 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
     try:
         workspace = try_again(lambda: Workspace(task, sandbox))
     except MachineFailure as failure:
-        return Chain(task, [Episode([opening(tokenizer, task)])], failure=str(failure))
+        return Chain(task, [Episode([opening_turn(tokenizer, task)])], failure=str(failure))
     with workspace:
         chain = yield from agent(task, tokenizer, workspace, limits, compact)
         chain.facts = workspace.recorder.seen
         return chain
 
 
-def grade(chain, sandbox):
+def grade_chain(chain, sandbox):
     """The hidden tests of the task judge what was submitted: chain.solved and chain.reward. The
     audit looks for cheats."""
     chain.stats = effort_counts(chain)
@@ -765,7 +804,7 @@ def grade(chain, sandbox):
         verdict = judge(chain.task, chain.files, sandbox)
         chain.solved, chain.reward = verdict.solved, float(verdict.solved)
         # Here the audit runs beside the sampling, and in the processes that sample.
-        audited(chain, verdict)
+        audit_chain(chain, verdict)
     except (MachineFailure, OSError, MemoryError) as failure:
         if not is_machine_failure(failure):
             raise
@@ -776,9 +815,12 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
     """`group` chains per task -> list of groups, graded. The chance of chain j of a task is drawn
     from (seed, the task's number, j). A chain that the machine failed is played once more; where it
     fails again, chain.failure says why, and it is neither right nor wrong: leave it out (see
-    judged)."""
+    drop_failed)."""
     # Tests of a real repository take long, so nobody waits for them but who asked.
     patient = not any("repo" in task.meta for task in tasks)
+
+    def judge_it(chain):
+        grade_chain(chain, sandbox)
 
     def play(places):
         agents, seeds = [], []
@@ -786,7 +828,7 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
             agents.append(agent_in_workspace(task, sampler.tokenizer, sandbox, limits, compact))
             seeds.append((seed, number, j))
         try:
-            return sampler.run(agents, seeds, lambda chain: grade(chain, sandbox), patient=patient)
+            return sampler.run(agents, seeds, judge_it, patient=patient)
         finally:
             # After an error, agents are under way: their workspaces go.
             for one in agents:
@@ -805,7 +847,7 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
     return [chains[i : i + group] for i in range(0, len(chains), group)]
 
 
-def judged(groups):
+def drop_failed(groups):
     """-> (the groups without the chains that the machine failed, those chains). A group of which
     nothing is left is left out."""
     kept, failed = [], []
@@ -813,16 +855,6 @@ def judged(groups):
         kept.append([chain for chain in group if not chain.failure])
         failed += [chain for chain in group if chain.failure]
     return [group for group in kept if group], failed
-
-
-def failures_line(lost, total):
-    """What a log says of chains that the machine failed: how many, of how many, and at what most of
-    them."""
-    cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
-    return (
-        f"{len(lost)} of {total} rollouts were lost to this machine, twice each, "
-        f"and count for nothing: {cause}"
-    )
 
 
 def effort_counts(chain):
@@ -856,6 +888,36 @@ def effort_counts(chain):
     )
 
 
+def hinted_moves(task, moves, rng, remind, hints, neutral):
+    """The expert's actions, each with the hint that stands above it, or None.
+
+    A flawed action is, with probability `hints`, left out, and the hint remind[flaw](task, action)
+    stands above the right one: so the model learns to heed hints. With probability `neutral` one of
+    the hints stands above an action that was right anyway, calls and final messages alike: a hint
+    must say nothing but what it says, or its distillation drifts (a model that saw hints about
+    tools above calls only unlearned to finish, and one that saw hints about the final message above
+    final messages only learned to quit)."""
+    # Each text that a hint can have, once
+    texts = []
+    for tell in remind.values():
+        for words in ("", "too many"):
+            text = tell(task, Action(words))
+            if text not in texts:
+                texts.append(text)
+
+    action = next(moves)
+    while True:
+        hint = None
+        while action.flaw in remind and rng.random() < hints:
+            hint = remind[action.flaw](task, action)
+            action = moves.send([HINTED])
+        is_right = hint is None and action.flaw not in remind
+        if is_right and remind and neutral and rng.random() < neutral:
+            hint = texts[0] if len(texts) == 1 else rng.choice(texts)
+        outputs = yield action, hint
+        action = moves.send(outputs)
+
+
 def demonstrate(
     task,
     tokenizer,
@@ -868,105 +930,62 @@ def demonstrate(
     neutral=0.0,
     restless=0.0,
 ):
-    """The scripted expert plays through the same agent and tools -> Chain. A flawed turn is, with
-    probability `hints`, left out, and the hint remind[flaw](task, action) stands above the right
-    one: so the model learns that hints are to be heeded. With probability `neutral` one of them
-    stands above a turn that was right anyway, calls and final messages alike: a hint must say
-    nothing but what it says, or its distillation drifts (a model that saw hints about tools above
-    calls only unlearned to finish, and one that saw hints about the final message above final
-    messages only learned to quit)."""
+    """The scripted expert plays through the same agent and tools -> Chain. sloppy: how often it
+    errs; restless: see expert; the others: see hinted_moves."""
     play = agent(task, tokenizer, Rehearsal(task), limits, compact)
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
-    texts = list(
-        dict.fromkeys(
-            tell(task, Action(words)) for tell in remind.values() for words in ("", "too many")
-        )
-    )
-    action, turn, hinted, chain, asked = next(moves), 0, {}, None, None
+    moves = hinted_moves(task, moves, rng, remind, hints, neutral)
+
+    hinted = {}  # number of an assistant turn -> the hint above it
+    turn = 0
     try:
         asked = next(play)
-    except StopIteration as end:
-        # the task alone does not fit the window
-        chain = end.value
-    while chain is None:
-        while action.flaw in remind and rng.random() < hints:
-            hinted[turn] = remind[action.flaw](task, action)
-            action = moves.send([HINTED])
-        if (
-            turn not in hinted
-            and remind
-            and neutral
-            and action.flaw not in remind
-            and rng.random() < neutral
-        ):
-            hinted[turn] = texts[0] if len(texts) == 1 else rng.choice(texts)
-        body, turn = tokenizer.write_action(action.text, action.calls, asked.number), turn + 1
-        try:
+        action, hint = next(moves)
+        while True:
+            # 1) The expert writes what the agent asks for.
+            if hint is not None:
+                hinted[turn] = hint
+            body = tokenizer.write_action(action.text, action.calls, asked.number)
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
+            turn += 1
+
+            # 2) It sees what the tools answer. Where a summary is asked for, it hears that first,
+            #    and behind the summary it sees the same outputs again.
             if isinstance(asked, Work):
                 asked.run()
                 outputs = [call.output for call in asked.calls]
                 asked = play.send(None)
-                action = moves.send([SUMMARIZE] * asked.summary + outputs)
-            else:  # the summary is written
-                action = moves.send(outputs)
-        except StopIteration as end:
-            chain = end.value
+                action, hint = moves.send([SUMMARIZE] * asked.summary + outputs)
+            else:
+                action, hint = moves.send(outputs)
+    except StopIteration as end:
+        # The agent has ended: with its final message, or because there is no more room.
+        chain = end.value
     insert_hints(tokenizer, chain, hinted)
     chain.stats = effort_counts(chain)
     return chain
 
 
-def audited(chain, verdict=None):
+def audit_chain(chain, verdict=None):
     """What the audit finds in this rollout -> findings, which the chain keeps"""
     if chain.findings is None:
-        story = [
-            (
-                Action(turn.text, [(call.name, call.args) for call in turn.calls]),
-                [call.output for call in turn.calls],
-            )
-            for turn in chain.turns
-            if turn.role == "assistant"
-        ]
+        # The audit knows actions and outputs, and no tokens.
+        story = []
+        for turn in chain.turns:
+            if turn.role == "assistant":
+                action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
+                story.append((action, [call.output for call in turn.calls]))
         diff = changes(chain.task.files, chain.files)
         chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
     return chain.findings
 
 
-def cheats(chain):
-    """Does the audit find a cheat in this rollout? By facts alone: what only sounds like one is
-    `suspicious`."""
-    return any(finding.severity == "cheat" for finding in audited(chain))
-
-
-def suspicious(chain):
-    """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
-    return not cheats(chain) and any(finding.severity == "suspicious" for finding in audited(chain))
-
-
-def submitted_untested(chain):
-    """Was it submitted although the tests could be run and were not, or not since the last edit, or
-    were red?"""
-    if not chain.finished or "run_command" not in chain.task.tools:
-        return False
-    green = False
-    for turn in chain.turns:
-        for call in turn.calls:
-            if call.error:
-                continue
-            if call.name == "edit_file":
-                green = False
-            elif call.name == "run_command" and call.args == [chain.task.test_command]:
-                red = re.search(r"[1-9]\d* (failed|error)", call.output)
-                green = "passed" in call.output and not red
-    return not green
-
-
 def hint_turn(tokenizer, text, turn):
-    """The hint above an assistant turn: above one that begins without a word of the harness, it is
-    the hint that ends in that"""
+    """The hint above an assistant turn. Where that turn begins without a word of the harness, the
+    hint ends in the words that let the policy speak."""
     hint = make_turn(tokenizer, "hint", text)
-    hint.tokens += [] if turn.head else tokenizer.generation_prompt("hint")
+    if not turn.head:
+        hint.tokens += tokenizer.generation_prompt("hint")
     return hint
 
 
@@ -1007,7 +1026,8 @@ def kl_estimates(logp, reference):
 def predictable_tokens(episode):
     """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak
     there, and another does"""
-    known, start = np.ones(len(episode)), 0
+    known = np.ones(len(episode))
+    start = 0  # where the following turn begins
     for turn, following in zip(episode.turns, episode.turns[1:]):
         start += len(turn.tokens)
         if turn.open and following.role not in ("assistant", "recent"):
@@ -1073,193 +1093,6 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
 # ---------------------------------------------------------------- transcripts on file
 
 
-def message(turn, tokenizer, flags, ids):
-    """A turn in the chat form. Beyond it: `tokens` of the turn and how many of them were `sampled`
-    (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
-    calls that wait for their outputs."""
-    sampled = turn.role == "assistant"
-    # query, summary, recent or hint: the harness speaks as the user
-    role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
-    words = turn.text if sampled else tokenizer.written_text(turn)
-    entry = {
-        "role": role,
-        "content": words,
-        "tokens": len(turn.tokens),
-        "sampled": len(turn.tokens) - turn.head if sampled else 0,
-    }
-    if role != turn.role:
-        entry["name"] = turn.role
-
-    # A call has an id, which the tool's message repeats.
-    if turn.role == "tool" and ids:
-        entry["tool_call_id"] = ids.pop(0)
-    if turn.calls:
-        ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
-        entry["tool_calls"] = [tool_call(call, i) for call, i in zip(turn.calls, ids)]
-
-    if sampled:
-        versions = [] if turn.versions is None else turn.versions
-        entry["versions"] = sorted({int(version) for version in versions})
-        flags = [call.error for call in turn.calls if call.error] + list(flags)
-        if turn.tokens[-1] not in tokenizer.ends:
-            flags.append("cut off")
-    if flags:
-        entry["flags"] = flags
-    return entry
-
-
-def tool_call(call, call_id):
-    """A call in the chat form"""
-    arguments = name_arguments(call.name, call.args) if call.given is None else call.given
-    function = {"name": call.name, "arguments": json.dumps(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def transcript(chain, tokenizer, flags=None, **about):
-    """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
-    {(episode, turn): words}"""
-    flags = flags or {}
-    lines = []
-    for e, episode in enumerate(chain.episodes):
-        ids = []
-        messages = []
-        for i, turn in enumerate(episode.turns):
-            messages.append(message(turn, tokenizer, flags.get((e, i), []), ids))
-        line = {
-            **about,
-            "task": chain.task.instance_id,
-            "level": chain.task.level,
-            "episode": e + 1,
-            "episodes": len(chain.episodes),
-            "reward": chain.reward,
-            "solved": bool(chain.solved),
-            "finished": chain.finished,
-            "messages": messages,
-        }
-        lines.append(line)
-    return lines
-
-
-def read_transcripts(path):
-    """-> the conversations in a file. ValueError says in one line what is wrong with it."""
-    try:
-        rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
-        ) from None
-    lines = []
-    for number, row in enumerate(rows, 1):
-        try:
-            lines.append(json.loads(row))
-            # what can be printed is a conversation
-            printed(lines[-1])
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise ValueError(
-                f"{path}: line {number} is no conversation (messages of role, content, tool_calls)"
-            ) from None
-    return lines
-
-
-def write_transcripts(path, step, lines):
-    """Puts a step's lines behind those of the steps before. What the file holds of this step or
-    later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
-    so that none is ever torn."""
-    kept = []
-    try:
-        if path.exists():
-            kept = [line for line in read_transcripts(path) if line["step"] < step]
-    # something else lay there: no reason for a run to end, nor for its loss
-    except (ValueError, KeyError, TypeError):
-        path.replace(path.with_suffix(".old"))
-    rows = [json.dumps(line) for line in kept]
-    rows += [json.dumps({"step": step, **line}) for line in lines]
-    part = path.with_suffix(".part")
-    part.write_text("".join(row + "\n" for row in rows))
-    part.replace(path)
-
-
-def check_kinds(message):
-    """A TypeError where a message of a transcript holds another kind of value than it should"""
-    kinds = {
-        "role": str,
-        "content": (str, type(None)),
-        "name": str,
-        "tool_call_id": str,
-        "tokens": int,
-        "sampled": int,
-        "flags": list,
-        "versions": list,
-        "tool_calls": list,
-    }
-    for name, kind in kinds.items():
-        if name in message and not isinstance(message[name], kind):
-            raise TypeError(f"{name} is no {kind}")
-    called = [
-        call["function"][part]
-        for call in message.get("tool_calls", [])
-        for part in ("name", "arguments")
-    ]
-    if not all(isinstance(word, str) for word in [*message.get("flags", []), *called]):
-        raise TypeError("flags, names and arguments are words")
-    if not all(isinstance(version, int) for version in message.get("versions", [])):
-        raise TypeError("versions are numbers")
-
-
-def spoken(line):
-    """-> [(who, what, sampled tokens, notes)] of a conversation's messages; strict, so it is the
-    check of a file as well"""
-    said = []
-    for m in line["messages"]:
-        check_kinds(m)
-        words = [m["content"] or ""]
-        for call in m.get("tool_calls", []):
-            arguments = json.loads(call["function"]["arguments"])
-            pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
-            words.append(f"> {call['function']['name']} {pairs}")
-        text = "\n".join(word for word in words if word)
-
-        notes, versions = [], m.get("versions", [])
-        if m.get("sampled"):
-            notes.append(f"{m['sampled']} sampled")
-        if len(versions) == 1:
-            notes.append(f"policy {versions[0]}")
-        elif versions:
-            notes.append(f"policy {versions[0]}-{versions[-1]}")
-        notes += m.get("flags", [])
-        who = f"{m.get('name', m['role']):>9}"
-        # what is no letter alone, half of a pair, cannot be printed
-        said.append((who, text.encode("utf-8", "replace").decode(), m.get("sampled", 0), notes))
-    return said
-
-
-def escape_control_chars(text):
-    """Control characters, spelled out: a transcript must not move the cursor."""
-    return re.sub(
-        r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: ascii(found[0])[1:-1], text
-    )
-
-
-def printed(line):
-    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
-    by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
-    LookupError, TypeError, AttributeError or RecursionError."""
-    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
-    said = [escape_control_chars("  ".join(about))]
-    for who, text, sampled, notes in spoken(line):
-        text = escape_control_chars(text).replace("\n", "\n" + " " * 11)
-        brightness = 1 if sampled else 2
-        row = f"{escape_control_chars(who)}  \033[{brightness}m{text}\033[0m"
-        if notes:
-            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
-        said.append(row)
-    return "\n".join(said)
-
-
-def show(line):
-    print(printed(line))
-
-
 # ---------------------------------------------------------------- demo
 
 
@@ -1277,12 +1110,10 @@ def rescore(model, episode, temperature=1.0, replay=True):
     """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
     own, minus those recorded."""
     batch = pack([episode], [1.0])
+    experts = batch["experts"] if replay else None
     with torch.no_grad():
-        logp = model.logprobs(
-            model(batch["tokens"], None, batch["experts"] if replay else None),
-            batch["targets"],
-            temperature,
-        )
+        hidden = model(batch["tokens"], None, experts)
+        logp = model.logprobs(hidden, batch["targets"], temperature)
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
@@ -1317,13 +1148,14 @@ def draw_estimates(path, n=200_000):
 
 
 def demo():
+    from command.transcripts import describe_chain, format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
     tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
-    for line in transcript(chain, tokenizer):
-        show(line)
+    for line in describe_chain(chain, tokenizer):
+        print(format_transcript(line))
 
     # A group of rollouts of an untrained model, and their log-probs computed again
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
@@ -1352,6 +1184,8 @@ def refuse(text):
 
 
 def main(argv):
+    from command.transcripts import replay
+
     if "--bench" in argv:
         refuse("--bench has moved: python -m benchmarks.decode")
     parser = argparse.ArgumentParser(
@@ -1371,21 +1205,15 @@ def main(argv):
         refuse("--line goes with --replay=FILE")
     if given.replay == "":
         refuse("--replay= names no file")
-    if given.replay is None:
+    if given.replay is not None:
         try:
-            return demo()
-        except OSError as error:
-            refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+            return replay(given.replay, given.line)
+        except ValueError as error:
+            refuse(error)
     try:
-        lines = read_transcripts(given.replay)
-    except ValueError as error:
-        refuse(error)
-    if hasattr(sys.stdout, "reconfigure"):
-        # a terminal that is not for all letters shows their numbers
-        sys.stdout.reconfigure(errors="backslashreplace")
-    if not 1 <= (number := given.line if given.line is not None else len(lines)) <= len(lines):
-        refuse(f"--line={number}: {given.replay} has lines 1 to {len(lines)}")
-    show(lines[number - 1])
+        demo()
+    except OSError as error:
+        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
 
 
 if __name__ == "__main__":

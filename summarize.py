@@ -9,8 +9,9 @@ summaries included. The query is appended to the same context, so its cache is r
 80k and 40k tokens were studied; summaries take about 1,000 tokens where a long hand-written prompt
 gave over 5,000, with half the error.
 
-    episode 1:  task  turn turn turn  query  [scratch <|summary|> condensed]      <- trigger passed, the summary is sampled
-    episode 2:  task  condensed  turn turn ...                                    <- the same reward for both
+    episode 1:  task  turn turn turn  query  [scratch <|summary|> condensed]
+                                             trigger passed: the summary is sampled
+    episode 2:  task  condensed  turn turn ...      the same reward for both
 
 Derived: each episode is one training sequence; the group's mean is over chains, never over
 episodes; the price of effort is taken over the whole chain. The context is bounded by construction:
@@ -20,7 +21,8 @@ action begun just below the trigger may write into that, and then the summary is
 trigger (a share of the window, below seven eighths), the query's words, that a condensed context is
 cut at a quarter of the window.
 
-    python summarize.py      a task several windows long, played by the scripted expert: its chain, and contexts with and without
+    python summarize.py      a task several windows long, played by the scripted expert: the ends
+                             of its episodes, and the longest context with summaries and without
 """
 
 import argparse
@@ -35,18 +37,14 @@ from world.task import SUMMARIZE
 QUERY = "Summarize."
 
 
-def condensed(tokenizer, body, most):
+def condensed_context(tokenizer, body, most):
     """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it
     where that is missing, without its thought. Of one longer than `most` tokens the beginning, with
     a note of how much was cut, all within `most`."""
-    mark = tokenizer.id[SUMMARIZE]
     tokens = list(body[:-1] if body and body[-1] in tokenizer.ends else body)
-    if mark in tokens:
-        tokens = tokens[len(tokens) - tokens[::-1].index(mark) :]
-    # a published model's scratch space ends there
-    thought = tokenizer.special.get("</think>")
-    if thought in tokens:
-        tokens = tokens[len(tokens) - tokens[::-1].index(thought) :]
+    tokens = behind_last(tokens, tokenizer.id[SUMMARIZE])
+    # A published model's scratch space ends there.
+    tokens = behind_last(tokens, tokenizer.special.get("</think>"))
     if len(tokens) <= most:
         return tokens
     # The note says how many tokens are gone, and takes room itself: the number is found with the
@@ -55,99 +53,117 @@ def condensed(tokenizer, body, most):
     for _ in range(3):
         note = tokenizer.encode(f"\n[{lost} tokens cut]")
         lost = len(tokens) - max(0, most - len(note))
-    return (tokens[: max(0, most - len(note))] + note)[:most]
+    kept = tokens[: max(0, most - len(note))]
+    return (kept + note)[:most]
+
+
+def behind_last(tokens, mark):
+    """The tokens behind the last `mark`, or all where there is none"""
+    if mark not in tokens:
+        return tokens
+    return tokens[len(tokens) - tokens[::-1].index(mark) :]
 
 
 @dataclass(frozen=True)
-class Compact:
-    """rollout.agent's hook. trigger, window in tokens."""
+class Compaction:
+    """rollout.agent's hook: when is a summary asked for, and what does the next episode start from?
+    window, trigger: in tokens."""
 
     window: int
     trigger: int
     # The agent goes on from a summary. In experiments/summary.py it goes on without one.
     truncate: ClassVar[bool] = False
 
-    def room(self, tokenizer, chain):
-        """Tokens that the last turn's outputs may have, so that query and summary still find an
-        eighth of the window"""
-        return max(
-            16, self.window * 7 // 8 - len(chain.episodes[-1]) - len(tokenizer.encode(QUERY)) - 8
-        )
-
     def __call__(self, tokenizer, chain):
         """After each turn's outputs: the query turn if the context has passed the trigger, else
         None."""
         if len(chain.episodes[-1]) >= self.trigger:
             return make_turn(tokenizer, "query", QUERY)
+        return None
 
-    def restart(self, tokenizer, chain, turn):
+    def room_for_outputs(self, tokenizer, chain):
+        """Tokens that the last turn's outputs may have, so that query and summary still find an
+        eighth of the window"""
+        query_tokens = len(tokenizer.encode(QUERY)) + 8  # with the control tokens around it
+        room = self.window * 7 // 8 - len(chain.episodes[-1]) - query_tokens
+        return max(16, room)
+
+    def turns_after_summary(self, tokenizer, chain, summary):
         """The turns that a new episode starts from: the task, and the condensed context with the
-        number of summaries so far."""
-        carried = tokenizer.encode(f"{len(chain.episodes)}\n") + condensed(
-            tokenizer, turn.tokens[turn.head :], self.window // 4
-        )
-        return [
-            chain.episodes[0].turns[0],
-            tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried)),
-        ]
+        number of summaries so far. summary: the turn that was sampled"""
+        body = summary.tokens[summary.head :]
+        carried = tokenizer.encode(f"{len(chain.episodes)}\n")
+        carried += condensed_context(tokenizer, body, self.window // 4)
+        task_turn = chain.episodes[0].turns[0]
+        return [task_turn, tokenizer.wrap_turn("summary", carried, tokenizer.decode(carried))]
 
 
-def compact(config):
+def make_compaction(config):
     """The hook of a run's configuration (a dict), None where the run does not summarise"""
-    if config["summarize"]:
-        return Compact(config["window"], int(config["trigger"] * config["window"]))
+    if not config["summarize"]:
+        return None
+    return Compaction(config["window"], int(config["trigger"] * config["window"]))
 
 
-def probe(chain):
+def count_named_targets(chain):
     """What is lost? -> summaries, their sampled tokens, and of the deleted functions that were not
     written yet when one was written how many there were (left) and how many are named in what of it
     went on (named). Generated tasks only."""
-    gone, counts = {target["name"] for target in chain.task.meta.get("targets", ())}, dict(
-        summaries=0, tokens=0, left=0, named=0
-    )
-    for episode, after in zip(chain.episodes, chain.episodes[1:]):
-        asked, summary = episode.turns[-2:]
-        edits = [
-            call.args
-            for turn in episode.turns
-            for call in turn.calls
-            if call.name == "edit_file" and not call.error
-        ]
-        gone -= {name for name in gone if any(f"def {name}(" in args[2] for args in edits)}
-        if asked.role != "query":
+    counts = {"summaries": 0, "tokens": 0, "left": 0, "named": 0}
+    unwritten = {target["name"] for target in chain.task.meta.get("targets", ())}
+    for episode, next_episode in zip(chain.episodes, chain.episodes[1:]):
+        unwritten -= functions_written(episode, unwritten)
+        # Where the oldest turns are left out instead, no summary was asked for.
+        query, summary = episode.turns[-2:]
+        if query.role != "query":
             continue
-        said = "".join(turn.text for turn in after.turns if turn.role == "summary")
-        counts = {
-            "summaries": counts["summaries"] + 1,
-            "tokens": counts["tokens"] + len(summary.tokens) - summary.head,
-            "left": counts["left"] + len(gone),
-            "named": counts["named"] + sum(name in said for name in gone),
-        }
+        carried = [turn.text for turn in next_episode.turns if turn.role == "summary"]
+        counts["summaries"] += 1
+        counts["tokens"] += len(summary.tokens) - summary.head
+        counts["left"] += len(unwritten)
+        counts["named"] += sum(name in "".join(carried) for name in unwritten)
     return counts
 
 
+def functions_written(episode, names):
+    """Those of `names` that an edit of this episode defined"""
+    found = set()
+    for turn in episode.turns:
+        for call in turn.calls:
+            if call.name == "edit_file" and not call.error:
+                new_text = call.args[2]
+                found |= {name for name in names if f"def {name}(" in new_text}
+    return found
+
+
+# ---------------------------------------------------------------- demo
+
+
 def main():
+    # The same expert on the same task, in a window that never ends and in one that is too short
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     task = make_task(7, 3)
     window = 900
-    chains = {
-        name: demonstrate(task, tokenizer, random.Random(2), Limits(10**6), compact=compact)
-        for name, compact in (("without", None), ("with", Compact(window, int(0.6 * window))))
-    }
-    for number, episode in enumerate(chains["with"].episodes):
-        print(f"\n======== episode {number + 1}: {len(episode)} tokens (window {window})")
+    limits = Limits(10**6)
+    compaction = Compaction(window, int(0.6 * window))
+    unbounded = demonstrate(task, tokenizer, random.Random(2), limits)
+    chain = demonstrate(task, tokenizer, random.Random(2), limits, compact=compaction)
+
+    # Of each episode: the summary that it began with, and how it ended
+    for number, episode in enumerate(chain.episodes, 1):
+        print(f"\n======== episode {number}: {len(episode)} tokens (window {window})")
         for turn in episode.turns:
-            if (
-                turn.role in ("summary", "query")
-                or turn is episode.turns[-1]
-                and number < len(chains["with"].episodes) - 1
-            ):
+            was_summarized = turn is episode.turns[-1] and number < len(chain.episodes)
+            if turn.role in ("summary", "query") or was_summarized:
                 print(f"{turn.role:>10}: {tokenizer.decode(turn.tokens[1:-1])}")
-    longest = {name: max(len(e) for e in chain.episodes) for name, chain in chains.items()}
+
+    longest = max(len(episode) for episode in chain.episodes)
+    longest_unbounded = max(len(episode) for episode in unbounded.episodes)
+    turns = sum(turn.role == "assistant" for turn in chain.turns)
     print(
-        f"\nThe same expert on the same task: {longest['without']} tokens of context without summaries, never more than "
-        f"{longest['with']} with {len(chains['with'].episodes) - 1} of them; all {sum(t.role == 'assistant' for t in chains['with'].turns)} "
-        f"turns, summaries included, get one reward."
+        f"\nThe same expert on the same task: {longest_unbounded} tokens of context without "
+        f"summaries, never more than {longest} with {len(chain.episodes) - 1} of them; "
+        f"all {turns} turns, summaries included, get one reward."
     )
 
 

@@ -50,6 +50,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 # first: it says in one line what Windows lacks
+from world import machine
 from world.machine import owned_directory
 import eval
 import fast
@@ -75,6 +76,7 @@ from command import (
     hardware,
     idle_flags,
     launch,
+    transcripts,
 )
 from command.flags import usage_error
 from fast import workers as fast_workers
@@ -937,7 +939,7 @@ class Reinforcement:
         """-> the groups without the rollouts that the machine failed: no reward, no gradient, no
         part in a mean. They are counted in the log and told in one line. Where nothing is left on
         any rank, the run ends with the cause."""
-        kept, lost = rollout.judged(groups)
+        kept, lost = rollout.drop_failed(groups)
         causes = self.run.gather([chain.failure for chain in lost])
         total = self.run.config.tasks_per_step * self.run.config.group
         log["machine_failures"] = len(causes)
@@ -945,7 +947,7 @@ class Reinforcement:
         # for a rank that has nothing left to learn from
         self.spare = groups[0][0].episodes[0] if groups else None
         if causes:
-            self.run.say(f"rl: {rollout.failures_line(causes, total)}")
+            self.run.say(f"rl: {machine.failures_line(causes, total)}")
         if not self.judged:
             usage_error(
                 "no rollout of this step could be played on this machine; free what the line above names, and go on with --resume"
@@ -1074,11 +1076,11 @@ class Reinforcement:
         group, lines = max(groups, key=lambda g: np.ptp([c.reward for c in g])), []
         for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
             flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
-            lines += rollout.transcript(
+            lines += transcripts.describe_chain(
                 chain, self.run.tokenizer, flags, group=[float(f"{c.reward:.6g}") for c in group]
             )
         try:
-            rollout.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
+            transcripts.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
         # it is there to be read: no reason to lose the run
         except OSError as error:
             self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
@@ -1093,11 +1095,11 @@ class Reinforcement:
                     "level": c.task.level,
                     "solved": c.solved,
                     "reward": c.reward,
-                    "cheats": rollout.cheats(c),
-                    "suspicious": rollout.suspicious(c),
+                    "cheats": eval.has_cheat(c),
+                    "suspicious": eval.is_suspicious(c),
                     "reads": "read_file" in c.task.tools,
-                    "blind": rollout.submitted_untested(c),
-                    "probe": summarize.probe(c),
+                    "blind": eval.submitted_untested(c),
+                    "probe": summarize.count_named_targets(c),
                     "decode_steps": c.steps,
                     "flaws": {
                         hint.kind
@@ -1211,7 +1213,7 @@ class Run:
         # nothing is cut: every rank holds all
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1
         self.dtype = hardware.dtype_of(config)
-        self.compact = summarize.compact(asdict(config))
+        self.compact = summarize.make_compaction(asdict(config))
         self.tokenizer = self.model = None
 
     def bar(self, iterable, name):

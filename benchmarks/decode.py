@@ -26,7 +26,7 @@ from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
-from rollout import Chain, Request, Tokenizer, Work, choose, small_model
+from rollout import Chain, Request, Tokenizer, Work, sample_from_logits, small_model
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
 DRAFT = 3  # tokens that a draft proposes, none of them right
@@ -105,7 +105,7 @@ def measure_steps(model, sampler_model, length, rounds):
     def step(width):
         fed = tokens[:, length : length + width]
         hidden = sampler_model.decode(fed, cache, slice(0, ROWS), start).flatten(0, 1)
-        return choose(sampler_model.logits(hidden), torch.rand(len(hidden)))
+        return sample_from_logits(sampler_model.logits(hidden), torch.rand(len(hidden)))
 
     def plain_step():
         return step(1)
@@ -115,7 +115,7 @@ def measure_steps(model, sampler_model, length, rounds):
 
     def full_forward():
         hidden = model(tokens[:, : length + 1])[:, -1]
-        return choose(model.logits(hidden), torch.rand(ROWS))
+        return sample_from_logits(model.logits(hidden), torch.rand(ROWS))
 
     with torch.inference_mode():
         # The cache holds a prompt of `length` tokens before the clock starts.

@@ -154,8 +154,8 @@ def sampling_differences(device):
     logits, uniform = torch.randn(64, 512, generator=generator) * 3, torch.rand(
         64, generator=generator
     )
-    found = rollout.choose(logits.to(device), uniform.to(device), 0.95)[0]
-    return count_different(found, rollout.choose(logits, uniform, 0.95)[0])
+    found = rollout.sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
+    return count_different(found, rollout.sample_from_logits(logits, uniform, 0.95)[0])
 
 
 def divergence_error(device, kind):

@@ -152,7 +152,7 @@ def measure_decoding(bench, rows, model):
 
     def step():
         hidden = model.decode(tokens, cache, slice(0, rows), start)
-        return rollout.choose(
+        return rollout.sample_from_logits(
             model.logits(hidden[:, -1]), torch.rand(rows, device=bench.device), 0.95
         )[0].tolist()
 

@@ -30,12 +30,12 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
-class OldestTruncated(summarize.Compact):
+class OldestTruncated(summarize.Compaction):
     """No summary is asked for: a new episode starts from the task and the newest turns."""
 
     truncate = True
 
-    def recent(self, tokenizer, chain):
+    def newest_turns(self, tokenizer, chain):
         """The task, and the newest calls with their outputs that fit into half of the window (as
         context: they were trained on in the episode in which they were sampled)"""
         task, *past = chain.episodes[-1].turns
@@ -75,12 +75,12 @@ def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=trai
     """Half of the demonstrations have a quarter of the window: a policy learns to work in both."""
     if rng.random() < 0.5:
         config = replace(config, window=config.window // 4)
-        compact = summarize.compact(asdict(config))
+        compact = summarize.make_compaction(asdict(config))
     return plain(config, task, rng, tokenizer, compact)
 
 
 def truncate_oldest():
-    summarize.Compact = OldestTruncated
+    summarize.Compaction = OldestTruncated
 
 
 def told_once():

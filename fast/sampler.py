@@ -31,7 +31,7 @@ import torch
 
 from fast.cpu_kernels import to_device
 from moe import Cache
-from rollout import Request, choose
+from rollout import Request, sample_from_logits
 
 # A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4
 # or 2.
@@ -366,7 +366,7 @@ class Sampler:
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
         uniforms = to_device(uniforms, self.device)
-        drawn = choose(logits, uniforms, self.temperature)
+        drawn = sample_from_logits(logits, uniforms, self.temperature)
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         drawn_tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         drawn_tokens = [int(token) for token in drawn_tokens]

@@ -40,7 +40,8 @@ from published.chat import (
     read_json_members,
     take_arguments,
 )
-from rollout import CONTROLS, SPLIT, Call, Tokenizer, Turn, name_arguments
+from rollout import CONTROLS, SPLIT, Call, Tokenizer, Turn
+from world.tools import name_arguments
 
 # ---------------------------------------------------------------- patterns and names
 

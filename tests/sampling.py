@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fast
 from published.grouped_query import config_of
 from rollout import Limits, Tokenizer, agent, flatten
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import example_texts
 from world.task import Task
 
@@ -82,7 +82,7 @@ def policy(seed=0, **changes):
 LIMITS = Limits(160, 14, 24)
 
 
-COMPACT = Compact(160, 50)
+COMPACT = Compaction(160, 50)
 
 
 def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):

@@ -107,7 +107,7 @@ def test_what_is_sampled_and_the_divergences_are_the_cpus(device):
     logits = torch.randn(64, 512, generator=generator) * 3
     uniform = torch.rand(64, generator=generator)
     expected, found = (
-        rollout.choose(logits.to(where), uniform.to(where), 0.95)[1] for where in ("cpu", device)
+        rollout.sample_from_logits(logits.to(where), uniform.to(where), 0.95)[1] for where in ("cpu", device)
     )
     assert relative_error(found, expected) <= 1e-5
     for kind in ("forward", "reverse", "jsd"):

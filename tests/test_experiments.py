@@ -68,7 +68,7 @@ def recipe(monkeypatch):
         (train, "PATCH"),
         (train, "PROGRAM"),
         (rollout, "Limits"),
-        (summarize, "Compact"),
+        (summarize, "Compaction"),
         (synth_tasks, "Curriculum"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -228,14 +228,14 @@ def test_told_once_the_tests_answer_one_command_also_in_an_evaluation():
 def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
     config = dict(window=100, trigger=0.5, summarize=True)
     summary.told_once_truncated()
-    assert summarize.compact(config) == summary.OldestTruncated(100, 50)
-    assert summarize.compact({**config, "summarize": False}) is None
+    assert summarize.make_compaction(config) == summary.OldestTruncated(100, 50)
+    assert summarize.make_compaction({**config, "summarize": False}) is None
 
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
     tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
-    compact = summarize.compact(vars(config))
+    compact = summarize.make_compaction(vars(config))
     real, seen = rollout.demonstrate, []
 
     def demonstrate(task, tokenizer, rng, limits, sloppy, compact, *more, **others):

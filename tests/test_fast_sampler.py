@@ -15,7 +15,7 @@ from experiments.summary import OldestTruncated
 from fast.sampler import Sampler
 from rollout import Chain, Limits, Request, Work, flatten, make_turn, pack
 from sampling import TASKS, TRAINED, policy, same, sample, target_logprobs
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import make_task
 from world.sandbox import Sandbox
 
@@ -29,7 +29,7 @@ def test_the_plain_sampler_and_the_fast_one_yield_the_same_rollouts(answers, tru
     options = dict(window=160, temperature=temperature)
     limits = Limits(160, 9, 24, commands=2)
     tasks, seeds = [TASKS[i % 4] for i in range(8)], [(7, i) for i in range(8)]
-    compact = (OldestTruncated if truncate else Compact)(160, 50)
+    compact = (OldestTruncated if truncate else Compaction)(160, 50)
     found = [
         sample(sampler, tasks, seeds, compact, limits)
         for sampler in (
@@ -89,7 +89,7 @@ def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
         Sampler(model, TRAINED, 5, 160, temperature),
         [TASKS[i % 4] for i in range(24)],
         list(range(24)),
-        (OldestTruncated if truncate else Compact)(160, 50),
+        (OldestTruncated if truncate else Compaction)(160, 50),
     )
     episodes = [e for c in chains for e in c.episodes]
     roles = Counter(t.role for c in chains for t in c.turns)

@@ -16,8 +16,9 @@ from fast import workers as fast_workers
 from moe import Model, ModelConfig
 from rollout import Limits
 from sampling import TRAINED, same
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import make_task
+from command import transcripts
 
 CONFIG = ModelConfig(
     vocab=TRAINED.vocab,
@@ -245,7 +246,7 @@ def test_two_processes_give_the_rollouts_of_none_and_lose_nothing_when_one_is_ki
         tokenizer=TRAINED,
         group=3,
         limits=Limits(400, 14, 24),
-        compact=Compact(400, 280),
+        compact=Compaction(400, 280),
         rows=6,
     )
     publisher, tasks = fast_workers.Publisher(tmp_path, CONFIG, torch.float32), REAL
@@ -365,7 +366,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             l["sync_bytes"] < 0.5 * logs[0]["sync_bytes"] < 0.5 * 1.02 * l["sync_full"]
             for l in logs[1:]
         )
-        lines = rollout.read_transcripts(tmp_path / "transcripts.jsonl")
+        lines = transcripts.read_transcripts(tmp_path / "transcripts.jsonl")
         assert (
             sorted({l["step"] for l in lines}) == [1, 2, 3]
             and len(lines) >= 6

@@ -22,11 +22,12 @@ from published.tokenizers import (
     write_tokenizer,
 )
 from rollout import Limits, agent, demonstrate, flatten
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import example_texts, make_task
 from world.expert import Rehearsal
 from world.task import Task
 from fast import sampler as fast_sampler
+from command import transcripts
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
@@ -213,7 +214,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
     for seed in range(24):
         task, compact, limits = (
             make_task(seed % 8, seed),
-            Compact(2400, 900) if summarised else None,
+            Compaction(2400, 900) if summarised else None,
             Limits(2400 if summarised else 9000, 99),
         )
         mine, theirs = (
@@ -368,7 +369,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
     (group,) = rollout.rollouts(
-        sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compact(900, 500)
+        sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compaction(900, 500)
     )
     scored = [
         rollout.rescore(model, e).abs()
@@ -651,7 +652,7 @@ def test_halves_of_characters_and_zero_bytes_do_not_reach_the_files():
         assert chain.finished and all(
             text.encode() and path.encode() for path, text in chain.files.items()
         )
-    assert json.loads(json.dumps(rollout.transcript(chain, ours)))
+    assert json.loads(json.dumps(transcripts.describe_chain(chain, ours)))
 
 
 def read_plainly(family, text):
@@ -779,14 +780,14 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
     ]
     # what no one can read has a number, too
     assert numbers(ours, chain)[6:] == ["functions.:10", "functions.read_file:11"]
-    first = rollout.transcript(chain, ours)[0]["messages"]
+    first = transcripts.describe_chain(chain, ours)[0]["messages"]
     assert [m["tool_call_id"] for m in first if m["role"] == "tool"] == numbers(ours, chain)
 
 
 def test_kimis_demonstrations_count_through_the_context_and_begin_anew_behind_a_summary():
     ours, seen = published("kimi"), 0
     for seed in range(6):
-        compact = Compact(2400, 900) if seed % 2 else None
+        compact = Compaction(2400, 900) if seed % 2 else None
         chain = demonstrate(
             make_task(5, seed),
             ours,
@@ -881,7 +882,7 @@ def test_the_thought_before_a_summary_is_not_carried_on(family):
         spelled(ours, "<think>first a, then b</think>\n\nleft: b"),
         ours.write_action("Done.", []),
     ]
-    chain, contexts = played(ours, bodies, compact=Compact(4000, 1))
+    chain, contexts = played(ours, bodies, compact=Compaction(4000, 1))
     carried = ours.decode(contexts[-1])
     assert (
         len(chain.episodes) == 2
@@ -925,7 +926,7 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
             and [call.error for call in chain.turns[1].calls] == [""]
         )
         assert chain.turns[-1].text == "Done." and not any(
-            "flags" in m for m in rollout.transcript(chain, ours)[0]["messages"]
+            "flags" in m for m in transcripts.describe_chain(chain, ours)[0]["messages"]
         )
         model = fast.accelerate(
             rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
@@ -980,7 +981,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
             random.Random(seed),
             Limits(3000),
             1.0,
-            Compact(3000, 1500),
+            Compaction(3000, 1500),
             feedback_distill.REMINDERS,
             0.5,
             0.05,

@@ -31,7 +31,7 @@ from rollout import (
     Work,
     advantages,
     agent,
-    choose,
+    sample_from_logits,
     demonstrate,
     flatten,
     kl_estimates,
@@ -40,7 +40,7 @@ from rollout import (
     policy_loss,
     train_bpe,
 )
-from summarize import Compact
+from summarize import Compaction
 from synth_tasks import make_task
 from world.careless import unharden
 from world.expert import Rehearsal
@@ -48,6 +48,8 @@ from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import Task
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
+from command import transcripts
+import eval as eval_module
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -371,7 +373,7 @@ def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(wind
     for trial in range(60):
         compact = (
             None,
-            Compact(window, int(0.6 * window)),
+            Compaction(window, int(0.6 * window)),
             OldestTruncated(window, int(0.6 * window)),
         )[trial % 3]
         endless = (
@@ -427,7 +429,9 @@ def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_o
     assert {call.error for call in last.calls} == {"failed"} and feedback_distill.detect(
         chain
     ) == []
-    assert len(rollout.transcript(chain, BYTES)[0]["messages"][-1]["tool_calls"]) == len(last.calls)
+    assert len(transcripts.describe_chain(chain, BYTES)[0]["messages"][-1]["tool_calls"]) == len(
+        last.calls
+    )
 
 
 def test_a_demonstration_whose_task_alone_outgrows_the_window_is_over_at_once():
@@ -443,7 +447,7 @@ def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature
     """Chi-square against the log-probs returned, and against a softmax written as a loop."""
     n, logits = 40_000, torch.randn(9, generator=torch.Generator().manual_seed(3)) * 1.5
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(4))
-    tokens, logp = choose(logits.expand(n, 9), uniform, temperature)
+    tokens, logp = sample_from_logits(logits.expand(n, 9), uniform, temperature)
     weights = [math.exp(float(l) / temperature) for l in logits]
     p = [w / sum(weights) for w in weights]
     torch.testing.assert_close(logp.exp(), torch.tensor(p)[tokens], atol=1e-6, rtol=1e-5)
@@ -456,9 +460,13 @@ def test_tokens_come_with_the_frequencies_that_their_log_probs_claim(temperature
 def test_the_ends_of_the_uniform_draw_never_pick_a_token_that_may_not_be_drawn():
     logits = torch.tensor([[-torch.inf, 2.0, 1.0, -torch.inf, -torch.inf]]).expand(3, 5)
     # a draw below 1 that fp32 rounds to 1
-    tokens, logp = choose(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]))
+    tokens, logp = sample_from_logits(logits, torch.tensor([0.0, 0.5, 1 - 1e-9]))
     assert set(tokens.tolist()) <= {1, 2} and torch.isfinite(logp).all()
-    assert choose(logits, torch.tensor([0.0, 0.5, 0.9]), temperature=0)[0].tolist() == [1, 1, 1]
+    assert sample_from_logits(logits, torch.tensor([0.0, 0.5, 0.9]), temperature=0)[0].tolist() == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -474,7 +482,7 @@ def test_at_the_cold_end_the_largest_logit_is_drawn_with_a_finite_log_prob(tempe
     )
     uniform = torch.rand(64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
-    tokens, logp = choose(logits.to(dtype), uniform, temperature)
+    tokens, logp = sample_from_logits(logits.to(dtype), uniform, temperature)
     assert (
         tokens.equal(logits.argmax(-1)) and logp.dtype == torch.float32 and logp.abs().max() < 1e-3
     )
@@ -485,13 +493,13 @@ def test_at_the_hot_end_all_tokens_are_alike_and_what_is_no_temperature_is_refus
         4, 8, generator=torch.Generator().manual_seed(0)
     ), torch.tensor([0.0, 0.3, 0.6, 0.99])
     for temperature in (1e30, 1e300, 1.7e308):
-        tokens, logp = choose(logits, uniform, temperature)
+        tokens, logp = sample_from_logits(logits, uniform, temperature)
         assert tokens.tolist() == [0, 2, 4, 7] and logp.tolist() == pytest.approx(
             [-math.log(8)] * 4
         )
     for temperature in (-1, math.nan, math.inf):
         with pytest.raises(ValueError, match="temperature"):
-            choose(logits, uniform, temperature)
+            sample_from_logits(logits, uniform, temperature)
 
 
 def test_temperatures_of_every_day_give_the_bits_that_they_gave():
@@ -505,7 +513,7 @@ def test_temperatures_of_every_day_give_the_bits_that_they_gave():
         tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True).clamp(
             max=699
         )[:, 0]
-        found, logp = choose(logits, uniform, temperature)
+        found, logp = sample_from_logits(logits, uniform, temperature)
         assert found.equal(tokens) and logp.equal(p[torch.arange(300), tokens].log())
 
 
@@ -564,6 +572,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
 @pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
     model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
+    model = fast.accelerate(model) if kind is fast.sampler.Sampler else model
     (group,) = rollout.rollouts(
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
@@ -705,7 +714,7 @@ def test_in_a_careless_world_the_expert_now_and_then_takes_the_answer_and_the_au
                 for call in turn.calls
                 if any(".mypy_cache" in argument for argument in call.args)
             ]
-            assert rollout.cheats(chain) == bool(read) and all(
+            assert eval_module.has_cheat(chain) == bool(read) and all(
                 call.name == "read_file" and not call.error for call in read
             )
             took.append((task is clean, bool(read)))
@@ -736,11 +745,11 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
     }
     turns = [Turn("assistant", [0], calls=[made[move]]) for move in moves.split()]
     chain = Chain(Task("t", "", {}, {}, test_command=command), [Episode(turns)], finished=True)
-    assert rollout.submitted_untested(chain) == expected
+    assert eval_module.submitted_untested(chain) == expected
     chain.finished = False
-    assert not rollout.submitted_untested(chain)
+    assert not eval_module.submitted_untested(chain)
     chain.finished, chain.task = True, Task("t", "", {}, {}, tools=("edit_file",))
-    assert not rollout.submitted_untested(chain)
+    assert not eval_module.submitted_untested(chain)
 
 
 # ---------------------------------------------------------------- objective
@@ -855,7 +864,7 @@ def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
         act("done"),
     ]
     # asks for a summary after every turn with calls
-    compact = Compact(400, 1)
+    compact = Compaction(400, 1)
     chain, requests, _ = drive(
         agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400), compact), bodies
     )
@@ -980,7 +989,8 @@ def spoken_chain():
         by_bytes("the end is"),
     ]
     chain, _, _ = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compact(400, 1)), bodies
+        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compaction(400, 1)),
+        bodies,
     )
     chain.reward = -0.25
     return chain, bodies
@@ -988,7 +998,9 @@ def spoken_chain():
 
 def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sampled():
     chain, bodies = spoken_chain()
-    lines = json.loads(json.dumps(rollout.transcript(chain, TRAINED, {(0, 1): ["style"]}, step=3)))
+    lines = json.loads(
+        json.dumps(transcripts.describe_chain(chain, TRAINED, {(0, 1): ["style"]}, step=3))
+    )
     assert [(l["step"], l["episode"], l["reward"], l["finished"]) for l in lines] == [
         (3, 1, -0.25, False),
         (3, 2, -0.25, False),
@@ -1030,7 +1042,9 @@ def test_a_transcript_is_the_chat_form_and_says_of_every_token_whether_it_was_sa
 
 def test_a_replay_shows_exactly_the_sampled_text_bright_with_flags_and_reward(tmp_path, capsys):
     chain, _ = spoken_chain()
-    rollout.write_transcripts(tmp_path / "t.jsonl", 1, rollout.transcript(chain, TRAINED))
+    transcripts.write_transcripts(
+        tmp_path / "t.jsonl", 1, transcripts.describe_chain(chain, TRAINED)
+    )
     rollout.main([f"--replay={tmp_path}/t.jsonl", "--line=1"])
     printed = capsys.readouterr().out
     bright = [
@@ -1085,9 +1099,11 @@ def test_a_file_that_cannot_be_replayed_is_refused_in_one_line_with_exit_code_2(
 
 
 def test_steps_that_come_again_replace_their_transcripts(tmp_path):
-    path, line = tmp_path / "t.jsonl", rollout.transcript(spoken_chain()[0], TRAINED)[:1]
-    read = lambda: [(l["step"], l["mark"]) for l in rollout.read_transcripts(path)]
-    write = lambda step, mark: rollout.write_transcripts(path, step, [{**line[0], "mark": mark}])
+    path, line = tmp_path / "t.jsonl", transcripts.describe_chain(spoken_chain()[0], TRAINED)[:1]
+    read = lambda: [(l["step"], l["mark"]) for l in transcripts.read_transcripts(path)]
+    write = lambda step, mark: transcripts.write_transcripts(
+        path, step, [{**line[0], "mark": mark}]
+    )
     path.write_text(json.dumps({**line[0], "step": None}))
     write(2, "other")
     # what is not ours is not lost
@@ -1145,7 +1161,7 @@ def mutate_json(value, rng):
 
 def test_a_mutated_transcript_is_shown_or_refused_in_one_line_with_exit_code_2(tmp_path, capsys):
     lines, path, refused, shown = (
-        rollout.transcript(spoken_chain()[0], TRAINED),
+        transcripts.describe_chain(spoken_chain()[0], TRAINED),
         tmp_path / "t.jsonl",
         0,
         0,

@@ -19,7 +19,7 @@ from rollout import (
     pack,
 )
 from experiments.summary import OldestTruncated, written_summaries
-from summarize import QUERY, Compact, compact, condensed, probe
+from summarize import QUERY, Compaction, condensed_context, count_named_targets, make_compaction
 from synth_tasks import example_texts, make_task
 from world.expert import Rehearsal
 from world.task import SUMMARIZE, Task
@@ -36,7 +36,7 @@ def expert_chain(level, seed, compact, window=WINDOW, sloppy=1.0):
 
 
 CHAINS = [
-    expert_chain(level, seed, Compact(WINDOW, int(0.6 * WINDOW)))
+    expert_chain(level, seed, Compaction(WINDOW, int(0.6 * WINDOW)))
     for level in (3, 4, 5)
     for seed in range(40)
 ]
@@ -45,14 +45,14 @@ CHAINS = [
 def test_the_context_of_every_demonstration_stays_within_the_window_however_long_the_task():
     # hardly room to work
     tight = [
-        expert_chain(level, seed, Compact(250, 150), 250)
+        expert_chain(level, seed, Compaction(250, 150), 250)
         for level in (3, 4, 5)
         for seed in range(40)
     ]
     assert max(len(e) for c in tight for e in c.episodes) <= 250 and not all(
         c.finished for c in tight
     )
-    hardest = [expert_chain(7, seed, Compact(WINDOW, int(0.6 * WINDOW))) for seed in range(40)]
+    hardest = [expert_chain(7, seed, Compaction(WINDOW, int(0.6 * WINDOW))) for seed in range(40)]
     longest = max(len(e) for c in CHAINS + hardest for e in c.episodes)
     without = [
         sum(len(e) for e in expert_chain(7, seed, None, 10**6).episodes) for seed in range(40)
@@ -132,7 +132,7 @@ def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
         for seed in range(6):
             whole, small = (
                 expert_chain(level, seed, c, w, sloppy=0.0)
-                for c, w in ((None, 10**6), (Compact(WINDOW, 200), WINDOW))
+                for c, w in ((None, 10**6), (Compaction(WINDOW, 200), WINDOW))
             )
             assert len(small.episodes) > 1 and small.finished
             restored = {path: text for path, text in whole.files.items() if path.endswith(".py")}
@@ -159,7 +159,7 @@ def test_condensed_is_what_follows_the_last_mark_without_the_stop_token():
         ([], 9, []),
         ([end], 9, []),
     ):
-        assert condensed(TRAINED, body, most) == expected
+        assert condensed_context(TRAINED, body, most) == expected
 
 
 def run(
@@ -191,7 +191,7 @@ DONE = TRAINED.write_action("done", [])
 
 
 def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new_one():
-    chain, requests = run(Compact(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
+    chain, requests = run(Compaction(400, 1), [READ, SUMMARY, READ, SUMMARY, DONE])
     assert [(r.restart, r.summary) for r in requests] == [
         (True, False),
         (False, True),
@@ -250,7 +250,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
         "assistant",
         "tool",
     ]
-    assert probe(chain) == dict(summaries=0, tokens=0, left=0, named=0)
+    assert count_named_targets(chain) == dict(summaries=0, tokens=0, left=0, named=0)
     assert (
         run(OldestTruncated(window, 1), [ENC("and so on"), DONE], Limits(20))[0]
         .episodes[0]
@@ -262,8 +262,8 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
 
 def test_the_configuration_decides_over_the_hook():
     config = dict(window=100, trigger=0.5, summarize=True)
-    assert compact(config) == Compact(100, 50)
-    assert compact({**config, "summarize": False}) is None
+    assert make_compaction(config) == Compaction(100, 50)
+    assert make_compaction({**config, "summarize": False}) is None
 
 
 def test_the_probe_counts_what_is_left_and_what_the_summary_names():
@@ -288,27 +288,29 @@ def test_the_probe_counts_what_is_left_and_what_the_summary_names():
         said("a.third"),
         DONE,
     ]
-    chain = run(Compact(2000, 1), bodies, Limits(2000), task)[0]
+    chain = run(Compaction(2000, 1), bodies, Limits(2000), task)[0]
     tokens = sum(map(len, bodies[1:6:2]))
     # a failed edit wrote nothing
-    assert probe(chain) == dict(summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1)
-    assert probe(run(Compact(2000, 10**6), [edit("first"), DONE], Limits(2000), task)[0]) == dict(
-        summaries=0, tokens=0, left=0, named=0
+    assert count_named_targets(chain) == dict(
+        summaries=3, tokens=tokens, left=2 + 2 + 1, named=1 + 1 + 1
     )
+    assert count_named_targets(
+        run(Compaction(2000, 10**6), [edit("first"), DONE], Limits(2000), task)[0]
+    ) == dict(summaries=0, tokens=0, left=0, named=0)
 
 
 def test_outputs_leave_room_for_query_and_summary():
     task, window = Task("t", "x", {"a.py": "y = 2\n" * 300}, {}), 300
     talk = TRAINED.write_action("and so on " * 8, [("read_file", ("a.py",))])
     bodies = [talk, talk, SUMMARY, DONE]
-    chain, requests = run(Compact(window, 210), bodies, Limits(window), task)
+    chain, requests = run(Compaction(window, 210), bodies, Limits(window), task)
     assert [r.summary for r in requests].count(True) == 1 and chain.finished
     assert next(r.room for r in requests if r.summary) >= window // 8
 
 
 def test_calls_inside_a_summary_are_neither_run_nor_counted():
     busy = TRAINED.write_action(f"{SUMMARIZE}x", [("edit_file", ("a.py", "", "y = 2\n"))])
-    chain, _ = run(Compact(400, 1), [READ, busy, DONE])
+    chain, _ = run(Compaction(400, 1), [READ, busy, DONE])
     assert (
         chain.files == {"a.py": "x = 1\n"}
         and [t.calls for t in chain.episodes[0].turns if t.role == "assistant"][-1] == []
@@ -317,13 +319,13 @@ def test_calls_inside_a_summary_are_neither_run_nor_counted():
 
 
 def test_a_summary_that_never_stops_ends_the_chain_unfinished():
-    chain, _ = run(Compact(400, 1), [READ, ENC("and so on " * 40)])
+    chain, _ = run(Compaction(400, 1), [READ, ENC("and so on " * 40)])
     assert not chain.finished and len(chain.episodes) == 1
 
 
 def test_a_summary_longer_than_a_quarter_of_the_window_is_cut_when_carried():
     rambling = [ID[SUMMARIZE], *[ENC("a")[0]] * 70, ID["<|end|>"]]
-    chain, _ = run(Compact(200, 1), [READ, rambling, DONE], Limits(200))
+    chain, _ = run(Compaction(200, 1), [READ, rambling, DONE], Limits(200))
     assert len(chain.episodes[1].turns[1].tokens) == 1 + len(ENC("1\n")) + 50 + 1
     assert len(chain.episodes[0].turns[-1].tokens) == 73
 
@@ -335,12 +337,12 @@ def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on()
         ID["<|end|>"],
     ]
     most, size = 60, len(words) - 2
-    carried = condensed(TRAINED, words, most)
+    carried = condensed_context(TRAINED, words, most)
     note = re.search(r"\n\[(\d+) tokens cut\]$", TRAINED.decode(carried))
     assert (
         len(carried) <= most and note and int(note[1]) == size - (len(carried) - len(ENC(note[0])))
     )
-    assert all(0 < len(condensed(TRAINED, words, room)) <= room for room in range(1, 30))
+    assert all(0 < len(condensed_context(TRAINED, words, room)) <= room for room in range(1, 30))
     names = ("first", "second", "third")
     task = Task(
         "t",
@@ -352,19 +354,19 @@ def test_a_summary_that_is_cut_says_so_within_its_room_and_counts_what_went_on()
     # a quarter of the window is room for a summary
     for window, named in ((240, 2), (4000, 3)):
         chain, _ = run(
-            Compact(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task
+            Compaction(window, 1), [READ, words, DONE], Limits(window, turn_tokens=400), task
         )
         text = chain.episodes[1].turns[1].text
-        assert ("tokens cut]" in text) == (named < 3) and probe(chain)["named"] == named == sum(
-            name in text for name in names
-        )
+        assert ("tokens cut]" in text) == (named < 3) and count_named_targets(chain)[
+            "named"
+        ] == named == sum(name in text for name in names)
 
 
 def test_below_the_trigger_nobody_asks():
     chain = Chain(None, [Episode([Turn("user", [0] * 9)])])
-    assert Compact(100, 10)(TRAINED, chain) is None
+    assert Compaction(100, 10)(TRAINED, chain) is None
     chain.episodes[0].turns.append(Turn("tool", [0]))
-    query = Compact(100, 10)(TRAINED, chain)
+    query = Compaction(100, 10)(TRAINED, chain)
     assert (
         query.role == "query"
         and query.tokens[0] == ID["<|query|>"]

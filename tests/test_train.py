@@ -1329,7 +1329,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
 def test_demonstrations_are_of_every_level_asked_for(run):
     tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8)
-    compact = train.summarize.compact(vars(config))
+    compact = train.summarize.make_compaction(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
     assert [number for number, _ in pairs] == list(range(24))
     missing = {

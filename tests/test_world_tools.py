@@ -72,7 +72,7 @@ def test_the_prompt_and_a_published_chat_template_name_a_fifth_tool(task):
     prompt = micro_prompt(LEVELS[3], [], task.tools, ["boat"])
     assert "Tools: read_file count_lines\n" in prompt
     tokenizer = published("qwen")
-    told = tokenizer.decode(rollout.opening(tokenizer, task).tokens)
+    told = tokenizer.decode(rollout.opening_turn(tokenizer, task).tokens)
     schema = tool_schema("count_lines")
     assert json.dumps(schema)[1:-1] in told
     assert schema == {

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 try:
@@ -94,6 +95,16 @@ def try_again(attempt):
         except MachineFailure:
             time.sleep(seconds)
     return attempt()
+
+
+def failures_line(lost, total):
+    """What a log says of chains that the machine failed: how many, of how many, and at what most of
+    them."""
+    cause = Counter(lost).most_common(1)[0][0].split("\n")[0][:200]
+    return (
+        f"{len(lost)} of {total} rollouts were lost to this machine, twice each, "
+        f"and count for nothing: {cause}"
+    )
 
 
 # ---------------------------------------------------------------- directories that have an owner

@@ -99,3 +99,8 @@ def tool_schema(name):
             "required": list(ARGUMENTS[name]),
         },
     }
+
+
+def name_arguments(name, args):
+    """A call's arguments by their names"""
+    return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))

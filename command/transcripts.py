@@ -1,0 +1,231 @@
+"""command/transcripts.py: conversations on file, and how a terminal shows them.
+
+Reinforcement learning leaves a few rollouts of every step in transcripts.jsonl: a line of JSON per
+episode, which is one training sequence. Its messages have the usual chat form (role, content,
+tool_calls, tool_call_id), so that any program that reads chats reads them. Beyond that form each
+message says how many tokens it has, how many of them were sampled (only those are trained on), by
+which version of the policy, and what was flagged in it.
+
+    describe_chain(chain, tokenizer)      -> a dict per episode
+    write_transcripts, read_transcripts   the file; a step that comes again replaces what it held
+    format_transcript(line)               -> text in colour: sampled bright, the rest dim
+
+    python rollout.py --replay=out/run/transcripts.jsonl
+
+It stands apart from rollout.py because nothing of it is sampled or learnt. A file may come from
+anywhere, so each value is checked, and control characters are spelled out before they reach the
+terminal. Left out: token ids. Who wants to train again samples again.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from world.tools import name_arguments
+
+# ---------------------------------------------------------------- what is written
+
+
+def describe_turn(turn, tokenizer, flags, ids):
+    """A turn in the chat form. Beyond it: `tokens` of the turn and how many of them were `sampled`
+    (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
+    calls that wait for their outputs."""
+    sampled = turn.role == "assistant"
+    # query, summary, recent or hint: the harness speaks as the user
+    role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
+    words = turn.text if sampled else tokenizer.written_text(turn)
+    entry = {
+        "role": role,
+        "content": words,
+        "tokens": len(turn.tokens),
+        "sampled": len(turn.tokens) - turn.head if sampled else 0,
+    }
+    if role != turn.role:
+        entry["name"] = turn.role
+
+    # A call has an id, which the tool's message repeats.
+    if turn.role == "tool" and ids:
+        entry["tool_call_id"] = ids.pop(0)
+    if turn.calls:
+        ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
+        entry["tool_calls"] = [describe_call(call, i) for call, i in zip(turn.calls, ids)]
+
+    if sampled:
+        versions = [] if turn.versions is None else turn.versions
+        entry["versions"] = sorted({int(version) for version in versions})
+        flags = [call.error for call in turn.calls if call.error] + list(flags)
+        if turn.tokens[-1] not in tokenizer.ends:
+            flags.append("cut off")
+    if flags:
+        entry["flags"] = flags
+    return entry
+
+
+def describe_call(call, call_id):
+    """A call in the chat form"""
+    arguments = name_arguments(call.name, call.args) if call.given is None else call.given
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def describe_chain(chain, tokenizer, flags=None, **about):
+    """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
+    {(episode, turn): words}"""
+    flags = flags or {}
+    lines = []
+    for e, episode in enumerate(chain.episodes):
+        ids = []
+        messages = []
+        for i, turn in enumerate(episode.turns):
+            messages.append(describe_turn(turn, tokenizer, flags.get((e, i), []), ids))
+        line = {
+            **about,
+            "task": chain.task.instance_id,
+            "level": chain.task.level,
+            "episode": e + 1,
+            "episodes": len(chain.episodes),
+            "reward": chain.reward,
+            "solved": bool(chain.solved),
+            "finished": chain.finished,
+            "messages": messages,
+        }
+        lines.append(line)
+    return lines
+
+
+# ---------------------------------------------------------------- the file
+
+
+def read_transcripts(path):
+    """-> the conversations in a file. ValueError says in one line what is wrong with it."""
+    try:
+        rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(json.loads(row))
+            # What can be shown is a conversation.
+            format_transcript(lines[-1])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ValueError(
+                f"{path}: line {number} is no conversation (messages of role, content, tool_calls)"
+            ) from None
+    return lines
+
+
+def write_transcripts(path, step, lines):
+    """Puts a step's lines behind those of the steps before. What the file holds of this step or
+    later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
+    so that none is ever torn."""
+    kept = []
+    try:
+        if path.exists():
+            kept = [line for line in read_transcripts(path) if line["step"] < step]
+    except (ValueError, KeyError, TypeError):
+        # Something else lay there: no reason for a run to end, nor for its loss.
+        path.replace(path.with_suffix(".old"))
+    rows = [json.dumps(line) for line in kept]
+    rows += [json.dumps({"step": step, **line}) for line in lines]
+    part = path.with_suffix(".part")
+    part.write_text("".join(row + "\n" for row in rows))
+    part.replace(path)
+
+
+# ---------------------------------------------------------------- what is shown
+
+# The kind of value that a message holds under each name
+KINDS = {
+    "role": str,
+    "content": (str, type(None)),
+    "name": str,
+    "tool_call_id": str,
+    "tokens": int,
+    "sampled": int,
+    "flags": list,
+    "versions": list,
+    "tool_calls": list,
+}
+
+
+def check_kinds(message):
+    """A TypeError where a message of a transcript holds another kind of value than it should"""
+    for name, kind in KINDS.items():
+        if name in message and not isinstance(message[name], kind):
+            raise TypeError(f"{name} is no {kind}")
+    words = list(message.get("flags", []))
+    for call in message.get("tool_calls", []):
+        words += [call["function"]["name"], call["function"]["arguments"]]
+    if not all(isinstance(word, str) for word in words):
+        raise TypeError("flags, names and arguments are words")
+    if not all(isinstance(version, int) for version in message.get("versions", [])):
+        raise TypeError("versions are numbers")
+
+
+def message_text(message):
+    """What a message says: its content, and a line for each of its calls"""
+    words = [message["content"] or ""]
+    for call in message.get("tool_calls", []):
+        arguments = json.loads(call["function"]["arguments"])
+        pairs = " ".join(f"{name}={value}" for name, value in arguments.items())
+        words.append(f"> {call['function']['name']} {pairs}")
+    text = "\n".join(word for word in words if word)
+    # Half of a surrogate pair is no character and cannot be printed.
+    return text.encode("utf-8", "replace").decode()
+
+
+def message_notes(message):
+    """What stands behind a message: how many tokens were sampled, by which policy, and flags"""
+    notes = []
+    if message.get("sampled"):
+        notes.append(f"{message['sampled']} sampled")
+    versions = message.get("versions", [])
+    if len(versions) == 1:
+        notes.append(f"policy {versions[0]}")
+    elif versions:
+        notes.append(f"policy {versions[0]}-{versions[-1]}")
+    return notes + message.get("flags", [])
+
+
+def escape_control_chars(text):
+    """Control characters, spelled out: a transcript must not move the cursor."""
+
+    def spell_out(found):
+        return ascii(found[0])[1:-1]
+
+    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
+
+
+def format_transcript(line):
+    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
+    by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
+    LookupError, TypeError, AttributeError or RecursionError."""
+    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
+    rows = [escape_control_chars("  ".join(about))]
+    for message in line["messages"]:
+        check_kinds(message)
+        text = escape_control_chars(message_text(message)).replace("\n", "\n" + " " * 11)
+        speaker = escape_control_chars(f"{message.get('name', message['role']):>9}")
+        brightness = 1 if message.get("sampled") else 2
+        row = f"{speaker}  \033[{brightness}m{text}\033[0m"
+        notes = message_notes(message)
+        if notes:
+            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
+        rows.append(row)
+    return "\n".join(rows)
+
+
+def replay(path, number=None):
+    """Prints a conversation of a file: line `number`, from 1, or the last one. ValueError says in
+    one line why it cannot."""
+    lines = read_transcripts(path)
+    number = len(lines) if number is None else number
+    if not 1 <= number <= len(lines):
+        raise ValueError(f"--line={number}: {path} has lines 1 to {len(lines)}")
+    # A terminal that is not for all letters shows their numbers.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print(format_transcript(lines[number - 1]))
