@@ -71,11 +71,13 @@ from command import (
     checkpoint_files,
     checkpoints,
     checks,
+    evaluation,
     failures,
     flags,
     hardware,
     idle_flags,
     launch,
+    output_files,
     transcripts,
 )
 from command.flags import usage_error
@@ -823,7 +825,7 @@ class Reinforcement:
             self.workers = fast_workers.Workers(config.workers, settings)
         tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = self.with_room(tasks)
-        self.file = eval.digest_file(config.tasks)
+        self.file = output_files.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {
             level: [task for task in tasks if task.level == level]
@@ -1443,7 +1445,7 @@ def train(config, interrupted, sources=None):
         checkpoints.check_same_gates(config, out if begun else origin, saved)
     run = Run(config)
     if begun:
-        tasks = eval.digest_file(config.tasks)
+        tasks = output_files.digest_file(config.tasks)
         checkpoints.check_same_values(config, out, origin, begun, tasks)
         checkpoints.check_patch(out, begun, OLD_FLAGS, PATCH)
         # finished or not: a result is called by what it was made from
@@ -1697,26 +1699,34 @@ def load_published(config, device):
 
 
 def evaluate(config, given, sources):
-    """The stage eval: see eval.py."""
+    """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
     if hsdp.exists(trained):
         saved = checkpoints.open_checkpoint(trained)
         checkpoints.check_patch(trained, saved, OLD_FLAGS, PATCH)
     run = Run(config)
     try:
-        config, paths, made, published = eval.find_policies(
+        config, paths, made, published = evaluation.find_policies(
             config, given, SIZES, lambda: load_published(config, run.device)
         )
     except ValueError as error:
         usage_error(str(error))
     say_configuration(run, config, sources)
+    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
+    run.say(f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.exists(trained)))
 
-    def describe_cost():
-        minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
-        processes = f"{run.world} process" + "es" * (run.world > 1)
-        return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    # The same evaluation of the same checkpoints again: its table is there already.
+    origin = evaluation.describe_origin(config, paths, published)
+    kept = evaluation.find_kept_table(config, origin) if hsdp.exists(trained) else ""
+    if kept:
+        return run.say(kept)
 
-    eval.evaluate(run, config, paths, made, published, describe_cost)
+    policies = eval.evaluate(run, config, paths, made, published)
+    minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
+    processes = f"{run.world} process" + "es" * (run.world > 1)
+    cost = f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    if run.rank == 0:
+        evaluation.write_evaluation(config, policies, origin, cost)
 
 
 def main(argv):

@@ -18,13 +18,13 @@ import sys
 
 import numpy as np
 
-import eval
+from command import step_log
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
 def loss_after_sft(folder, policies):
-    losses = [line["loss"] for line in eval.lines_of(folder, "sft")[-50:]]
+    losses = [line["loss"] for line in step_log.read_step_log(folder, "sft")[-50:]]
     return {"loss after SFT": float(np.mean(losses or math.nan))}
 
 

@@ -41,6 +41,7 @@ import eval
 import feedback_distill
 import hsdp
 import train
+from command.output_files import check_writable
 from experiments import tables
 
 HERE = Path(__file__).resolve().parent
@@ -256,7 +257,7 @@ def main(module, argv):
             check_flags(job)
     folder = Path(out, name)
     try:
-        eval.check_writable(folder, [f"{name}.json", f"{name}.png"])
+        check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
         stop(f"{error.filename or folder}: {error.strerror}")
     problem = eval.try_to_draw()  # now, and not when all is done

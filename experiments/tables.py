@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 import eval
+from command import step_log
 
 # of these habits: when the running mean has fallen to a tenth of its first value
 HABITS = ("bad_tool", "communication", "code_style")
@@ -39,8 +40,8 @@ def outcome(folder, experiment, policy="after RL"):
     """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
     stage = experiment.stages[0]
     whole_recipe = len(experiment.stages) > 1
-    lines = eval.lines_of(folder, "rl" if whole_recipe else stage)
-    curves = {name: eval.curve(lines, name) for name in experiment.curves}
+    lines = step_log.read_step_log(folder, "rl" if whole_recipe else stage)
+    curves = {name: step_log.curve_by_step(lines, name) for name in experiment.curves}
     if not whole_recipe:  # pretraining alone: nothing is evaluated
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
 
@@ -60,8 +61,8 @@ def outcome(folder, experiment, policy="after RL"):
         "before RL": before["overall"]["solved"] if before else math.nan,
     }
     for name, values in curves.items():
-        end[f"{name}: first 5"] = eval.mean_known(values[:5])
-        end[f"{name}: last 5"] = eval.mean_known(values[-5:])
+        end[f"{name}: first 5"] = step_log.mean_known(values[:5])
+        end[f"{name}: last 5"] = step_log.mean_known(values[-5:])
         if name in HABITS:
             end[f"{name}: tenth at"] = first_step_at_a_tenth(values)
     end |= experiment.more(folder, policies)
@@ -77,7 +78,7 @@ def outcome(folder, experiment, policy="after RL"):
 def first_step_at_a_tenth(values):
     """The first step at which the running mean is a tenth of the first value; never: one step more
     than there were"""
-    for i, mean in enumerate(eval.running(values)):
+    for i, mean in enumerate(step_log.running_mean(values)):
         if mean <= 0.1 * values[0] > 0:
             return i + 1
     return len(values) + 1
@@ -154,11 +155,11 @@ def draw_curves(experiment, results, path):
         for arm, runs in results.items()
     }
     scatter = bool(np.isfinite(list(points.values())).all())
-    figure, ax = eval.axes(experiment.question, "step", "", len(panels) + scatter)
+    figure, ax = eval.make_axes(experiment.question, "step", "", len(panels) + scatter)
     for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
         for arm, runs in results.items():
             rows = [run[part][name] for run in runs]
-            rows = np.array([eval.running(row) for row in rows] if start else rows)
+            rows = np.array([step_log.running_mean(row) for row in rows] if start else rows)
             x = range(start, start + rows.shape[1])
             line = panel.plot(x, rows.mean(0), label=arm)[0]
             panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)

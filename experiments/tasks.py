@@ -64,7 +64,7 @@ def add_seen_tasks(config, number):
         for level in range(config.eval_levels)
         for i in range(number)
     ]
-    mine = eval.attempt(
+    mine = eval.run_policy(
         model.compute(run.dtype),
         tokenizer,
         {**saved, "plain": config.plain},
@@ -72,13 +72,16 @@ def add_seen_tasks(config, number):
         passes,
         temperature=saved["temperature"],
         numbers=run.share(range(len(tasks))),
-        began=began.compute(run.dtype),
+        reference=began.compute(run.dtype),
     )
     records = run.gather(mine)
     if run.rank == 0:
         path = out / "summary.json"
         summary = json.loads(path.read_text())
-        seen = {"overall": eval.summary(records), "levels": eval.by_level(records)}
+        seen = {
+            "overall": eval.summarize_records(records),
+            "levels": eval.summarize_levels(records),
+        }
         summary["policies"]["after, seen"] = seen
         path.write_text(json.dumps(summary, indent=1))
         print(f"solved, of the tasks it was trained on: {seen['overall']['solved']:.3f}")
