@@ -292,7 +292,7 @@ def load(folder, device="cpu", plain=False):
     extra = hsdp.load_extra(path)
 
     # A checkpoint that is older than these flags was made with these values.
-    older = {"draft": 3, "init_from": "", "weights": "float32"}
+    older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
     config = {**older, **extra["config"]}
     # Flags of an earlier version, without which this policy would be shown in another world.
     for name in ("truncate", "commands"):
@@ -327,7 +327,7 @@ def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None
     if temperature is None:
         temperature = config["temperature"]
     sampler = make_sampler(model, tokenizer, config, temperature)
-    limits = rollout.Limits(config["window"], config["turns"])
+    limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
     return rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
 
@@ -846,7 +846,7 @@ def main(argv):
 
     policies = {}
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
-        config["turns"] = args.turns or config["turns"]
+        config["max_turns"] = args.turns or config["max_turns"]
         policies[run] = run_policy(
             model,
             tokenizer,

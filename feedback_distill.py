@@ -29,6 +29,7 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
 """
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -42,7 +43,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import Tokenizer, hint_turn, spoken_text
+from rollout import Tokenizer, effort_counts, make_turn, play_moves
+from world.expert import expert
+from world.task import HINTED, Action
 from world.tools import ARGUMENTS
 
 # flags of train.py that say nothing with --feedback=0
@@ -109,6 +112,12 @@ def code_style(chain, e, i):
         None, (breach(call, wanted) for call in chain.episodes[e].turns[i].calls)
     ):
         return f"Reminder: code style: {said}"
+
+
+def spoken_text(text):
+    """What a turn says, without the thought before it"""
+    before, close, after = text.partition("</think>")
+    return after if close else before.partition("<think>")[0]
 
 
 def last_word(chain, e, i):
@@ -261,6 +270,89 @@ def detect(chain, rules=RULES, critic=None):
             )
             hints += [Hint(e, i, kind, text) for kind, text in said if text][:1]
     return hints
+
+
+# ---------------------------------------------------------------- demonstrations with hints
+
+
+def hint_turn(tokenizer, text, turn):
+    """The hint above an assistant turn. Where that turn begins without a word of the harness, the
+    hint ends in the words that let the policy speak."""
+    hint = make_turn(tokenizer, "hint", text)
+    if not turn.head:
+        hint.tokens += tokenizer.generation_prompt("hint")
+    return hint
+
+
+def insert_hints(tokenizer, chain, hints):
+    """Put a hint right above each assistant turn whose number is in `hints`."""
+    number = 0
+    for episode in chain.episodes:
+        turns = []
+        for turn in episode.turns:
+            if turn.role == "assistant":
+                if number in hints:
+                    turns.append(hint_turn(tokenizer, hints[number], turn))
+                number += 1
+            turns.append(turn)
+        episode.turns = turns
+
+
+def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
+    """The expert's actions. Into `hinted` goes, by the number of the action, the hint that stands
+    above it.
+
+    A flawed action is, with probability `hints`, left out, and the hint remind[flaw](task, action)
+    stands above the right one: so the model learns to heed hints. With probability `neutral` one of
+    the hints stands above an action that was right anyway, calls and final messages alike: a hint
+    must say nothing but what it says, or its distillation drifts (a model that saw hints about
+    tools above calls only unlearned to finish, and one that saw hints about the final message above
+    final messages only learned to quit)."""
+    # Each text that a hint can have, once
+    texts = []
+    for tell in remind.values():
+        for words in ("", "too many"):
+            text = tell(task, Action(words))
+            if text not in texts:
+                texts.append(text)
+
+    action = next(moves)
+    for number in itertools.count():
+        hint = None
+        while action.flaw in remind and rng.random() < hints:
+            hint = remind[action.flaw](task, action)
+            action = moves.send([HINTED])
+        is_right = hint is None and action.flaw not in remind
+        if is_right and remind and neutral and rng.random() < neutral:
+            hint = texts[0] if len(texts) == 1 else rng.choice(texts)
+        if hint is not None:
+            hinted[number] = hint
+        outputs = yield action
+        action = moves.send(outputs)
+
+
+def demonstrate_with_hints(
+    task,
+    tokenizer,
+    rng,
+    limits,
+    sloppy=1.0,
+    compact=None,
+    remind={},
+    hints=0.3,
+    neutral=0.0,
+    restless=0.0,
+):
+    """A demonstration in which some flaws are left out and a hint stands in their place -> Chain.
+    It is for fine-tuning: a model this small cannot read a hint that it has never seen. sloppy: how
+    often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
+    hinted = {}
+    moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
+    moves = hinted_moves(task, moves, rng, remind, hints, neutral, hinted)
+    chain = play_moves(task, tokenizer, moves, limits, compact)
+    insert_hints(tokenizer, chain, hinted)
+    chain.stats = effort_counts(chain)
+    return chain
 
 
 # ---------------------------------------------------------------- splicing and packing
@@ -726,7 +818,7 @@ def main():
             v_dim=16,
             dense_ffn=64,
             experts=4,
-            active=2,
+            num_experts_per_tok=2,
             expert_ffn=32,
             context=64,
         )

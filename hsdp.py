@@ -65,6 +65,7 @@ from command.checkpoint_files import (
     validated_folder,
     write_synced,
 )
+from command.old_flags import with_new_names
 
 # seconds a collective waits for a rank that is silent; one whose process ended is noticed at once
 PATIENCE = 25
@@ -619,7 +620,7 @@ def load_extra(directory):
     folder, manifest = validated_folder(directory)
     try:
         check_sum(directory, folder, "extra.pt", manifest)
-        return torch.load(folder / "extra.pt", weights_only=True)
+        extra = torch.load(folder / "extra.pt", weights_only=True)
     except DamagedCheckpoint:
         raise
     # whatever unpickling damaged bytes may raise
@@ -627,6 +628,7 @@ def load_extra(directory):
         raise DamagedCheckpoint(
             f"{directory}: extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged"
         ) from None
+    return with_new_names(extra)
 
 
 def _check_sums(directory, folder, manifest):

@@ -61,7 +61,7 @@ class ModelConfig:
     dense_layers: int = 1  # the first layer is dense in Kimi K2 as well
     dense_ffn: int = 384
     experts: int = 8  # (Kimi K2: 384, 8 active)
-    active: int = 2
+    num_experts_per_tok: int = 2
     shared: int = 1
     expert_ffn: int = 128
     route_scale: float = 1.0  # (Kimi K2: 2.827)
@@ -82,8 +82,8 @@ class ModelConfig:
 
     def __post_init__(self):
         assert (
-            self.active <= self.experts
-        ), f"active={self.active} experts of experts={self.experts}"
+            self.num_experts_per_tok <= self.experts
+        ), f"num_experts_per_tok={self.num_experts_per_tok} experts of experts={self.experts}"
         assert self.qk_rope % 2 == 0, "qk_rope must be even: RoPE turns pairs"
         assert (
             self.precision in PRECISIONS
@@ -252,7 +252,11 @@ class Router(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.k, self.scale, self.norm_gates = config.active, config.route_scale, config.norm_gates
+        self.k, self.scale, self.norm_gates = (
+            config.num_experts_per_tok,
+            config.route_scale,
+            config.norm_gates,
+        )
         self.weight = weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
         # tokens per expert since the last balance()
@@ -713,7 +717,7 @@ def parameters_per_token(config):
     total = sum(p.numel() for p in config.build_model().parameters())
     expert = 3 * config.dim * config.expert_ffn
     moe_layers = max(0, config.layers - config.dense_layers)
-    idle = moe_layers * (config.experts - config.active) * expert
+    idle = moe_layers * (config.experts - config.num_experts_per_tok) * expert
     return total, total - idle
 
 

@@ -6,37 +6,43 @@ semi-orthogonal matrix, so that rare directions learn as fast as common ones. A 
 do that (Newton-Schulz), no SVD:
 
     m <- mu m + (1-mu) g        u = (1-mu) g + mu m  (Nesterov)        X = u / |u|_F
-    X <- (a I + b A + c A^2) X  with A = X X^T, five times             an odd polynomial acts on the singular values only
+    X <- (a I + b A + c A^2) X  with A = X X^T, five times             acts on singular values only
     W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C))
 
+A step has three phases on 1..N ranks (Muon.run_task):
+
+    1. momentum        elementwise, each rank on the part of each matrix that it holds
+    2. orthogonalize   all-to-all gathers whole matrices on their owners, Newton-Schulz runs once
+                       per matrix, a second all-to-all sends the results back
+    3. apply           elementwise again: weight decay and update, each rank on its part
+
 Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural
-granularity, per attention head and per expert; same-shaped tensors are batched, all-to-all brings
-the shards together into whole matrices, Newton-Schulz runs once, all-to-all takes them back;
-asynchronous, while one task waits on communication others advance; the result equals full-matrix
-Muon. Derived here from that: the owner of each unit follows from shapes alone, so no rank ever asks
-another for a size, nothing is padded, and units that are already whole stay at home. Ours, for want
-of a public value: learning rate, momentum, coefficients, scale. Left out: fused kernels and
-symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for thousands of
-ranks, strided shards (tensor parallelism and FSDP on one dimension).
+granularity, per attention head and per expert; same-shaped tensors are batched; all-to-all as in
+phase 2; asynchronous, while one task waits on communication others advance; the result equals
+full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone, so no
+rank ever asks another for a size, nothing is padded, and units that are already whole stay at home.
+Ours, for want of a public value: learning rate, momentum, coefficients, scale. Left out: fused
+kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
+thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 
-    N  units in a stack (heads, experts)     R, C  rows and columns of a unit     m <= n  the same, sorted     W  ranks
-    unit   a matrix that is orthogonalised as a whole: the last two dimensions of a stack, a 2-D parameter, or a column block
-    block  the part of a parameter that one rank holds            piece  the part of a unit that lies in one block
+    N      units in a stack (heads, experts)          R, C   rows and columns of a unit
+    m, n   the same, sorted: m <= n                   W      ranks
+    unit   a matrix that is orthogonalized as a whole: the last two dimensions of a stack, a 2-D
+           parameter, or one of its column blocks
+    block  the part of a parameter that one rank holds
+    piece  the part of a unit that lies in one block
 
-python muon.py    singular values before and after, four ranks against one, the timeline out/muon.png
+python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
 import argparse
-import heapq
+import copy
 import math
 import os
 import sys
-import tempfile
 import time
 from collections import defaultdict, deque, namedtuple
-from datetime import timedelta
 from itertools import compress
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -44,26 +50,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-# (a, b, c) of the polynomial, at every step (Keller Jordan)
+# ---------------------------------------------------------------- mathematics
+
+# (a, b, c) of the polynomial (Keller Jordan)
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-# on a CPU: small calls pay overhead, big ones leave the cache; others 2 << 20
-CACHE_BYTES = {torch.bfloat16: 3 << 20}
 
 
-# ---------------------------------------------------------------------------------------------------- mathematics
-
-
-def newton_schulz(X, table, out):
-    """out <- p_k(...p_1(X)) for X (N, R, C) of norm 1 at most, p_i(X) = (a I + b A + c A^2) X with
-    A = X X^T (N, m, m), on the small side: the transpose of a tall X is multiplied. table: the (a,
-    b, c) of each step."""
-    tall = X.shape[1] > X.shape[2]
+def newton_schulz(X, steps=5):
+    """X (N, R, C), of norm 1 at most -> about U V^T of its singular value decomposition U S V^T:
+    each step maps every singular value s to a s + b s^3 + c s^5 and leaves U and V alone."""
+    a, b, c = COEFFICIENTS
+    tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
-    for a, b, c in table:
-        A = X @ X.mT
+    for _ in range(steps):
+        A = X @ X.mT  # (N, m, m)
         B = b * A + c * A @ A
         X = a * X + B @ X
-    return out.copy_(X.mT if tall else X)
+    return X.mT if tall else X
 
 
 def step_scale(rows, columns):
@@ -72,53 +75,57 @@ def step_scale(rows, columns):
     return 0.2 * max(rows, columns) ** 0.5
 
 
-def orthogonalize(G, steps=5, dtype=None, out=None, iterate=None):
+def orthogonalize(G, steps=5, dtype=torch.bfloat16, out=None, iterate=newton_schulz):
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
-    dtype is what the products run in, bf16 unless given. Many small matrices are multiplied as one
-    batch; on a CPU big ones go through in cache-sized chunks. What becomes of a matrix does not
-    depend on its company. out may be G itself. iterate: what to do in the place of newton_schulz.
-    """
+    dtype: of the matrix products. out: where the result goes, may be G itself. iterate: takes the
+    place of newton_schulz. Many small matrices are multiplied as one batch, and the result of a
+    matrix does not depend on the others of its batch."""
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
-    dtype, iterate = dtype or torch.bfloat16, iterate or newton_schulz
     if out is None:
         out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
     if not G.numel():
         return out
-    if not out.is_contiguous():
-        return out.copy_(orthogonalize(G, steps, dtype, iterate=iterate))
-
-    # Zeros up to whole cache lines: on some CPUs the last bit hangs on where in a line a matrix
-    # begins, so on its company.
     R, C = G.shape[-2:]
-    on_cpu = G.device.type == "cpu"
-    if on_cpu and (R % 8 or C % 8):
-        padded = torch.nn.functional.pad(G, (0, -C % 8, 0, -R % 8))
-        whole = orthogonalize(padded, steps, dtype, iterate=iterate)
-        return out.copy_(whole[..., :R, :C])
-
     matrices, results = G.reshape(-1, R, C), out.view(-1, R, C)  # (N, R, C)
-    chunk = cpu_chunk(R * C, dtype) if on_cpu else len(matrices)
+
+    # On a CPU: batches of the cache's size, and rows of whole cache lines. Without those zeros the
+    # last bit of a product depends on where in a line a matrix begins, so on its batch.
+    chunk, padding = len(matrices), (0, 0, 0, 0)
+    if G.device.type == "cpu":
+        chunk, padding = cpu_chunk(R * C, dtype), (0, -C % 8, 0, -R % 8)
     for X, result in zip(matrices.split(chunk), results.split(chunk)):
-        # The iteration writes into the result itself where the dtypes are the same.
-        made = result
-        if result.dtype != dtype:
-            made = torch.empty(result.shape, dtype=dtype, device=result.device)
-        iterate(unit_norm(X, dtype), [COEFFICIENTS] * steps, made)
-        if made is not result:
-            result.copy_(made)
+        X = unit_norm(torch.nn.functional.pad(X, padding), dtype)
+        result.copy_(iterate(X, steps)[:, :R, :C])
     return out
 
 
+# bytes of a batch of matrices on a CPU, for other dtypes 2 << 20: small calls pay overhead, big
+# ones leave the cache
+CACHE_BYTES = {torch.bfloat16: 3 << 20}
+
+
 def cpu_chunk(elements, dtype):
-    """Matrices of so many elements to multiply in one call: small calls pay overhead, big ones
-    leave the cache."""
+    """How many matrices of so many elements are multiplied in one call."""
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
 
 
-# between them no square of an entry that matters leaves the range of fp32 and bf16
-ORDINARY_NORMS = (1e-12, 1e18)
+def unit_norm(X, dtype):
+    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
+    of the products. A matrix of zeros stays one."""
+    # fp16 cannot hold a gradient, and no other dtype holds what fp64 can: divide first.
+    # The others are cast first, as on the wire.
+    if dtype != torch.float16 and X.dtype != torch.float64:
+        X = X.to(dtype)
+    # Squares of very small or large entries would leave the range of the dtype. A power of two
+    # changes no digit.
+    X = X / power_of_two_below(X)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
+    return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
+
+
+# a floating-point number's bits as an integer, and the mask of its exponent
 EXPONENT_BITS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -127,49 +134,24 @@ EXPONENT_BITS = {
 }
 
 
-def unit_norm(X, dtype):
-    """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
-    of the products.
-
-    Any finite scale will do: where squares would underflow or overflow, a matrix is first divided
-    by a power of two, which rounds nothing. A matrix of zeros stays one."""
-    # fp16 cannot hold a gradient, and no other dtype holds what fp64 can: divide first.
-    # The others are cast first, as on the wire.
-    if dtype != torch.float16 and X.dtype != torch.float64:
-        X = X.to(dtype)
-    # Asking for the norms would make a GPU's host wait, so there every matrix is scaled, with the
-    # same result.
-    if X.device.type != "cpu" or not has_ordinary_norms(X):
-        X = X / power_of_two_below(X)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
-
-
-def has_ordinary_norms(X):
-    """Can the entries of every matrix of X (N, R, C) be squared and summed as they are?"""
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1))
-    low, high = ORDINARY_NORMS
-    return bool(((norm > max(low, torch.finfo(X.dtype).tiny)) & (norm < high)).all())
-
-
 def power_of_two_below(X):
-    """The power of two at or below the largest entry of each matrix of X (N, R, C), (N, 1, 1): its
-    bits without the mantissa. At least the smallest normal number, which a matrix of zeros can be
-    divided by, too."""
+    """The power of two at or below the largest entry of each matrix of X (N, R, C) -> (N, 1, 1):
+    the bits of that entry without the mantissa. At least the smallest normal number, so that a
+    matrix of zeros can be divided by it."""
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
-    whole, mask = EXPONENT_BITS[X.dtype]
-    return (largest.view(whole) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
+    integer, mask = EXPONENT_BITS[X.dtype]
+    return (largest.view(integer) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
 
 
-# ---------------------------------------------------------------------------------- who holds what, who computes what
+# ---------------------------------------------------------------- who holds what, who computes what
 
 
-def local(tensor):
+def to_local(tensor):
     """What this rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def stacked(tensor):
+def as_stack(tensor):
     """A 2-D parameter is a stack of one."""
     return tensor if tensor.ndim == 3 else tensor[None]
 
@@ -188,7 +170,7 @@ def block_of(shape, mesh_shape, placements, coordinate):
     return tuple(edge for span in spans for edge in span)
 
 
-def start_of(tensor):
+def block_start(tensor):
     """Where the block that this rank holds begins in the whole tensor: a number per dimension."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
@@ -227,27 +209,24 @@ class ShardedParam:
                     self.holders[n].append(rank)
 
     def read_mesh(self, mesh, placements):
+        """Fill process_group, rank, blocks and copies of a parameter that lies on a mesh."""
         self.process_group = mesh_group(mesh)
         ranks = dist.get_process_group_ranks(self.process_group)
         self.rank = ranks.index(dist.get_rank())
-        coordinates = [tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks]
-        self.blocks = [
-            block_of(self.param.shape, mesh.shape, placements, coordinate)
-            for coordinate in coordinates
-        ]
 
         # Ranks that agree on the replicated mesh dimensions hold one whole copy of the parameter
         # between them.
         replicated = [isinstance(placement, Replicate) for placement in placements]
-        self.copies = [tuple(compress(coordinate, replicated)) for coordinate in coordinates]
+        self.blocks, self.copies = [], []
+        for rank in ranks:
+            coordinate = tuple((mesh.mesh == rank).nonzero()[0].tolist())
+            self.blocks.append(block_of(self.param.shape, mesh.shape, placements, coordinate))
+            self.copies.append(tuple(compress(coordinate, replicated)))
 
         # What torch has dealt must be what is calculated here.
         n0, n1, r0, r1, c0, c1 = self.blocks[self.rank]
-        found, expected = tuple(stacked(local(self.param)).shape), (n1 - n0, r1 - r0, c1 - c0)
-        if found != expected and (local(self.param).numel() or math.prod(expected)):
-            raise ValueError(
-                f"{self.name}: this rank holds {found} of {self.shape}; {placements} says {expected}"
-            )
+        expected, held = (n1 - n0) * (r1 - r0) * (c1 - c0), to_local(self.param).numel()
+        assert held == expected, f"{self.name}: {held} numbers here, {placements} says {expected}"
 
     def units(self):
         found = []
@@ -259,7 +238,7 @@ class ShardedParam:
     def matrix(self, tensor, n):
         """Layer n of what this rank holds of a tensor shaped like the parameter: (rows here,
         columns here)."""
-        return stacked(local(tensor))[n - self.block[0]]
+        return as_stack(to_local(tensor))[n - self.block[0]]
 
 
 def mesh_group(mesh):
@@ -271,14 +250,14 @@ def mesh_group(mesh):
 
 
 class Unit:
-    """A matrix that is orthogonalised as a whole: layer n of a stack, columns `column` to `column +
+    """A matrix that is orthogonalized as a whole: layer n of a stack, columns `column` to `column +
     unit_columns`."""
 
     __slots__ = ("sharded", "n", "column", "owner", "shape", "cost")
 
     def __init__(self, sharded, n, column):
         self.sharded, self.n, self.column = sharded, n, column
-        self.owner = 0  # the rank that orthogonalises it
+        self.owner = 0  # the rank that orthogonalizes it
         self.shape = (sharded.shape[1], sharded.unit_columns)  # (R, C)
         self.cost = math.prod(self.shape) * min(self.shape)  # a Newton-Schulz step is m m n
 
@@ -289,17 +268,12 @@ class Unit:
         right = max(min(c1 - self.column, self.shape[1]), left)
         return slice(r0, r1), slice(left, right)
 
-    @staticmethod
-    def size(piece):
-        rows, columns = piece
-        return (rows.stop - rows.start) * (columns.stop - columns.start)
-
     def holders(self):
         """Ranks that hold a piece of it"""
-        return [rank for rank in self.sharded.holders[self.n] if self.size(self.piece(rank))]
+        return [rank for rank in self.sharded.holders[self.n] if piece_size(self.piece(rank))]
 
     def is_whole_on(self, rank):
-        return self.size(self.piece(rank)) == math.prod(self.shape)
+        return piece_size(self.piece(rank)) == math.prod(self.shape)
 
     def travels(self):
         return any(rank != self.owner for rank in self.holders())
@@ -310,10 +284,15 @@ class Unit:
         return matrix[:, max(self.column - c0, 0) : max(self.column + self.shape[1] - c0, 0)]
 
 
+def piece_size(piece):
+    rows, columns = piece
+    return (rows.stop - rows.start) * (columns.stop - columns.start)
+
+
 def assign_owners(units):
-    """Who orthogonalises what, from shapes alone: a unit that lies whole on a rank stays there, the
-    rest goes, dearest first, to the least loaded. Replicas hold the same units, and each unit is
-    done by one of them only."""
+    """Which rank orthogonalizes which unit, from shapes alone. A unit that lies whole on a rank
+    stays there. The others go to the least loaded rank, the most expensive ones first. Replicas
+    hold the same units, and each unit is done by one of them only."""
     load, spread_out = [0] * len(units[0].sharded.blocks), []
     for unit in units:
         candidates = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
@@ -322,12 +301,9 @@ def assign_owners(units):
             load[unit.owner] += unit.cost
         else:
             spread_out.append(unit)
-
-    queue = [(cost, rank) for rank, cost in enumerate(load)]
-    heapq.heapify(queue)
     for unit in sorted(spread_out, key=lambda unit: -unit.cost):
-        cost, unit.owner = queue[0]
-        heapq.heapreplace(queue, (cost + unit.cost, unit.owner))
+        unit.owner = load.index(min(load))
+        load[unit.owner] += unit.cost
 
 
 # a piece (rows, columns) of a unit that crosses the wire to or from a rank
@@ -340,8 +316,8 @@ class Task:
 
     sends           momentum of units that others own, to their owners
     recvs           momentum of the units that this rank owns, from whoever holds a piece
-    result_sends    what became of them, back to whoever holds a piece
-    result_recvs    what became of the others, from their owners"""
+    result_sends    the orthogonalized units of this rank, back to whoever holds a piece
+    result_recvs    the orthogonalized units of others, from their owners"""
 
     def __init__(self, units):
         sharded = units[0].sharded  # what all of them share: group, rank, device
@@ -349,6 +325,7 @@ class Task:
         self.rank, self.world = sharded.rank, len(sharded.blocks)
         self.number = 0  # in the log of events
         self.owned = [unit for unit in units if unit.owner == self.rank]
+        self.own_pieces = [u for u in self.owned if self.rank in u.sharded.holders[u.n]]
         self.local_ranges = find_local_ranges(units, self.rank)
 
         self.sends, self.recvs, self.result_sends, self.result_recvs = [], [], [], []
@@ -366,17 +343,15 @@ class Task:
     def add_routes(self, unit):
         owner, copies = unit.owner, unit.sharded.copies
         for rank in unit.holders():
-            # What stays on its rank crosses no wire, and what two others exchange is not ours.
-            if rank == owner or self.rank not in (rank, owner):
-                continue
             # The owner collects from its own copy of the parameter and answers all copies. That
             # way the all-gather over copies costs no collective of its own.
             same_copy = copies[rank] == copies[owner]
-            if rank == self.rank:
+            # What stays on its rank crosses no wire, and what two others exchange is not ours.
+            if rank != owner and rank == self.rank:
                 route = Route(owner, unit, unit.piece(rank))
                 self.sends += [route] * same_copy
                 self.result_recvs.append(route)
-            else:
+            elif rank != owner and owner == self.rank:
                 route = Route(rank, unit, unit.piece(rank))
                 self.recvs += [route] * same_copy
                 self.result_sends.append(route)
@@ -397,9 +372,9 @@ def find_local_ranges(units, rank):
 
 
 def plan_tasks(sharded_params, itemsize, task_bytes, window):
-    """Cut all units into tasks: per process group those that move, about a third of the bytes each
-    so that there is something to overlap, at most task_bytes per rank; then those that stay, in
-    cache-sized tasks that fill the waiting time."""
+    """Cut all units into tasks: per process group those that travel, about a third of the bytes
+    each so that there is something to overlap, at most task_bytes per rank; then those that stay,
+    in cache-sized tasks that fill the waiting time."""
     by_group = defaultdict(list)
     for sharded in sharded_params:
         by_group[sharded.process_group].extend(sharded.units())
@@ -408,7 +383,8 @@ def plan_tasks(sharded_params, itemsize, task_bytes, window):
     for units in by_group.values():
         assign_owners(units)
 
-        # Dearest first. The column blocks of one matrix stay together: they share its momentum.
+        # Most expensive first. The column blocks of one matrix stay together: they share its
+        # momentum.
         matrices = defaultdict(list)
         for unit in sorted(units, key=lambda unit: (-unit.cost, unit.shape)):
             matrices[unit.sharded, unit.n].append(unit)
@@ -453,25 +429,7 @@ def cut_tasks(matrices, itemsize, bound):
     return tasks
 
 
-# ------------------------------------------------------------------------------------------------------ the optimizer
-
-# of Muon, beside its groups
-SETTINGS = "ns_dtype", "newton_schulz", "wire_dtype", "check_gradients", "task_bytes", "window"
-
-
-class Lent:
-    """A process group on its way into a copy of an optimizer: the copy uses the same one."""
-
-    def __init__(self, group):
-        self.group = group
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __reduce__(self):
-        raise TypeError(
-            "an optimizer with replicas holds a process group, which cannot be pickled: save its state_dict()"
-        )
+# ---------------------------------------------------------------- the optimizer
 
 
 class Muon(torch.optim.Optimizer):
@@ -480,18 +438,24 @@ class Muon(torch.optim.Optimizer):
 
     param_groups: dicts with `params` (tensors or (name, tensor) pairs; names serve the error
     messages) and any of: algorithm "muon" or "adamw", lr, weight_decay (decoupled); for Muon
-    momentum, nesterov, ns_steps, column_blocks
-    (orthogonalise a 2-D matrix in that many column blocks: heads of an output projection); for
-    AdamW betas, eps. Parameters are plain tensors or DTensors with Shard and Replicate placements.
+    momentum, nesterov, ns_steps, column_blocks (orthogonalize a 2-D matrix in that many column
+    blocks: heads of an output projection); for AdamW betas, eps. Parameters are plain tensors or
+    DTensors with Shard and Replicate placements.
 
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
     gradients: they share the units. ns_dtype: dtype of the matrix products, and of the wire; on a
     CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see
     orthogonalize. check_gradients: NaN and inf raise before anything has changed. task_bytes,
-    window: size of a task per rank, and how many are in flight. Set .events to [] to log (seconds, task, event); .traffic counts the collectives and
-    bytes received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves
-    it alone). State is fp32. Weights in bf16 are rounded by chance, alike on every rank that holds
-    a copy."""
+    window: size of a task per rank, and how many are in flight.
+
+    Set .events to [] to log (seconds, task, event); .traffic counts the collectives and bytes
+    received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
+    alone). State is fp32. Weights in bf16 are rounded stochastically, alike on every rank that
+    holds a copy."""
+
+    # what copies of an optimizer take along, beside torch's part
+    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz"
+    COPIED += "check_gradients", "task_bytes", "window"
 
     def __init__(
         self,
@@ -510,49 +474,35 @@ class Muon(torch.optim.Optimizer):
         task_bytes=32 << 20,
         window=3,
     ):
-        self.names, self.sharded_params, self.plans = {}, [], {}
+        self.names = {}  # parameter -> its name
+        self.sharded_params, self.plans = [], {}
         self.events, self.traffic = None, {}
-        self.replicas, self.ns_dtype, self.check_gradients = replicas, ns_dtype, check_gradients
-        self.newton_schulz = newton_schulz
-        self.task_bytes, self.window = task_bytes, window
+        self.replicas, self.ns_dtype, self.newton_schulz = replicas, ns_dtype, newton_schulz
+        self.check_gradients, self.task_bytes, self.window = check_gradients, task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
-        super().__init__(
-            param_groups,
-            dict(
-                lr=lr,
-                momentum=momentum,
-                nesterov=nesterov,
-                weight_decay=weight_decay,
-                ns_steps=ns_steps,
-                betas=betas,
-                eps=eps,
-                algorithm="muon",
-                column_blocks=1,
-            ),
-        )
+        defaults = dict(algorithm="muon", lr=lr, weight_decay=weight_decay)
+        of_muon = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, column_blocks=1)
+        super().__init__(param_groups, {**defaults, **of_muon, "betas": betas, "eps": eps})
 
     def add_param_group(self, group):
         """Check a group by name, and make its state now, in its placement: a checkpoint needs no
         first step to know it."""
-        number, group, params = len(self.param_groups), dict(group), group["params"]
+        options, params = {**self.defaults, **group}, group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
-        names = group.pop("names", [f"parameter {i} of group {number}" for i in range(len(params))])
-        pairs = [
-            p if isinstance(p, tuple) else (name, p) for name, p in zip(names, params, strict=True)
-        ]
-        options = {**self.defaults, **group}
-        for name, p in pairs:
-            twins = (
-                [self.names[p]] if p in self.names else [other for other, q in pairs if q is p][1:]
-            )
-            if twins:
-                raise ValueError(f"{name}: given twice, already held as {twins[0]}")
+        known, added = dict(self.names), {}
+        for i, p in enumerate(params):
+            unnamed = f"parameter {i} of group {len(self.param_groups)}"
+            name, p = p if isinstance(p, tuple) else (unnamed, p)
+            if p in known:
+                raise ValueError(f"{name}: given twice, already held as {known[p]}")
             check_parameter(name, p, options)
+            known[p] = added[p] = name
+
         # Only what passed every check is kept: a group that is refused leaves no trace.
-        super().add_param_group({**group, "params": [p for _, p in pairs]})
-        for name, p in pairs:
-            self.names[p] = name
+        super().add_param_group({**group, "params": list(added)})
+        self.names = known
+        for p in added:
             self.state[p] = make_state(p, options["algorithm"])
         self.find_sharded_params()
 
@@ -561,60 +511,12 @@ class Muon(torch.optim.Optimizer):
         at the next step."""
         self.sharded_params, self.plans = [], {}
         for number, group in enumerate(self.param_groups):
-            if group["algorithm"] != "muon":
-                continue
-            for p in group["params"]:
-                sharded = ShardedParam(
-                    p, self.names[p], number, group["column_blocks"], self.replicas
-                )
-                self.sharded_params.append(sharded)
-                sharded.order = len(self.sharded_params)
-
-    def __getstate__(self):
-        """What copy.deepcopy and pickle take along: torch's part, our settings and the names.
-        Plans follow from them. A process group is lent to the copy (deepcopy) and
-        refused by pickle: another process does not have it."""
-        names = [[self.names[p] for p in group["params"]] for group in self.param_groups]
-        return {
-            **super().__getstate__(),
-            **{key: getattr(self, key) for key in SETTINGS},
-            "names_by_group": names,
-            "replicas": Lent(self.replicas) if self.replicas is not None else None,
-        }
-
-    def __setstate__(self, state):
-        """The other end of __getstate__; torch's load_state_dict calls it, too, with groups and
-        state alone."""
-        state = dict(state)
-        names = state.pop("names_by_group", None)
-        if names is not None:
-            state["replicas"] = state["replicas"].group if state["replicas"] is not None else None
-            state.update(events=None, traffic={})
-        super().__setstate__(state)
-        if names is not None:
-            self.names = {
-                p: name
-                for group, row in zip(self.param_groups, names)
-                for p, name in zip(group["params"], row)
-            }
-        self.find_sharded_params()
-
-    def load_state_dict(self, state_dict):
-        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
-        state of bf16 weights."""
-        # Groups of earlier versions had a choice. Its default is what is left.
-        for group in state_dict["param_groups"]:
-            for option, kept in (("scale", "rms"), ("coefficients", "quintic")):
-                if group.get(option, kept) != kept:
-                    raise ValueError(f"made with {option}={group[option]}: only {kept} is left")
-        super().load_state_dict(state_dict)
-        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for n, p in zip(numbers, params):
-            if p.dtype != torch.float32:
-                state = state_dict["state"].get(n, {})
-                for key, tensor in state.items():
-                    self.state[p][key] = tensor.to(p.device, copy=True)
+            if group["algorithm"] == "muon":
+                for p in group["params"]:
+                    blocks = group["column_blocks"]
+                    sharded = ShardedParam(p, self.names[p], number, blocks, self.replicas)
+                    self.sharded_params.append(sharded)
+                    sharded.order = len(self.sharded_params)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -627,7 +529,7 @@ class Muon(torch.optim.Optimizer):
         # AdamW is elementwise: a shard needs nobody.
         for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
-                self.adamw(group, number)
+                self.adamw_step(group, number)
 
         # Muon. Every rank must take part in the same tasks, so a sharded parameter without gradient
         # goes along, with gradient 0.
@@ -637,14 +539,13 @@ class Muon(torch.optim.Optimizer):
                 active.append(sharded)
                 if sharded.param.dtype == torch.bfloat16:
                     self.state[sharded.param]["step"] += 1
-        if active:
-            # The plan follows from shapes: it is made once for a set of parameters.
-            key = tuple(map(id, active))
-            if key not in self.plans:
-                self.plans[key] = plan_tasks(
-                    active, self.wire_dtype.itemsize, self.task_bytes, self.window
-                )
-            self.run_tasks(self.plans[key])
+
+        # The plan follows from shapes: it is made once for a set of parameters.
+        key = tuple(map(id, active))
+        if key not in self.plans:
+            itemsize = self.wire_dtype.itemsize
+            self.plans[key] = plan_tasks(active, itemsize, self.task_bytes, self.window)
+        self.run_tasks(self.plans[key])
         return loss
 
     def run_tasks(self, tasks):
@@ -658,48 +559,43 @@ class Muon(torch.optim.Optimizer):
                 live.append(task)
 
     def run_task(self, task):
-        """One task from momentum to new weights. It yields where it would wait; its frame owns the
-        buffers on the wire."""
-        # 1) Momentum of what lies here: {(parameter, n): (rows here, columns here)}. Room for the
-        #    units that this rank owns, and those of them of which it holds a piece itself.
+        """One task from gradients to new weights, in three phases. It yields where it would wait;
+        its frame owns the buffers on the wire."""
+        # Phase 1: momentum of what lies here, {(parameter, n): (rows here, columns here)}.
         updates = self.update_momentum(task)
-        stacks, slots = stack_units(task.owned, self.wire_dtype)
-        own_pieces = []
-        for unit in task.owned:
-            if task.rank in unit.sharded.holders[unit.n]:
-                own_pieces.append(unit)
 
-        # 2) Pieces of others' units leave for their owners. Meanwhile our own go to their place.
+        # Phase 2: orthogonalize whole matrices.
+        # Pieces of the units of others leave for their owners. Meanwhile our own go to their place.
+        stacks, matrices = allocate_matrices(task.owned, self.wire_dtype)
         if task.gathers:
             pieces = [unit.local_part(updates[unit.sharded, unit.n]) for _, unit, _ in task.sends]
             receive = self.start_all_to_all(task, task.sends, pieces, task.recvs)
             self.log(task, "send")
-        copy_tensors(
-            [slots[unit][unit.piece(task.rank)] for unit in own_pieces],
-            [unit.local_part(updates[unit.sharded, unit.n]) for unit in own_pieces],
-        )
+        own_slots = [matrices[unit][unit.piece(task.rank)] for unit in task.own_pieces]
+        own_parts = [unit.local_part(updates[unit.sharded, unit.n]) for unit in task.own_pieces]
+        copy_tensors(own_slots, own_parts)
 
-        # 3) The pieces of our units arrive: they are whole.
+        # The pieces of our units arrive: they are whole.
         if task.gathers:
             yield
-            copy_tensors([slots[unit][piece] for _, unit, piece in task.recvs], receive())
+            copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # 4) Newton-Schulz, units of equal shape together.
+        # Newton-Schulz in place, units of equal shape together.
         self.log(task, "multiply")
-        for (number, *_), X in stacks.items():
+        for (number, *_), stack in stacks.items():
             steps = self.param_groups[number]["ns_steps"]
-            orthogonalize(X, steps, self.ns_dtype, X, self.newton_schulz)
+            orthogonalize(stack, steps, self.ns_dtype, stack, self.newton_schulz)
         self.log(task, "multiplied")
 
-        # 5) The results leave for whoever holds a piece. Meanwhile weights here are updated.
+        # The results leave for whoever holds a piece.
         if task.returns:
-            pieces = [slots[unit][piece] for _, unit, piece in task.result_sends]
+            pieces = [matrices[unit][piece] for _, unit, piece in task.result_sends]
             receive = self.start_all_to_all(task, task.result_sends, pieces, task.result_recvs)
             self.log(task, "return")
-        self.decay_weights(task)
-        self.apply_updates(own_pieces, [slots[unit][unit.piece(task.rank)] for unit in own_pieces])
 
-        # 6) The results of others arrive.
+        # Phase 3: apply our own results to the weights here, then those of others as they arrive.
+        self.decay_weights(task)
+        self.apply_updates(task.own_pieces, own_slots)
         if task.returns:
             yield
             self.apply_updates([unit for _, unit, _ in task.result_recvs], receive())
@@ -712,12 +608,11 @@ class Muon(torch.optim.Optimizer):
         for sharded, lo, hi in task.local_ranges:
             group, first = self.param_groups[sharded.group], sharded.block[0]
             part = slice(lo - first, hi - first)
-            momentum = stacked(local(self.state[sharded.param]["momentum"]))[part]
-            gradient = sharded.param.grad
-            if gradient is None:
+            momentum = as_stack(to_local(self.state[sharded.param]["momentum"]))[part]
+            if sharded.param.grad is None:
                 gradient = torch.zeros_like(momentum)
             else:
-                gradient = stacked(local(gradient))[part].float()
+                gradient = as_stack(to_local(sharded.param.grad))[part].float()
             momentum.lerp_(gradient, 1 - group["momentum"])
             update = momentum
             if group["nesterov"]:
@@ -726,12 +621,38 @@ class Muon(torch.optim.Optimizer):
                 updates[sharded, n] = update[n - lo]
         return updates
 
+    def start_all_to_all(self, task, sends, tensors, recvs):
+        """Start one all-to-all with exact splits: tensors leave along the routes `sends`. -> a
+        function that waits, and gives what came along the routes `recvs`. Sizes follow from the
+        routes, on every rank alike."""
+        send_sizes, send_splits = measure_routes(sends, task.world)
+        recv_sizes, recv_splits = measure_routes(recvs, task.world)
+        send_buffer = torch.empty(sum(send_sizes), dtype=self.wire_dtype, device=task.device)
+        recv_buffer = torch.empty(sum(recv_sizes), dtype=self.wire_dtype, device=task.device)
+
+        # The routes are sorted by rank: one flat buffer, each rank's pieces side by side.
+        parts = zip(send_buffer.split(send_sizes), tensors)
+        copy_tensors([part.view(tensor.shape) for part, tensor in parts], tensors)
+        splits, group = (recv_splits, send_splits), task.process_group
+        work = dist.all_to_all_single(recv_buffer, send_buffer, *splits, group=group, async_op=True)
+        self.traffic["collectives"] += 1
+        self.traffic["bytes_received"] += recv_buffer.nbytes
+
+        def receive(sent=send_buffer):  # keeps the sent buffer alive until the wait is over
+            work.wait()
+            received = []
+            for part, (_, _, (rows, _)) in zip(recv_buffer.split(recv_sizes), recvs):
+                received.append(part.view(rows.stop - rows.start, -1))
+            return received
+
+        return receive
+
     def decay_weights(self, task):
         """Weight decay, decoupled. bf16 weights are rounded once for decay and update together."""
         for sharded, lo, hi in task.local_ranges:
             group, first = self.param_groups[sharded.group], sharded.block[0]
             if group["weight_decay"] and sharded.param.dtype != torch.bfloat16:
-                weights = stacked(local(sharded.param))[lo - first : hi - first]
+                weights = as_stack(to_local(sharded.param))[lo - first : hi - first]
                 weights.mul_(1 - group["lr"] * group["weight_decay"])
 
     def apply_updates(self, units, pieces):
@@ -756,45 +677,11 @@ class Muon(torch.optim.Optimizer):
         for length, (weights, updates) in by_length.items():
             torch._foreach_add_(weights, updates, alpha=-length)
 
-    def start_all_to_all(self, task, sends, tensors, recvs):
-        """Start one all-to-all with exact splits: tensors leave along the routes `sends`. -> a
-        function that waits, and gives what came along the routes `recvs`. Sizes follow from the
-        routes, on every rank alike."""
-        send_sizes, send_splits = measure_routes(sends, task.world)
-        recv_sizes, recv_splits = measure_routes(recvs, task.world)
-        send_buffer = torch.empty(sum(send_sizes), dtype=self.wire_dtype, device=task.device)
-        recv_buffer = torch.empty(sum(recv_sizes), dtype=self.wire_dtype, device=task.device)
-
-        # The routes are sorted by rank: one flat buffer, each rank's pieces side by side.
-        slots = []
-        for part, tensor in zip(send_buffer.split(send_sizes), tensors):
-            slots.append(part.view(tensor.shape))
-        copy_tensors(slots, tensors)
-        work = dist.all_to_all_single(
-            recv_buffer,
-            send_buffer,
-            recv_splits,
-            send_splits,
-            group=task.process_group,
-            async_op=True,
-        )
-        self.traffic["collectives"] += 1
-        self.traffic["bytes_received"] += recv_buffer.nbytes
-
-        def receive(sent=send_buffer):  # keeps the sent buffer alive until the wait is over
-            work.wait()
-            received = []
-            for part, (_, _, (rows, _)) in zip(recv_buffer.split(recv_sizes), recvs):
-                received.append(part.view(rows.stop - rows.start, -1))
-            return received
-
-        return receive
-
     def log(self, task, event):
         if self.events is not None:
             self.events.append((time.perf_counter(), task.number, event))
 
-    def adamw(self, group, number):
+    def adamw_step(self, group, number):
         """AdamW (Loshchilov and Hutter) on what lies here."""
         (b1, b2), lr = group["betas"], group["lr"]
         # Parameters that have seen equally many steps share their constants, and so a few calls for
@@ -807,11 +694,11 @@ class Muon(torch.optim.Optimizer):
 
         for t, numbered in by_step.items():
             params = [p for _, p in numbered]
-            m = [local(self.state[p]["exp_avg"]) for p in params]
-            v = [local(self.state[p]["exp_avg_sq"]) for p in params]
+            m = [to_local(self.state[p]["exp_avg"]) for p in params]
+            v = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
             # Weights in fp32 are themselves, others a copy that is rounded below.
-            w = [local(p).to(mean.dtype) for p, mean in zip(params, m)]
-            g = [local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
+            w = [to_local(p).to(mean.dtype) for p, mean in zip(params, m)]
+            g = [to_local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
 
             # Decoupled weight decay, then the two running means.
             torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
@@ -827,9 +714,9 @@ class Muon(torch.optim.Optimizer):
 
             for (i, p), updated in zip(numbered, w):
                 if p.dtype == torch.bfloat16:
-                    stochastic_round(local(p), updated, (t, number, i), start_of(p))
+                    stochastic_round(to_local(p), updated, (t, number, i), block_start(p))
                 elif p.dtype != updated.dtype:
-                    local(p).copy_(updated)
+                    to_local(p).copy_(updated)
 
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step
@@ -838,14 +725,13 @@ class Muon(torch.optim.Optimizer):
         for p, name in self.names.items():
             sharded = isinstance(p, DTensor)
             if sharded and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
-                raise ValueError(
-                    f"{name}: gradient placed {p.grad.placements}, parameter {p.placements}"
-                )
+                placed = f"gradient placed {p.grad.placements}, parameter {p.placements}"
+                raise ValueError(f"{name}: {placed}")
             if p.grad is not None or sharded:
                 by_group[mesh_group(p.device_mesh) if sharded else None].append(p)
 
         for process_group, params in by_group.items():
-            grads = [local(p if p.grad is None else p.grad) for p in params]
+            grads = [to_local(p if p.grad is None else p.grad) for p in params]
             # A rank may hold nothing of a small matrix, and nothing has no largest entry.
             grads = [g if g.numel() else g.new_zeros(1) for g in grads]
             # The largest entry: the sum of squares of large finite numbers would be infinite.
@@ -858,14 +744,87 @@ class Muon(torch.optim.Optimizer):
                 names = [self.names[p] for p, flag in zip(params, bad.tolist()) if flag]
                 raise ValueError(f"gradient is NaN or infinite: {', '.join(names)}")
 
+    def load_state_dict(self, state_dict):
+        """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
+        state of bf16 weights."""
+        # Groups of earlier versions had a choice. Its default is what is left.
+        for group in state_dict["param_groups"]:
+            for option, kept in (("scale", "rms"), ("coefficients", "quintic")):
+                if group.get(option, kept) != kept:
+                    raise ValueError(f"made with {option}={group[option]}: only {kept} is left")
+        super().load_state_dict(state_dict)
+        numbers, params = [], []
+        for saved, group in zip(state_dict["param_groups"], self.param_groups):
+            numbers += saved["params"]
+            params += group["params"]
+        for n, p in zip(numbers, params):
+            if p.dtype != torch.float32:
+                for key, tensor in state_dict["state"].get(n, {}).items():
+                    self.state[p][key] = tensor.to(p.device, copy=True)
+
+    def __getstate__(self):
+        """What pickle takes along. Another process does not have our process group."""
+        if self.replicas is not None:
+            raise TypeError("a process group (replicas) cannot be pickled: save the state_dict()")
+        return self.copied_state()
+
+    def __deepcopy__(self, memo):
+        """A copy in this process uses the same process group."""
+        memo[id(self.replicas)] = self.replicas
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.copied_state(), memo))
+        return twin
+
+    def copied_state(self):
+        """torch's part, our settings and the names: everything else follows from them."""
+        settings = {key: getattr(self, key) for key in self.COPIED}
+        return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
+
+    def __setstate__(self, state):
+        """torch's load_state_dict calls it, too, with groups and state alone."""
+        super().__setstate__(state)
+        self.find_sharded_params()
+
 
 def measure_routes(routes, world):
     """-> numbers in the piece of each route, and numbers that go to or come from each rank"""
     sizes, by_rank = [], [0] * world
     for rank, _, piece in routes:
-        sizes.append(Unit.size(piece))
+        sizes.append(piece_size(piece))
         by_rank[rank] += sizes[-1]
     return sizes, by_rank
+
+
+def copy_tensors(targets, sources):
+    if targets:
+        # one kernel for many small pieces, and the cast to the wire's dtype
+        torch._foreach_copy_(targets, sources)
+
+
+def allocate_matrices(units, dtype):
+    """Room for whole units, equal shapes together: {(group, R, C): (K, R, C)} and {unit: its (R, C)
+    in there}."""
+    same, stacks, matrices = defaultdict(list), {}, {}
+    for unit in units:
+        same[unit.sharded.group, *unit.shape].append(unit)
+    for key, units in same.items():
+        device = units[0].sharded.param.device
+        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)
+        matrices.update(zip(units, stacks[key]))
+    return stacks, matrices
+
+
+def make_state(p, algorithm):
+    """Of one parameter before its first step. Zeros in the parameter's placement, fp32 or wider."""
+    if algorithm == "muon":
+        state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
+    else:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        state = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+    # AdamW's bias correction counts steps, and so does the noise of bf16 weights.
+    if algorithm == "adamw" or p.dtype == torch.bfloat16:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    return state
 
 
 def stochastic_round(weight, exact, seed, start=None):
@@ -883,8 +842,8 @@ def stochastic_round(weight, exact, seed, start=None):
 
 def noise_of_places(start, shape, seed, device):
     """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of
-    the seed and of each number's place. Every dimension's places are hashed on their own, as a
-    vector, and what is put together once more."""
+    the seed and of each number's place. The places of each dimension are hashed as a vector, and
+    the vectors are combined by one more hash."""
     noise = torch.full((), hash((*seed, -1)) % 2**31, dtype=torch.int32, device=device)
     for dim, (first, size) in enumerate(zip(start, shape)):
         # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
@@ -904,210 +863,101 @@ def scramble(bits):
     return bits ^ (bits >> 16 & 0xFFFF)
 
 
-def copy_tensors(targets, sources):
-    if targets:
-        # one kernel for many small pieces, and the cast to the wire's dtype
-        torch._foreach_copy_(targets, sources)
-
-
-def make_state(p, algorithm):
-    """Of one parameter before its first step. Zeros in the parameter's placement, fp32 or wider."""
-    if algorithm == "adamw":
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        state = dict(
-            exp_avg=torch.zeros_like(p, dtype=dtype), exp_avg_sq=torch.zeros_like(p, dtype=dtype)
-        )
-    else:
-        state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
-    # AdamW's bias correction counts steps, and so does the noise of bf16 weights.
-    if algorithm == "adamw" or p.dtype == torch.bfloat16:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    return state
-
-
-def stack_units(units, dtype):
-    """Room for whole units, equal shapes together: {(group, R, C): (K, R, C)} and {unit: its (R, C)
-    in there}."""
-    same, stacks, slots = defaultdict(list), {}, {}
-    for unit in units:
-        same[unit.sharded.group, *unit.shape].append(unit)
-    for key, units in same.items():
-        stacks[key] = torch.empty(
-            len(units), *key[1:], dtype=dtype, device=units[0].sharded.param.device
-        )
-        slots.update(zip(units, stacks[key]))
-    return stacks, slots
+# ---------------------------------------------------------------- refusals
 
 
 def check_parameter(name, param, options):
     """What a group may hold, said with the parameter's name."""
+    shape, blocks = tuple(param.shape), options["column_blocks"]
+    placements = param.placements if isinstance(param, DTensor) else ()
+    problem = ""
     if options["algorithm"] not in ("muon", "adamw"):
-        raise ValueError(f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r} ({name})")
-    if isinstance(param, DTensor) and not all(
-        type(p) in (Shard, Replicate) for p in param.placements
-    ):
-        raise ValueError(
-            f"{name}: placement {tuple(param.placements)} is not supported, only Shard and Replicate are"
-        )
-    if options["algorithm"] == "muon":
-        if param.ndim not in (2, 3):
-            raise ValueError(
-                f"{name}: Muon wants matrices (R, C) or stacks (N, R, C), this has shape {tuple(param.shape)}; "
-                "put it in an 'adamw' group"
-            )
-        if not param.numel():
-            raise ValueError(
-                f"{name}: shape {tuple(param.shape)} has no numbers to train; leave it out"
-            )
-        blocks = options["column_blocks"]
-        if blocks < 1 or blocks > 1 and (param.ndim != 2 or param.shape[1] % blocks):
-            raise ValueError(
-                f"{name}: {blocks} column blocks do not divide shape {tuple(param.shape)}"
-            )
+        problem = f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r}"
+    elif not all(type(placement) in (Shard, Replicate) for placement in placements):
+        problem = f"placement {placements} is not supported, only Shard and Replicate are"
+    elif options["algorithm"] == "muon":
+        if len(shape) not in (2, 3):
+            problem = f"Muon wants (R, C) or (N, R, C), not shape {shape}: use an 'adamw' group"
+        elif not param.numel():
+            problem = f"shape {shape} has no numbers to train; leave it out"
+        elif blocks < 1 or blocks > 1 and (len(shape) != 2 or shape[1] % blocks):
+            problem = f"{blocks} column blocks do not divide shape {shape}"
+    if problem:
+        raise ValueError(f"{name}: {problem}")
 
 
 def check_parameters(optimizer, named_parameters):
     """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten is
     never trained, silently."""
     wanted = {p: name for name, p in named_parameters if p.requires_grad}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    missing = [name for p, name in wanted.items() if p not in set(held)]
-    foreign = [
-        getattr(optimizer, "names", {}).get(p, tuple(p.shape)) for p in held if p not in wanted
-    ]
+    names, held = getattr(optimizer, "names", {}), set()
+    for group in optimizer.param_groups:
+        held.update(group["params"])
+    missing = [name for p, name in wanted.items() if p not in held]
+    foreign = [names.get(p, tuple(p.shape)) for p in held if p not in wanted]
     if missing or foreign:
         raise ValueError(
             f"the optimizer misses {missing} and holds {foreign}, which the model does not train"
         )
 
 
-# ------------------------------------------------------------------------------------------------------ demo
+# ---------------------------------------------------------------- demo
+
+DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "down": (8, 384, 256)}
 
 
-def make_parameters(shapes, place=lambda name, tensor: tensor, dtype=torch.float32, device="cpu"):
-    """Random parameters with random gradients, the same for every world size."""
+def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
+    """Random parameters with random gradients, the same for every world size. On a mesh each rank
+    holds some rows of every matrix, so that no expert is whole anywhere."""
     generator, params = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
-        weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-        params[name] = torch.nn.Parameter(place(name, weight))
-        params[name].grad = place(name, grad)
+        pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
+        if mesh is not None:
+            rows = [Shard(len(shape) - 2)]
+            pair = [distribute_tensor(tensor, mesh, rows, src_data_rank=None) for tensor in pair]
+        params[name] = torch.nn.Parameter(pair[0])
+        params[name].grad = pair[1]
     return params
 
 
-def fork_ranks(world, call, *args):
-    """Fork `world` gloo ranks on this machine, run call(rank, world, *args) in each, return what
-    they return, by rank."""
-    if sys.platform != "linux":  # macOS may hang where a process that has threads is forked
-        print(
-            "muon.py: this part forks ranks, which is safe on Linux only; the optimizer itself works under torchrun",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    import torch._dynamo  # noqa: F401  optimizers import it on first use: once here instead of in every child
-
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-
-        def rank_main(rank):
-            # a forked rank stays on the CPU, whatever cards there are
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-            torch.set_num_threads(1)
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(f"{folder}/store", world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=60),
-            )
-            torch.save(call(rank, world, *args), f"{folder}/{rank}")
-            dist.barrier()
-            dist.destroy_process_group()
-
-        ranks = [
-            get_context("fork").Process(target=rank_main, args=(rank,), daemon=True)
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-        for process in ranks:
-            process.kill()
-        if any(process.exitcode for process in ranks):
-            raise RuntimeError(
-                f"exit codes of the ranks: {[process.exitcode for process in ranks]}"
-            )
-        return [torch.load(f"{folder}/{rank}", weights_only=True) for rank in range(world)]
-
-
-def shard(world):
-    """A layout like FSDP's: stacks and matrices by rows. Rows inside the experts, so that no expert
-    is whole anywhere."""
-    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("shard",))
-    return lambda name, tensor: distribute_tensor(
-        tensor, mesh, [Shard(tensor.ndim - 2)], src_data_rank=None
-    )
+def train_demo(params):
+    """Three steps, the last one with the event log on."""
+    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
+    for _ in range(3):
+        optimizer.events = []
+        optimizer.step()
+    return optimizer
 
 
 def demo_rank(rank, world):
-    """Three sharded steps with the event log on; returns the whole weights and the log."""
-    params = make_parameters(DEMO, shard(world))
-    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
-    for _ in range(3):
-        dist.barrier()
-        optimizer.events = []
-        optimizer.step()
-    return (
-        {name: p.full_tensor().detach() for name, p in params.items()},
-        optimizer.events,
-        optimizer.traffic,
-    )
-
-
-DEMO = {
-    "q": (6, 64, 384),
-    "o": (384, 384),
-    "gate": (8, 256, 384),
-    "up": (8, 256, 384),
-    "down": (8, 384, 256),
-}
+    params = make_parameters(DEMO, DeviceMesh("cpu", torch.arange(world)))
+    optimizer = train_demo(params)
+    whole = {name: p.full_tensor().detach() for name, p in params.items()}
+    return whole, optimizer.events, optimizer.traffic
 
 
 def draw_timeline(events, path):
     """One row per task of rank 0: when its shards were under way, when it multiplied. Overlap is a
     bar above another."""
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    import matplotlib
-
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
 
     start, marks = min(t for t, _, _ in events), defaultdict(dict)
     for t, task, event in events:
         marks[task][event] = 1e3 * (t - start)
     figure, axes = plt.subplots(figsize=(9, 0.7 + 0.55 * len(marks)))
-    bars = (
+    for begin, end, color, label in (
         ("send", "multiply", "#9ecae1", "shards to owners"),
         ("multiply", "multiplied", "#e6550d", "Newton-Schulz"),
         ("return", "done", "#a1d99b", "results back"),
-    )
-    for task, mark in marks.items():
-        for begin, end, color, label in bars:
-            axes.barh(
-                task,
-                mark[end] - mark[begin],
-                left=mark[begin],
-                color=color,
-                label=label if task == min(marks) else None,
-            )
-    axes.set(
-        xlabel="ms, rank 0 of 4",
-        ylabel="task",
-        yticks=sorted(marks),
-        title="One task's shards travel, another multiplies",
-    )
-    axes.invert_yaxis(), axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    ):
+        lengths = [mark[end] - mark[begin] for mark in marks.values()]
+        lefts = [mark[begin] for mark in marks.values()]
+        axes.barh(list(marks), lengths, left=lefts, color=color, label=label)
+    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks))
+    axes.set_title("One task's shards travel, another multiplies")
+    axes.invert_yaxis()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -1117,10 +967,8 @@ def show_singular_values():
     generator = torch.Generator().manual_seed(0)
     G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]
     U, _, V = torch.linalg.svd(G, full_matrices=False)
-    print(
-        "singular values of a 64 x 256 matrix, rows falling off as 1/k\n"
-        "                 largest   median  smallest   cosine to U V^T"
-    )
+    print("singular values of a 64 x 256 matrix, rows falling off as 1/k")
+    print("                 largest   median  smallest   cosine to U V^T")
     for steps in range(6):
         X = orthogonalize(G, steps) if steps else G
         S = torch.linalg.svdvals(X)
@@ -1130,14 +978,14 @@ def show_singular_values():
 
 
 def demo():
+    from command.forked_ranks import fork_ranks
+
     torch.set_num_threads(1)
     show_singular_values()
 
     # The same three steps in one process and on four ranks.
     single = make_parameters(DEMO)
-    optimizer = Muon([dict(params=list(single.items()))], ns_dtype=torch.float32, lr=0.02)
-    for _ in range(3):
-        optimizer.step()
+    train_demo(single)
     ranks = fork_ranks(4, demo_rank)
     error = 0.0
     for whole, _, _ in ranks:
@@ -1149,9 +997,10 @@ def demo():
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
-        f"Four ranks ({traffic['collectives']} collectives, {traffic['bytes_received'] / 1e6:.1f} MB "
-        f"received per step) end three\nsteps with weights that differ from one process by {error}; "
-        f"task 2 was on the wire {lead:.1f} ms before\ntask 1 multiplied (out/muon.png)."
+        f"Four ranks ({traffic['collectives']} collectives, "
+        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with weights\n"
+        f"that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before\n"
+        f"task 1 multiplied (out/muon.png)."
     )
 
 
@@ -1163,9 +1012,7 @@ def refuse(message):
 def main(argv):
     if "--bench" in argv:
         refuse("--bench has moved: python -m benchmarks.muon")
-    parser = argparse.ArgumentParser(
-        description="Muon, alone", usage=argparse.SUPPRESS, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="Muon, alone", allow_abbrev=False)
     parser.error = refuse
     parser.parse_args(argv)
     try:

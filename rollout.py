@@ -55,10 +55,10 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.expert import Rehearsal, expert
+from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.sandbox import Sandbox
-from world.task import HINTED, SUMMARIZE, Action, Task
+from world.task import SUMMARIZE, Action, Task
 from world.tools import call_tool
 from world.workspace import Workspace
 from world.machine import MachineFailure, is_machine_failure, try_again
@@ -397,12 +397,6 @@ def opening_turn(tokenizer, task):
     turn = make_turn(tokenizer, "user", task.problem_statement)
     turn.tokens[:0] = tokenizer.declare_tools(task.tools)
     return turn
-
-
-def spoken_text(text):
-    """What a turn says, without the thought before it"""
-    before, close, after = text.partition("</think>")
-    return after if close else before.partition("<think>")[0]
 
 
 # ---------------------------------------------------------------- tools
@@ -888,66 +882,23 @@ def effort_counts(chain):
     )
 
 
-def hinted_moves(task, moves, rng, remind, hints, neutral):
-    """The expert's actions, each with the hint that stands above it, or None.
-
-    A flawed action is, with probability `hints`, left out, and the hint remind[flaw](task, action)
-    stands above the right one: so the model learns to heed hints. With probability `neutral` one of
-    the hints stands above an action that was right anyway, calls and final messages alike: a hint
-    must say nothing but what it says, or its distillation drifts (a model that saw hints about
-    tools above calls only unlearned to finish, and one that saw hints about the final message above
-    final messages only learned to quit)."""
-    # Each text that a hint can have, once
-    texts = []
-    for tell in remind.values():
-        for words in ("", "too many"):
-            text = tell(task, Action(words))
-            if text not in texts:
-                texts.append(text)
-
-    action = next(moves)
-    while True:
-        hint = None
-        while action.flaw in remind and rng.random() < hints:
-            hint = remind[action.flaw](task, action)
-            action = moves.send([HINTED])
-        is_right = hint is None and action.flaw not in remind
-        if is_right and remind and neutral and rng.random() < neutral:
-            hint = texts[0] if len(texts) == 1 else rng.choice(texts)
-        outputs = yield action, hint
-        action = moves.send(outputs)
-
-
-def demonstrate(
-    task,
-    tokenizer,
-    rng,
-    limits,
-    sloppy=1.0,
-    compact=None,
-    remind={},
-    hints=0.3,
-    neutral=0.0,
-    restless=0.0,
-):
+def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
     """The scripted expert plays through the same agent and tools -> Chain. sloppy: how often it
-    errs; restless: see expert; the others: see hinted_moves."""
-    play = agent(task, tokenizer, Rehearsal(task), limits, compact)
-    moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
-    moves = hinted_moves(task, moves, rng, remind, hints, neutral)
+    errs. With hints: feedback_distill.demonstrate_with_hints"""
+    return play_moves(task, tokenizer, expert(task, rng, sloppy), limits, compact)
 
-    hinted = {}  # number of an assistant turn -> the hint above it
-    turn = 0
+
+def play_moves(task, tokenizer, moves, limits, compact=None):
+    """An expert's moves (a generator, as world.expert.expert is one) as an agent's turns ->
+    Chain"""
+    play = agent(task, tokenizer, InMemoryWorkspace(task), limits, compact)
     try:
         asked = next(play)
-        action, hint = next(moves)
+        action = next(moves)
         while True:
             # 1) The expert writes what the agent asks for.
-            if hint is not None:
-                hinted[turn] = hint
             body = tokenizer.write_action(action.text, action.calls, asked.number)
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
-            turn += 1
 
             # 2) It sees what the tools answer. Where a summary is asked for, it hears that first,
             #    and behind the summary it sees the same outputs again.
@@ -955,13 +906,12 @@ def demonstrate(
                 asked.run()
                 outputs = [call.output for call in asked.calls]
                 asked = play.send(None)
-                action, hint = moves.send([SUMMARIZE] * asked.summary + outputs)
+                action = moves.send([SUMMARIZE] * asked.summary + outputs)
             else:
-                action, hint = moves.send(outputs)
+                action = moves.send(outputs)
     except StopIteration as end:
         # The agent has ended: with its final message, or because there is no more room.
         chain = end.value
-    insert_hints(tokenizer, chain, hinted)
     chain.stats = effort_counts(chain)
     return chain
 
@@ -978,29 +928,6 @@ def audit_chain(chain, verdict=None):
         diff = changes(chain.task.files, chain.files)
         chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
     return chain.findings
-
-
-def hint_turn(tokenizer, text, turn):
-    """The hint above an assistant turn. Where that turn begins without a word of the harness, the
-    hint ends in the words that let the policy speak."""
-    hint = make_turn(tokenizer, "hint", text)
-    if not turn.head:
-        hint.tokens += tokenizer.generation_prompt("hint")
-    return hint
-
-
-def insert_hints(tokenizer, chain, hints):
-    """Put a hint right above each assistant turn whose number is in `hints`."""
-    number = 0
-    for episode in chain.episodes:
-        turns = []
-        for turn in episode.turns:
-            if turn.role == "assistant":
-                if number in hints:
-                    turns.append(hint_turn(tokenizer, hints[number], turn))
-                number += 1
-            turns.append(turn)
-        episode.turns = turns
 
 
 # ---------------------------------------------------------------- objective

@@ -32,12 +32,9 @@ Left out: data mixing, deduplication, and every private number.
 
 import contextlib
 import gc
-import hashlib
-import json
 import os
 import random
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
@@ -77,7 +74,11 @@ from command import (
     hardware,
     idle_flags,
     launch,
+    old_flags,
     output_files,
+    rollout_statistics,
+    source_files,
+    step_log,
     transcripts,
 )
 from command.flags import usage_error
@@ -91,139 +92,163 @@ from world.task_file import read_tasks
 class Config:
     # ---- what and where
     stage: str = "all"  # all, pretrain, long, sft, rl or eval
-    scale: str = "auto"  # laptop, gpu or tiny; auto = gpu where CUDA is, else laptop
-    # checkpoints, logs and figures; the same command again goes on where it stopped
+    scale: str = "auto"  # laptop, gpu or tiny; auto: gpu where there is a CUDA device, else laptop
+    # folder for checkpoints, logs and figures; the same command again goes on where it stopped
     out: str = "out/run"
     # folder of the run whose previous stage this stage starts from (default: out)
     start_from: str = ""
-    resume: bool = False  # go on with the run in out (the same command does so too)
-    # folder of Python files to pretrain on (default: this Python's standard library)
+    # go on with the run in out; an error if there is none (the same command goes on without it, too)
+    resume: bool = False
+    # folder of Python files to pretrain on (default: the standard library of this Python)
     data: str = ""
-    # folder of a published checkpoint to start from instead of noise; the model's sizes are then
-    # its own
+    # folder of a published checkpoint to start from, instead of random weights; the model's sizes
+    # are then those of the checkpoint
     init_from: str = ""
-    # write the run in out to this folder in the published format, and nothing else: its last stage
-    # or --stage
+    # only write the run in out to this folder in the published format: the last stage that was run,
+    # or the one named by stage
     export: str = ""
-    # file of tasks made by synth_tasks.py --repo (default: generated codebases)
+    # file of tasks made by synth_tasks.py --repo (default: tasks in generated codebases)
     tasks: str = ""
-    seed: int = 1337
+    seed: int = 1337  # of every random choice
     device: str = "auto"  # cpu, cuda or auto
-    # of matrix products: float32, bfloat16 (bf16) or auto; the experts' may be narrower, see
-    # precision
+    # dtype of matrix products: float32, bfloat16 or auto (bfloat16 where the hardware has it);
+    # those of the experts may be narrower still, see precision
     dtype: str = "auto"
-    # as they are kept; bfloat16: five sixths of the memory, and updates are rounded by chance
-    weights: str = "float32"
-    # 1: the blocks of pretrain and long by torch.compile. A step takes 14 % less on an H100,
-    # compiling 80 s
+    # dtype in which weights are stored: float32 or bfloat16. bfloat16 takes five sixths of the
+    # memory of weights, gradients and optimizer, and its updates are rounded stochastically
+    weight_dtype: str = "float32"
+    # 1: compile the blocks with torch.compile in pretrain and long. On an H100 a step takes 14 %
+    # less time, and compiling takes 80 s
     compile: bool = False
-    # 1: every part in its plain form, none of fast/: to the same curves, slower
+    # 1: use the plain form of every part and nothing of fast/. The curves are the same; it is slower
     plain: bool = False
-    # on CPU: started by itself, each with its share of cores and batch; at most one per core
+    # on CPU: number of training processes that are started. Each has its share of the cores and of
+    # the batch; there is at most one per core
     processes: int = 2
     save_every: int = 0  # steps between checkpoints (0: a tenth of the stage)
 
     # ---- model: see moe.ModelConfig
-    vocab: int = 1024  # of the tokenizer that is trained on the run's own text
+    vocab: int = 1024  # tokens of the tokenizer, which is trained on the run's own text
     dim: int = 128  # width of the residual stream
-    layers: int = 4  # the first has a dense FFN
-    heads: int = 4  # of attention
-    experts: int = 8  # routed ones of a layer; one more is shared
-    active: int = 2  # of them, for a token
+    layers: int = 4  # number of blocks; the first has a dense feed-forward network (FFN)
+    heads: int = 4  # attention heads
+    experts: int = 8  # routed experts in a layer; one more is shared by all tokens
+    num_experts_per_tok: int = 2  # routed experts that each token goes to
     expert_ffn: int = 128  # hidden units of an expert
-    dense_ffn: int = 384  # of the first layer's FFN
-    kv_lora: int = 128  # width of the latent that the cache holds
-    qk_nope: int = 32  # of a head's query and key, without rotation
-    qk_rope: int = 16  # with it
-    v_dim: int = 32  # of a head's values
-    # short windows want fast rotations: with 10000, copying names is learned 100 steps later
+    dense_ffn: int = 384  # hidden units of the first block's dense FFN
+    kv_lora: int = 128  # width of the latent vector that the KV cache holds
+    qk_nope: int = 32  # dimensions of a head's query and key without rotary embedding
+    qk_rope: int = 16  # dimensions of a head's query and key with rotary embedding
+    v_dim: int = 32  # dimensions of a head's value
+    # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
+    # learns to copy names 100 steps later
     rope_theta: float = 1000.0
-    balance_rate: float = 2e-3  # of the routers' biases per step
-    # of the experts' products: dtype (as all others), mxfp8 or nvfp4; emulated where the hardware
-    # has none (a GPU before the B200, a CPU): then slower, the same numbers
+    balance_rate: float = 2e-3  # change of a router's bias per step, to balance the experts' load
+    # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
+    # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
+    # numbers, slower
     precision: str = "dtype"
-    # 1: one more block drafts the token after the next. It learns in pretrain, long and sft what
-    # the model would say there, and moves no other weight; moe.speculate decodes with it (the
-    # rollouts' sampler takes its drafts from the text)
+    # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
+    # pretrain, long and sft from the model's own predictions and changes no other weight.
+    # moe.speculate decodes with it; rollouts do not use it, their drafts come from the text
     mtp: bool = False
 
     # ---- optimizer
-    optimizer: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
-    # of Muon's matrices: an update has RMS 0.2 * lr. At 0.02 the laptop model never learns to copy
-    # names
+    # muon: Muon for matrices, AdamW for the rest; adamw: AdamW for everything
+    optimizer: str = "muon"
+    # peak learning rate of Muon; an update has RMS 0.2 * lr. At 0.02 the laptop model never learns
+    # to copy names
     lr: float = 0.006
-    # of embeddings, head, gains, router; of everything when optimizer=adamw
+    # peak learning rate of AdamW: for embeddings, head, gains and routers, or for everything with
+    # optimizer=adamw
     adam_lr: float = 3e-3
-    # of Muon's matrices: what a step takes off, as a share of the rate
+    # of Muon's matrices: each step shrinks them by lr * weight_decay of their size
     weight_decay: float = 0.01
-    clip: float = 1.0  # gradient norm
-    warmup: float = 0.05  # fraction of the stage's steps
-    decay: float = 0.4  # last fraction, falling linearly to a tenth
+    grad_clip: float = 1.0  # the gradient is scaled down to this norm if it is larger
+    warmup: float = 0.05  # fraction of the stage's steps in which the learning rate rises
+    decay: float = 0.4  # last fraction of the steps, in which it falls linearly to a tenth
 
     # ---- batches
-    # of a stage; each has its own default, see STAGES and STAGE_SCALES
+    # optimizer steps of a stage; each stage has its own default, see STAGES and STAGE_SCALES
     steps: int = 100
-    context: int = 256  # tokens of a sequence
-    batch_tokens: int = 4096  # per step, over all ranks
-    micro_tokens: int = 4096  # per forward
-    # of a layer only the input is kept, the rest computed again in the backward: memory for a third
-    # more work
+    context: int = 256  # tokens of a training sequence in pretrain; long multiplies it by yarn
+    batch_tokens: int = 4096  # tokens per optimizer step, over all ranks
+    micro_tokens: int = 4096  # tokens per forward and backward, on one rank
+    # 1: keep only the input of each block and compute the rest again in the backward
+    # (activation checkpointing): less memory for a third more work
     recompute: bool = False
-    # share of pretrain's and sft's steps with a shorter window: a quarter of it, then half
-    grow: float = 0.25
-    yarn: float = 2.0  # window stretch of the long stage
+    # fraction of the steps of pretrain and sft with shorter sequences, which makes copying easier
+    # to learn: a quarter of the length in the first half of them, half of it in the second
+    seq_len_warmup: float = 0.25
+    yarn: float = 2.0  # factor by which the stage long stretches the window
 
     # ---- sft
-    demos: int = 12000  # distinct expert transcripts
-    sloppy: float = 1.0  # how often the expert errs
-    hints: float = 0.5  # of its wrong tool calls: replaced by a hint and the right call
-    # of its right turns: a hint above them too, so that it means nothing but tools
+    demos: int = 12000  # number of different expert transcripts
+    sloppy: float = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
+    # fraction of the expert's wrong tool calls that are replaced by a hint and the right call
+    hints: float = 0.5
+    # fraction of the expert's right turns that also get a hint above them, so that a hint by itself
+    # does not mean that something was wrong
     neutral_hints: float = 0.05
-    # weight of the names and constants it wrote, while the window is short: what tests decide on
+    # weight in the loss of names and constants that the expert wrote, as long as the sequences are
+    # short (see seq_len_warmup): whether tests pass depends on them
     copy_loss: float = 4.0
-    # of generated tasks in sft, from 0 on, and in a curriculum at first; it goes beyond
+    # number of difficulty levels, from 0 on, in the tasks of sft and at the beginning of the
+    # curriculum of rl, which goes on to harder ones
     levels: int = 6
 
     # ---- rl
-    tasks_per_step: int = 8  # over all ranks
-    group: int = 8  # rollouts per task
-    temperature: float = 0.95  # of rollouts, in training and evaluation
-    # tokens guessed ahead while sampling: only time and the rounding of bf16 depend on it
+    tasks_per_step: int = 8  # tasks per optimizer step, over all ranks
+    group_size: int = 8  # rollouts per task; their mean reward is the baseline
+    temperature: float = 0.95  # of sampling, in training and in evaluation
+    # tokens guessed ahead while sampling (speculative decoding); the results are the same up to the
+    # rounding of bfloat16
     draft: int = 3
-    kl: float = 0.0  # weight of the k1 penalty against the policy that RL started from
-    length: float = 64.0  # L, the constant that replaces each rollout's own length
-    replay: bool = True  # router replay
-    # generation processes beside each training process; 0: it samples and updates in turn
+    # weight of the penalty on the KL divergence (k1) from the policy that RL started from
+    kl_coef: float = 0.0
+    # the constant L by which the summed loss of every rollout is divided, instead of by its length
+    loss_norm_length: float = 64.0
+    # 1: router replay. Training sends each token to the experts that were chosen in sampling
+    router_replay: bool = True
+    # generation processes beside each training process; 0: sampling and training take turns
     workers: int = 0
-    # with workers: by how many updates at most a token's policy may lag behind the one it trains
+    # with workers: by how many updates the policy that sampled a token may be older than the policy
+    # that trains on it
     staleness: int = 1
-    feedback: float = 0.15  # weight of the targeted distillation, 0 = off
-    # what hints speak about in sft and rl, a list: communication, code_style
+    feedback: float = 0.15  # weight of the targeted textual feedback (distillation); 0: off
+    # which bad habits get hints in sft and rl, separated by commas: unavailable_tool,
+    # communication, code_style
     habits: str = "unavailable_tool"
-    divergence: str = "reverse"  # forward, reverse or jsd
-    teacher: str = "ema"  # current, ema or frozen
-    teacher_rate: float = 0.1  # ema: this share of the new weights per step
-    length_penalty: float = 0.03  # weight of C(effort), 0 = off
-    penalty_k: float = 1.0  # C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon it bends
-    penalty_q: float = 0.5  # ... and how much: 0 is linear
-    summarize: bool = True  # self-summaries when the context passes the trigger
-    trigger: float = 0.7  # of the window
-    window: int = 512  # context of an agent in sft, rl and evaluation
-    turns: int = 40  # of an agent in all
-    # tasks of the levels that are neither won nor lost; 0: a fixed mix
+    # from the teacher, in the feedback: forward (KL), reverse (KL) or jsd
+    divergence: str = "reverse"
+    # weights of the teacher in the feedback: current (the policy's own), ema (their moving
+    # average) or frozen (those at the start of rl)
+    teacher: str = "ema"
+    teacher_rate: float = 0.1  # with teacher=ema: weight of the new policy in the average, per step
+    length_penalty: float = 0.03  # weight of the price of effort, C(effort); 0: off
+    # k in C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon the price stops being linear
+    penalty_k: float = 1.0
+    penalty_q: float = 0.5  # q in the same formula: how strongly it bends; 0: linear
+    # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
+    # summary
+    summarize: bool = True
+    trigger: float = 0.7  # fraction of the window at which it has to summarize
+    window: int = 512  # context window of the agent in tokens, in sft, rl and evaluation
+    max_turns: int = 40  # turns of the agent per task, over all its contexts
+    # 1: prefer the levels on which some rollouts succeed and some fail; 0: a fixed mix of levels
     curriculum: bool = True
-    hardest: int = 6  # the hardest level of rl: a fixed mix has all up to it
+    max_level: int = 6  # the hardest level of rl; a fixed mix has all levels up to it
 
     # ---- parallel (torchrun)
-    cp: int = 1  # ranks that share a sequence
-    ep: int = 1  # ranks that share a layer's experts
-    # copies of the dense weights, each sharded over the ranks of its own
+    cp: int = 1  # context parallelism: ranks that share each sequence
+    ep: int = 1  # expert parallelism: ranks that share the experts of a layer
+    # number of copies of the dense weights; each copy is sharded over its own ranks
     dp_replicate: int = 1
 
     # ---- evaluation
-    eval_levels: int = 6  # levels of evaluation, from 0 on
-    eval_tasks: int = 24  # per level
-    eval_samples: int = 2  # per task
+    eval_levels: int = 6  # number of levels in evaluation, from 0 on
+    eval_tasks: int = 24  # tasks per level
+    eval_samples: int = 2  # rollouts per task
 
 
 START = time.time()
@@ -240,7 +265,7 @@ SCALES = {
         kv_lora=32,
         demos=64,
         tasks_per_step=2,
-        group=2,
+        group_size=2,
         eval_tasks=1,
         eval_samples=1,
         batch_tokens=2048,
@@ -265,7 +290,7 @@ SCALES = {
         micro_tokens=32768,
         window=4096,
         tasks_per_step=32,
-        group=16,
+        group_size=16,
         lr=0.005,
         adam_lr=1e-3,
         demos=20000,
@@ -273,7 +298,7 @@ SCALES = {
 }
 STAGES = {
     "pretrain": dict(steps=120),
-    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, grow=0.0),
+    "long": dict(steps=20, lr=0.004, adam_lr=2e-3, seq_len_warmup=0.0),
     "sft": dict(steps=1300, micro_tokens=2048),
     "rl": dict(
         steps=60,
@@ -281,14 +306,14 @@ STAGES = {
         optimizer="adamw",
         adam_lr=5e-4,
         weight_decay=0.0,
-        clip=0.5,
+        grad_clip=0.5,
         decay=0.3,
     ),
     "eval": dict(),
 }
 # Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2
 # * lr = adam_lr), its biases stay, and nothing teaches it to copy.
-FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, grow=0.0, copy_loss=1.0)
+FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, seq_len_warmup=0.0, copy_loss=1.0)
 FINE_TUNING = {
     "pretrain": FINE,
     "long": FINE,
@@ -304,28 +329,6 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
 }
 
-# Fields of Config in earlier versions: the value at which they changed nothing, and the file that
-# makes the change now. A run on disk that has them at this value goes on.
-OLD_FLAGS = {
-    "std_norm": (False, "experiments/objective.py"),
-    "length_norm": (False, "experiments/objective.py"),
-    "mask_overlong": (False, "experiments/objective.py"),
-    "imitate": (False, "experiments/sdft.py"),
-    "reward": (1.0, "experiments/sdft.py"),
-    "placebo": ("none", "experiments/teachers.py"),
-    "restless": (0.0, "experiments/penalty.py"),
-    "easy": (0.0, "experiments/penalty.py"),
-    "full_price": (False, "experiments/penalty.py"),
-    "distinct": (0, "experiments/tasks.py"),
-    "truncate": (False, "experiments/summary.py"),
-    "learn_summaries": (True, "experiments/summary.py"),
-    "commands": (0, "experiments/summary.py"),
-    "short": (0.0, "experiments/summary.py"),
-    "harden": (True, "experiments/hacking.py"),
-    "documented": (True, "experiments/hacking.py"),
-    "time_tools": (False, "benchmarks/tools.py"),
-    "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
-}
 # The change of the recipe that is in force in this process, as module:function; none: "". It is
 # kept in every checkpoint, so that a run goes on with the change that it was begun with.
 PATCH = ""
@@ -340,9 +343,8 @@ def parse(argv):
     """--name=value or --name value for every field of Config -> dict of what was given. --help
     prints every flag and ends; with --stage or --scale it prints the values in force there."""
     for word in argv:
-        name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in OLD_FLAGS:
-            usage_error(f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}")
+        if explanation := old_flags.explain_old_flag(word):
+            usage_error(explanation)
     given, wants_help = flags.parse_flags(argv, Config)
     if not wants_help:
         return given
@@ -430,72 +432,22 @@ def model_config(config, vocab):
     sizes = {name: getattr(config, name) for name in SIZES}
     sizes["precision"] = "" if config.precision == "dtype" else config.precision
     sizes["mtp"] = int(config.mtp)
-    return ModelConfig(vocab=vocab, norm_gates=config.active > 1, **sizes)
+    return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
 
 
-# ---------------------------------------------------------------- data
-
-HELD_OUT = 1 / 20  # of the files
-SKIP = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "__pycache__",
-    "lib2to3",
-    "pydoc_data",
-    "encodings",
-    "turtledemo",
-    "idlelib",
-}
+# ---------------------------------------------------------------- where batches and losses come from
 
 
-def python_sources(folder):
-    """-> (training texts, held-out texts): real Python, tests and generated tables left out. About
-    every 20th file is held out; which ones depends on each file's own path below the folder, so a
-    file that is added or removed moves no other."""
-    root = Path(folder or sysconfig.get_paths()["stdlib"])
-    if not root.is_dir():
-        usage_error(f"--data={folder}: no such folder")
-    texts = {}
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        # a link may lead nowhere
-        if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
-            continue
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        if text.strip():
-            texts[inside.as_posix()] = text
-    if len(texts) < 2:
-        usage_error(f"--data={folder}: fewer than two Python files there")
-
-    # A number from 0 to 1 for each path. A small folder may have no file below the threshold, or no
-    # other: one of each is needed.
-    place = {}
-    for name in texts:
-        found = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-        place[name] = int.from_bytes(found[:7], "big") / 2**56
-    held = {name for name in texts if place[name] < HELD_OUT}
-    if not 0 < len(held) < len(texts):
-        held = {min(texts, key=place.get)}
-    train = [text for name, text in texts.items() if name not in held]
-    return train, [text for name, text in texts.items() if name in held]
-
-
-def digest_texts(train, held):
-    """Of all that a run on these texts depends on: their bytes, their order, and which are held
-    out"""
-    found = hashlib.sha256()
-    for text in [f"{len(train)} and {len(held)}", *train, *held]:
-        data = text.encode("utf-8", "surrogatepass")
-        found.update(len(data).to_bytes(8, "big") + data)
-    return found.hexdigest()
+def accumulate(sums, key, value):
+    """Adds to a sum of a step, over its micro-batches. value: a number, or a tensor that stays
+    where it is"""
+    sums[key] = sums.get(key, 0) + value
 
 
 def train_tokenizer(config):
     """BPE on a sample of the pretraining text and of transcripts, so that both are short."""
     rng = random.Random(config.seed)
-    texts, _ = python_sources(config.data)
+    texts, _ = source_files.python_sources(config.data)
     rng.shuffle(texts)
     sample, size = [], 0
     for text in texts:
@@ -515,8 +467,8 @@ class Text:
     def __init__(self, run):
         self.run, config = run, run.config
         self.window = text_window(config)
-        train, held = python_sources(config.data)
-        self.data = digest_texts(train, held)
+        train, held = source_files.python_sources(config.data)
+        self.data = source_files.digest_texts(train, held)
         self.train, self.held = self.make_stream(train), self.make_stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
@@ -561,8 +513,8 @@ class Text:
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
             hidden = run.hidden(batch)
             loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
-            log["loss"] = log.get("loss", 0) + loss.detach()
-            log["tokens"] = log.get("tokens", 0) + batch["tokens"].numel()
+            accumulate(log, "loss", loss.detach())
+            accumulate(log, "tokens", batch["tokens"].numel())
             if run.config.mtp:
                 loss = loss + run.draft_loss(batch, hidden, len(starts) * (window - 1), log)
             yield loss
@@ -672,8 +624,8 @@ class Demonstrations:
             weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
             reported = (logp.detach() * mask).sum() * batch["real"] / total
-            log["loss"] = log.get("loss", 0) - reported
-            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
+            accumulate(log, "loss", -reported)
+            accumulate(log, "tokens", batch["real_tokens"])
             if config.mtp:
                 places = sum(len(episode) - 1 for episode in episodes)
                 loss = loss + run.draft_loss(batch, hidden, places, log)
@@ -713,7 +665,11 @@ def seq_len_divisor(step, config):
     """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
     heads that look back and copy form several times sooner where there is less to look at; without
     it they came late in some runs and in one not at all."""
-    return 4 >> min(2, int(2 * step / (config.grow * config.steps))) if config.grow else 1
+    return (
+        4 >> min(2, int(2 * step / (config.seq_len_warmup * config.steps)))
+        if config.seq_len_warmup
+        else 1
+    )
 
 
 def padded_length(length):
@@ -742,7 +698,7 @@ def length_groups(lengths, tokens, number, seed):
 
 
 def agent_limits(config):
-    return rollout.Limits(config.window, config.turns)
+    return rollout.Limits(config.window, config.max_turns)
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
@@ -760,9 +716,9 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
-    rollout.demonstrate."""
+    feedback_distill.demonstrate_with_hints."""
     reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
-    chain = rollout.demonstrate(
+    chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,
         rng,
@@ -789,153 +745,168 @@ def make_task(config, level, seed):
 
 
 class Reinforcement:
-    """rl: sample groups, reward, push. One update per batch. Without workers the sampling policy is
-    the policy; with them a token's is up to `staleness` updates older, and that is kept small, not
-    corrected (stated): no ratio, no clip either way."""
+    """rl: sample groups of rollouts, reward them, one update per batch. Without workers the
+    sampling policy is the policy. With them the policy that sampled a token is up to `staleness`
+    updates older; that is kept small, not corrected (stated): no ratio, no clip either way."""
 
     def __init__(self, run):
-        self.run, config, self.asked, self.drawn = run, run.config, {}, {}
-        self.folder, self.ahead = owned_directory("weights", tempfile.gettempdir()), (
-            config.staleness if config.workers else 0
+        self.run, config = run, run.config
+        # {step: what the samplers work on}, {step: (level, number) of its tasks}. With workers they
+        # run ahead of the training step by max_staleness steps.
+        self.pending_rollouts, self.sampled_tasks = {}, {}
+        self.max_staleness = config.staleness if config.workers else 0
+        self.start_samplers()
+        self.read_tasks()
+        self.curriculum = self.make_curriculum()
+
+        # Who reads the hints, who the policy was when RL began, and what effort costs.
+        self.teacher = self.reference = None
+        if config.feedback:
+            self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
+        if config.kl_coef:
+            self.reference = feedback_distill.Teacher(run.model, "frozen")
+        self.effort_weights = length_penalty.Weights()
+        self.effort_budget = length_penalty.effort_budget(
+            config.window, config.max_turns, self.effort_weights
         )
+
+    def start_samplers(self):
+        """workers: who plays the rollouts; publisher: who gives them the weights of each step"""
+        run, config = self.run, self.run.config
+        device = str(next(run.model.parameters()).device)
+        self.folder = owned_directory("weights", tempfile.gettempdir())
         settings = dict(
             tokenizer=run.tokenizer,
-            group=config.group,
+            group=config.group_size,
             limits=agent_limits(config),
             compact=run.compact,
             temperature=config.temperature,
         )
-        device = str(next(run.model.parameters()).device)
         if config.plain:
-            # Another model samples, since the policy's own may be cut over ranks.
+            # A second model samples, since the policy's own may be cut over ranks.
             policy = run.model.config.build_model().to(device).compute(run.dtype)
             self.workers = self.publisher = rollout.InTurn(policy, **settings)
-        else:
-            settings |= dict(
-                folder=self.folder.name,
-                config=run.model.config,
-                dtype=run.dtype,
-                device=device,
-                draft=config.draft,
-                rows=min(128, -(-config.tasks_per_step // run.data) * config.group),
-            )
-            self.publisher = fast_workers.Publisher(
-                self.folder.name, run.model.config, run.dtype, shared=config.workers > 0
-            )
-            self.workers = fast_workers.Workers(config.workers, settings)
-        tasks = read_tasks(config.tasks) if config.tasks else []
-        tasks = self.with_room(tasks)
-        self.file = output_files.digest_file(config.tasks)
+            return
+        tasks_per_rank = -(-config.tasks_per_step // run.data)
+        settings |= dict(
+            folder=self.folder.name,
+            config=run.model.config,
+            dtype=run.dtype,
+            device=device,
+            draft=config.draft,
+            rows=min(128, tasks_per_rank * config.group_size),
+        )
+        shared = config.workers > 0
+        self.publisher = fast_workers.Publisher(
+            self.folder.name, run.model.config, run.dtype, shared=shared
+        )
+        self.workers = fast_workers.Workers(config.workers, settings)
+
+    # ---- the tasks
+
+    def read_tasks(self):
+        """tasks: {level: tasks of the file --tasks}, empty where tasks are generated"""
+        config = self.run.config
+        tasks = self.with_room(read_tasks(config.tasks) if config.tasks else [])
+        self.tasks_digest = output_files.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
-        self.tasks = {
-            level: [task for task in tasks if task.level == level]
-            for level in {task.level for task in tasks}
-        }
-        levels = min(config.levels, config.hardest + 1) if config.curriculum else config.hardest + 1
-        self.curriculum = synth_tasks.Curriculum(
-            range(levels),
-            config.seed,
-            config.curriculum,
-            config.hardest,
-            sizes={level: len(tasks) for level, tasks in self.tasks.items()},
-        )
-        self.teacher = (
-            feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
-            if config.feedback
-            else None
-        )
-        self.reference = feedback_distill.Teacher(run.model, "frozen") if config.kl else None
-        self.weights = length_penalty.Weights()
-        self.budget = length_penalty.effort_budget(config.window, config.turns, self.weights)
+        self.tasks = {}
+        for task in tasks:
+            self.tasks.setdefault(task.level, []).append(task)
 
     def with_room(self, tasks):
         """The given tasks without those whose statement leaves no room for a turn: rollouts of them
         would count as failed. One line says which they are."""
-        run, window = self.run, self.run.config.window
-        fits = [
-            rollout.leaves_room(run.tokenizer, task, agent_limits(run.config)) for task in tasks
-        ]
-        names = [task.instance_id for task, room in zip(tasks, fits) if not room]
-        if names and len(names) == len(tasks):
+        run, window, limits = self.run, self.run.config.window, agent_limits(self.run.config)
+        fitting, names = [], []
+        for task in tasks:
+            if rollout.leaves_room(run.tokenizer, task, limits):
+                fitting.append(task)
+            else:
+                names.append(task.instance_id)
+        if names and not fitting:
             usage_error(f"--window={window}: none of the tasks leaves room for a turn")
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             run.say(
-                f"--window={window} leaves no room for a turn in {len(names)} of {len(tasks)} tasks, which are left out: "
-                f"{', '.join(name[:60] for name in names[:3])}{more}"
+                f"--window={window} leaves no room for a turn in {len(names)} of {len(tasks)} "
+                f"tasks, which are left out: {', '.join(name[:60] for name in names[:3])}{more}"
             )
-        return [task for task, room in zip(tasks, fits) if room]
+        return fitting
 
-    def draw(self, step):
-        """This step's tasks (equal on all ranks), easy ones first. What was drawn ahead is
-        remembered, by a checkpoint too."""
-        rng = random.Random(f"{self.run.config.seed}/rl/{step}")
-        if step not in self.drawn:
-            self.drawn[step] = sorted(
-                self.curriculum.next(rng) for _ in range(self.run.config.tasks_per_step)
-            )
-        drawn = self.drawn[step]
-        return [
-            self.tasks[level][number] if self.tasks else make_task(self.run.config, level, number)
-            for level, number in drawn
-        ]
-
-    def compute_reward(self, chain):
-        """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a
-        limit cut short has submitted nothing."""
+    def make_curriculum(self):
+        """Chooses the level of each task. An adaptive one begins with the levels of sft and opens
+        the next ones itself."""
         config = self.run.config
-        chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.weights))
-        chain.reward = float(
-            length_penalty.shaped_reward(
-                float(chain.solved),
-                chain.stats["effort"],
-                config.length_penalty,
-                config.penalty_k,
-                config.penalty_q,
-                self.pays_whole_budget(chain),
-                self.budget,
-            )
+        levels = config.max_level + 1
+        if config.curriculum:
+            levels = min(config.levels, levels)
+        return synth_tasks.Curriculum(
+            range(levels),
+            config.seed,
+            config.curriculum,
+            config.max_level,
+            sizes={level: len(tasks) for level, tasks in self.tasks.items()},
         )
 
-    def pays_whole_budget(self, chain):
-        """Whatever a limit cut short does: so being cut off is never a bargain."""
-        return not chain.finished
+    def sample_tasks(self, step):
+        """The tasks of a step (equal on all ranks), easy ones first. What was sampled ahead is
+        remembered, by a checkpoint too: the curriculum may have moved on."""
+        config = self.run.config
+        if step not in self.sampled_tasks:
+            rng = random.Random(f"{config.seed}/rl/{step}")
+            sampled = [self.curriculum.next(rng) for _ in range(config.tasks_per_step)]
+            self.sampled_tasks[step] = sorted(sampled)
+        tasks = []
+        for level, number in self.sampled_tasks[step]:
+            given = self.tasks[level][number] if self.tasks else make_task(config, level, number)
+            tasks.append(given)
+        return tasks
+
+    # ---- rollouts and their reward
 
     def losses(self, step, log):
-        run, config = self.run, self.run.config
+        """Yields the micro-batch losses of one step: rollouts, their rewards, then what is learned
+        from them."""
         start = time.time()
-        log.update(self.publisher.publish(step, run.full_state()))
-        for later in range(step, min(step + self.ahead, config.steps - 1) + 1):
-            # weights at least as new as this step's: so staleness is bounded
-            if later not in self.asked:
-                tasks = self.draw(later)
-                self.asked[later] = self.workers.submit(
-                    run.share(tasks),
-                    run.share(range(len(tasks))),
-                    config.seed * 1_000_003 + later,
-                )
-        asked, _ = self.asked.pop(step), self.drawn.pop(step)
-        groups = self.leave_out_failed(self.workers.collect(asked), log)
+        groups = self.collect_rollouts(step, log)
         for group in groups:
             for chain in group:
                 self.compute_reward(chain)
-        if step == 0 and not run.sum(sum(c.stats["turns"] for g in groups for c in g)):
-            usage_error(f"--window={config.window}: none of the tasks leaves room for a turn")
-        for level, solved, total in sorted(
-            run.gather([(g[0].task.level, sum(c.solved for c in g), len(g)) for g in groups])
-        ):
-            self.curriculum.update(level, solved, total)
+        turns = sum(chain.stats["turns"] for group in groups for chain in group)
+        if step == 0 and not self.run.sum(turns):
+            usage_error(
+                f"--window={self.run.config.window}: none of the tasks leaves room for a turn"
+            )
+        self.update_curriculum(groups)
         log["rollout_s"] = time.time() - start
-        lag = fast_workers.staleness(groups, step)
-        log.update(
-            stale=run.sum(lag.sum()) / max(1, run.sum(len(lag))),
-            stalest=max(run.gather([int(lag.max(initial=0))])),
-            restarts=run.sum(self.workers.restarts),
-        )
-        self.describe(groups, log)
-        self.write(groups, step + 1)
-        yield from self.learn(groups, log)
+
+        # For the reader: statistics, and two of the rollouts in full.
+        self.log_staleness(groups, step, log)
+        rows = self.run.gather(rollout_statistics.rollout_rows(groups, self.run.rank))
+        log.update(rollout_statistics.describe_rows(rows))
+        self.write_transcripts(groups, step + 1)
+
+        yield from self.group_losses(groups, log)
+
+    def collect_rollouts(self, step, log):
+        """-> the groups of rollouts of this rank's tasks of this step"""
+        run, config = self.run, self.run.config
+        log.update(self.publisher.publish(step, run.full_state()))
+
+        # Rollouts of this step and the next ones are asked for now. Whoever samples them has
+        # weights at least as new as this step's, so no token is older than max_staleness updates.
+        last = min(step + self.max_staleness, config.steps - 1)
+        for later in range(step, last + 1):
+            if later not in self.pending_rollouts:
+                tasks = self.sample_tasks(later)
+                mine, numbers = run.share(tasks), run.share(range(len(tasks)))
+                seed = config.seed * 1_000_003 + later
+                self.pending_rollouts[later] = self.workers.submit(mine, numbers, seed)
+
+        pending = self.pending_rollouts.pop(step)
+        del self.sampled_tasks[step]
+        return self.leave_out_failed(self.workers.collect(pending), log)
 
     def leave_out_failed(self, groups, log):
         """-> the groups without the rollouts that the machine failed: no reward, no gradient, no
@@ -943,111 +914,142 @@ class Reinforcement:
         any rank, the run ends with the cause."""
         kept, lost = rollout.drop_failed(groups)
         causes = self.run.gather([chain.failure for chain in lost])
-        total = self.run.config.tasks_per_step * self.run.config.group
+        total = self.run.config.tasks_per_step * self.run.config.group_size
         log["machine_failures"] = len(causes)
-        self.judged = total - len(causes)
+        self.num_rollouts = total - len(causes)
         # for a rank that has nothing left to learn from
-        self.spare = groups[0][0].episodes[0] if groups else None
+        self.spare_episode = groups[0][0].episodes[0] if groups else None
         if causes:
             self.run.say(f"rl: {machine.failures_line(causes, total)}")
-        if not self.judged:
+        if not self.num_rollouts:
             usage_error(
-                "no rollout of this step could be played on this machine; free what the line above names, and go on with --resume"
+                "no rollout of this step could be played on this machine; free what the line above "
+                "names, and go on with --resume"
             )
         return kept
 
-    def learn(self, groups, log):
-        """Policy gradient over all episodes, and on flagged turns the divergence from the hinted
-        teacher: its sum over the flagged tokens, over their number or that of the rollouts, so that
-        the last few flagged turns do not drown the reward. In the log, gap: by how many nats hints
-        make what was flagged less likely. Where that is nothing, nothing can be distilled."""
-        run, config = self.run, self.run.config
-        items, hints = [], {}
-        for group in groups:
-            for chain, advantage in zip(group, self.group_advantages(group)):
-                flagged = feedback_distill.detect(chain, habits(config)) if config.feedback else []
-                for e, episode in enumerate(chain.episodes):
-                    items.append((episode, advantage))
-                    hints[id(episode)] = [
-                        self.splice(chain, hint) for hint in flagged if hint.episode == e
-                    ]
-        rollouts = self.judged
-        normaliser = rollouts * config.length
-        targets = run.sum(
-            sum(end - first for e, _ in items for _, _, (first, end), _ in hints[id(e)])
+    def compute_reward(self, chain):
+        """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a
+        limit cut short has submitted nothing."""
+        config = self.run.config
+        chain.solved = chain.solved and chain.finished
+        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.effort_weights))
+        reward = length_penalty.shaped_reward(
+            float(chain.solved),
+            chain.stats["effort"],
+            config.length_penalty,
+            config.penalty_k,
+            config.penalty_q,
+            self.pays_whole_budget(chain),
+            self.effort_budget,
         )
-        mismatch = kl = read = gap = 0.0
-        for batch in run.micro_batches(items, spare=items[0] if items else (self.spare, 0.0)):
-            hinted = (
-                [(i, *hint) for i, e in enumerate(batch["episodes"]) for hint in hints[id(e)]]
-                if batch["real"]
-                else []
-            )
-            taught = (
-                feedback_distill.pack(batch["episodes"], hinted, keep_empty=True).to(run.device)
-                if config.feedback
-                else None
-            )
-            expected = (
-                feedback_distill.mute(self.teacher(taught), taught.muted)
-                if config.feedback
-                else None
-            )
-            read += taught.real_tokens if config.feedback else 0
-            reference = self.reference_logprobs(batch) if config.kl else None
+        chain.reward = float(reward)
+
+    def pays_whole_budget(self, chain):
+        """Whatever a limit cut short does: so being cut off is never a bargain."""
+        return not chain.finished
+
+    def update_curriculum(self, groups):
+        """Every rank's curriculum learns how many rollouts of every rank solved their task."""
+        results = []
+        for group in groups:
+            solved = sum(chain.solved for chain in group)
+            results.append((group[0].task.level, solved, len(group)))
+        for level, solved, total in sorted(self.run.gather(results)):
+            self.curriculum.update(level, solved, total)
+
+    def log_staleness(self, groups, step, log):
+        """By how many updates the policy that sampled a token was older: mean and maximum"""
+        run, lag = self.run, fast_workers.staleness(groups, step)
+        log["stale"] = run.sum(lag.sum()) / max(1, run.sum(len(lag)))
+        log["stalest"] = max(run.gather([int(lag.max(initial=0))]))
+        log["restarts"] = run.sum(self.workers.restarts)
+
+    # ---- what is learned from them
+
+    def group_losses(self, groups, log):
+        """Yields micro-batch losses: the policy gradient over all episodes and, on flagged turns,
+        the divergence from the teacher that has read a hint. The divergence is summed over the
+        flagged tokens and divided by their number or that of the rollouts, whichever is larger, so
+        that the last few flagged turns do not drown the reward."""
+        run, config = self.run, self.run.config
+        items, hints = self.weigh_episodes(groups)
+        flagged = 0
+        for spliced in hints.values():
+            flagged += sum(end - first for _, _, (first, end), _ in spliced)
+        flagged = int(run.sum(flagged))
+        normaliser = self.num_rollouts * config.loss_norm_length
+
+        # Sums stay where they are until the step's end: reading one here would wait for the GPU.
+        sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
+        spare = items[0] if items else (self.spare_episode, 0.0)
+        for batch in run.micro_batches(items, spare):
+            # 1) What the teacher would say in the flagged turns, and what the policy said when RL
+            #    began.
+            if config.feedback:
+                teacher_batch, teacher_logits = self.run_teacher(batch, hints)
+                accumulate(sums, "teacher_tokens", teacher_batch.real_tokens)
+            reference = self.reference_logprobs(batch) if config.kl_coef else None
+
+            # 2) The policy gradient.
             hidden = run.hidden(batch)
             logp = run.model.logprobs(
                 hidden, batch["targets"], config.temperature, batch["mask"] > 0
             )
             loss = batch["real"] * self.policy_objective(logp, batch, normaliser, reference)
-            # Sums stay where they are until the step's end: reading one here would wait for the
-            # GPU.
-            difference = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
-            mismatch += batch["real"] * difference.double()
+            mismatch = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
+            accumulate(sums, "mismatch", batch["real"] * mismatch.double())
+
+            # 3) The targeted feedback.
             if config.feedback:
-                student = feedback_distill.mute(
-                    run.model.logits(hidden[taught.student_row, taught.student_position]),
-                    taught.muted,
+                number = max(self.num_rollouts, flagged)
+                distance = self.distillation_loss(
+                    hidden, teacher_batch, teacher_logits, number, sums
                 )
-                distance = feedback_distill.feedback_loss(
-                    student,
-                    expected,
-                    max(rollouts, int(targets)),
-                    kind=config.divergence,
-                    token_cap=2.0,
-                )
-                loss, kl = loss + config.feedback * distance, kl + distance.detach().double()
-                before, after = (
-                    x.detach().log_softmax(-1).gather(1, taught.token[:, None]).sum()
-                    for x in (student, expected)
-                )
-                gap += (before - after).double()
-            log["tokens"] = log.get("tokens", 0) + batch["real_tokens"]
+                loss = loss + config.feedback * distance
+            accumulate(log, "tokens", batch["real_tokens"])
             yield loss
-        sampled = run.sum(sum(c.stats["sampled"] for g in groups for c in g))
-        log.update(
-            mismatch=run.sum(mismatch) / max(1, sampled),
-            feedback_kl=run.sum(kl),
-            flagged=int(targets),
-            teacher_tokens=run.sum(read),
-            gap=run.sum(gap) / max(1, targets),
-        )
+
+        sampled = sum(chain.stats["sampled"] for group in groups for chain in group)
+        log["mismatch"] = run.sum(sums["mismatch"]) / max(1, run.sum(sampled))
+        log["feedback_kl"] = run.sum(sums["feedback_kl"])
+        log["flagged"] = flagged
+        log["teacher_tokens"] = run.sum(sums["teacher_tokens"])
+        # By how many nats a hint makes a flagged token less likely. Where that is nothing, nothing
+        # can be distilled.
+        log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
+
+    def weigh_episodes(self, groups):
+        """-> ([(episode, advantage of its rollout)], {id(episode): what splice_hint makes of each
+        hint in it})"""
+        config = self.run.config
+        items, hints = [], {}
+        for group in groups:
+            for chain, advantage in zip(group, self.group_advantages(group)):
+                found = []
+                if config.feedback:
+                    found = feedback_distill.detect(chain, habits(config))
+                for number, episode in enumerate(chain.episodes):
+                    items.append((episode, advantage))
+                    here = [hint for hint in found if hint.episode == number]
+                    hints[id(episode)] = [self.splice_hint(chain, hint) for hint in here]
+        return items, hints
 
     def group_advantages(self, group):
-        """(G,) What each rollout of a group is worth: its reward less the group's mean"""
+        """(G,) The advantage of each rollout of a group: its reward less the group's mean"""
         return rollout.advantages([chain.reward for chain in group])
 
     def policy_objective(self, logp, batch, normaliser, reference):
         """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
-        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl)
+        return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl_coef)
 
     def hint_text(self, chain, hint):
         """What the teacher reads above the flagged turn"""
         return hint.text
 
-    def splice(self, chain, hint):
-        """-> the flagged turn's number, the hint's ids, what of the turn's tokens it speaks about,
-        and which token it never does"""
+    def splice_hint(self, chain, hint):
+        """-> the flagged turn's number, the hint's ids, which of the turn's tokens it speaks about
+        (first, end), and which token it never does"""
         tokenizer = self.run.tokenizer
         turn = chain.episodes[hint.episode].turns[hint.turn]
         return (
@@ -1057,134 +1059,93 @@ class Reinforcement:
             feedback_distill.muted(tokenizer, hint.kind),
         )
 
+    def run_teacher(self, batch, hints):
+        """-> the hinted contexts of a micro-batch's flagged turns, packed; the teacher's logits
+        (N, V) for each of their N flagged tokens"""
+        hinted = []
+        if batch["real"]:
+            for i, episode in enumerate(batch["episodes"]):
+                hinted += [(i, *hint) for hint in hints[id(episode)]]
+        teacher_batch = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True)
+        teacher_batch = teacher_batch.to(self.run.device)
+        teacher_logits = self.teacher(teacher_batch)
+        return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
+
+    def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
+        """The divergence of the policy, which reads no hint, from the teacher, which has read one:
+        summed over the flagged tokens of a micro-batch, over `number`."""
+        model, config = self.run.model, self.run.config
+        flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
+        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)
+        distance = feedback_distill.feedback_loss(
+            student_logits, teacher_logits, number, kind=config.divergence, token_cap=2.0
+        )
+        accumulate(sums, "feedback_kl", distance.detach().double())
+
+        # How likely the tokens were that were flagged, without and with the hint.
+        tokens = teacher_batch.token[:, None]
+        without = student_logits.detach().log_softmax(-1).gather(1, tokens).sum()
+        hinted = teacher_logits.detach().log_softmax(-1).gather(1, tokens).sum()
+        accumulate(sums, "hint_logprob_gap", (without - hinted).double())
+        return distance
+
+    def reference_logprobs(self, batch):
+        """(B, T) Log-probabilities of the policy that RL began with"""
+        run = self.run
+        with torch.no_grad(), self.reference.worn():
+            hidden = run.hidden(batch)
+            return run.model.logprobs(
+                hidden, batch["targets"], run.config.temperature, batch["mask"] > 0
+            )
+
     def after_step(self):
         if self.teacher:
             self.teacher.update()
 
-    def reference_logprobs(self, batch):
-        with torch.no_grad(), self.reference.worn():
-            return self.run.model.logprobs(
-                self.run.hidden(batch),
-                batch["targets"],
-                self.run.config.temperature,
-                batch["mask"] > 0,
-            )
-
-    def write(self, groups, step):
+    def write_transcripts(self, groups, step):
         """The best and the worst rollout of the group whose rewards differ most: what this step
         learns from, for the reader."""
         if self.run.rank or not groups:
             return
-        group, lines = max(groups, key=lambda g: np.ptp([c.reward for c in g])), []
-        for chain in (max(group, key=lambda c: c.reward), min(group, key=lambda c: c.reward)):
-            flags = {(h.episode, h.turn): [h.kind] for h in feedback_distill.detect(chain)}
-            lines += transcripts.describe_chain(
-                chain, self.run.tokenizer, flags, group=[float(f"{c.reward:.6g}") for c in group]
-            )
+        group = max(groups, key=lambda g: np.ptp([chain.reward for chain in g]))
+        rewards = [float(f"{chain.reward:.6g}") for chain in group]
+        best = max(group, key=lambda chain: chain.reward)
+        worst = min(group, key=lambda chain: chain.reward)
+        lines = []
+        for chain in (best, worst):
+            flags = {}
+            for hint in feedback_distill.detect(chain):
+                flags[hint.episode, hint.turn] = [hint.kind]
+            lines += transcripts.describe_chain(chain, self.run.tokenizer, flags, group=rewards)
         try:
             transcripts.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
         # it is there to be read: no reason to lose the run
         except OSError as error:
             self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
 
-    def describe(self, groups, log):
-        """Means over the rollouts of all ranks."""
-        rows = self.run.gather(
-            [
-                {
-                    **c.stats,
-                    "group": (self.run.rank, i),
-                    "level": c.task.level,
-                    "solved": c.solved,
-                    "reward": c.reward,
-                    "cheats": eval.has_cheat(c),
-                    "suspicious": eval.is_suspicious(c),
-                    "reads": "read_file" in c.task.tools,
-                    "blind": eval.submitted_untested(c),
-                    "probe": summarize.count_named_targets(c),
-                    "decode_steps": c.steps,
-                    "flaws": {
-                        hint.kind
-                        for hint in feedback_distill.detect(c, tuple(feedback_distill.REMINDERS))
-                    },
-                    "files": hash(frozenset(c.files.items())),
-                }
-                for i, g in enumerate(groups)
-                for c in g
-            ]
-        )
-        mean = lambda f: float(np.mean([f(row) for row in rows]))
-        rewards = {}
-        for row in rows:
-            rewards.setdefault(row["group"], []).append(
-                (row["reward"], row["solved"], row["files"])
-            )
-        for key in (
-            "reward",
-            "solved",
-            "effort",
-            "sampled",
-            "decode_steps",
-            "turns",
-            "finished",
-            "summaries",
-            "level",
-            "blind",
-        ):
-            log[key] = mean(lambda row: row[key])
-        log.update(
-            {
-                habit: mean(lambda row: habit in row["flaws"])
-                for habit in ("communication", "code_style")
-            }
-        )
-        # rollouts whose task filled the window
-        log["no_turn"] = sum(row["turns"] == 0 for row in rows)
-        readers = [row for row in rows if row["reads"]]
-        for key in ("cheats", "suspicious"):
-            log[key] = sum(row[key] for row in readers) / max(1, len(readers))
-        probe = {
-            key: sum(row["probe"][key] for row in rows)
-            for key in ("summaries", "tokens", "left", "named")
-        }
-        log["named"], log["summary_tokens"] = probe["named"] / max(1, probe["left"]), probe[
-            "tokens"
-        ] / max(1, probe["summaries"])
-        log.update(
-            bad_tool=mean(lambda row: row["bad_tools"] > 0),
-            best=float(np.mean([max(solved for _, solved, _ in g) for g in rewards.values()])),
-            different=float(
-                np.mean([len({files for _, _, files in g}) / len(g) for g in rewards.values()])
-            ),
-            equal=float(
-                np.mean([len({reward for reward, _, _ in g}) == 1 for g in rewards.values()])
-            ),
-        )
-        log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(
-            1, sum(row["turns"] for row in rows)
-        )
-
     def validate(self):
+        """After the last step. Held-out tasks are for the stage eval; the samplers end here."""
         self.workers.close()
         return {}
 
+    # ---- checkpoints
+
     def state_dict(self):
-        return {**self.curriculum.state_dict(), "ahead": dict(self.drawn), "file": self.file}
+        kept = self.curriculum.state_dict()
+        return {**kept, "ahead": dict(self.sampled_tasks), "file": self.tasks_digest}
 
     def load_state_dict(self, state):
         self.curriculum.load_state_dict(state)
-        self.drawn = dict(state.get("ahead", {}))
+        self.sampled_tasks = dict(state.get("ahead", {}))
 
     def tensors(self):
         """What belongs in a checkpoint beside the model: the weights of the teacher and of the
         reference, cut as the model's."""
-        held = {"teacher": self.teacher, "reference": self.reference}
-        return {
-            f"{role}.{name}": w
-            for role, one in held.items()
-            if one
-            for name, w in one.weights.items()
-        }
+        found = {}
+        for role, held in (("teacher", self.teacher), ("reference", self.reference)):
+            for name, weight in held.weights.items() if held else ():
+                found[f"{role}.{name}"] = weight
+        return found
 
 
 # ---------------------------------------------------------------- a run
@@ -1286,28 +1247,28 @@ class Run:
 
     # model
     def hidden(self, batch):
-        replay = batch.get("experts") if self.config.replay else None
+        replay = batch.get("experts") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def draft_loss(self, batch, hidden, places, log):
         """What the head that drafts learns from a micro-batch: the divergence from the model's own
         choice, over the `places` of the whole batch. Its gradient stays in the head."""
         loss = mtp_loss(self.model, batch["tokens"], hidden, places)
-        log["draft_kl"] = log.get("draft_kl", 0) + loss.detach()
+        accumulate(log, "draft_kl", loss.detach())
         if not self.model.training:
             hits = count_draft_hits(self.model, batch["tokens"], hidden)
-            log["draft_hits"] = log.get("draft_hits", 0) + hits
+            accumulate(log, "draft_hits", hits)
         return loss
 
     def clip_gradients(self):
-        """Cuts the gradient at --clip -> its norm before. The head that drafts has another loss,
+        """Cuts the gradient at --grad_clip -> its norm before. The head that drafts has another loss,
         and is cut by itself: together, its gradient would shorten the model's."""
         if not self.config.mtp:
-            return hsdp.clip_grad_norm(self.model, self.config.clip)
+            return hsdp.clip_grad_norm(self.model, self.config.grad_clip)
         head = list(self.model.mtp.parameters())
         rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
-        hsdp.clip_grad_norm(self.model, self.config.clip, head)
-        return hsdp.clip_grad_norm(self.model, self.config.clip, rest)
+        hsdp.clip_grad_norm(self.model, self.config.grad_clip, head)
+        return hsdp.clip_grad_norm(self.model, self.config.grad_clip, rest)
 
     def full_state(self):
         return hsdp.full_state(self.model)
@@ -1335,7 +1296,7 @@ class Run:
         if not self.config.plain:
             fast.accelerate(model)
         model.compute(self.dtype).recompute = self.config.recompute
-        for p in model.parameters() if self.config.weights == "bfloat16" else ():
+        for p in model.parameters() if self.config.weight_dtype == "bfloat16" else ():
             # not model.bfloat16(): the routers' counts are numbers, too
             p.data = p.data.bfloat16()
         # elsewhere every batch has another shape
@@ -1361,7 +1322,7 @@ class Run:
         self.tokenizer = read_tokenizer(folder, shape.vocab)
         self.model = load_model(
             folder,
-            getattr(torch, self.config.weights),
+            getattr(torch, self.config.weight_dtype),
             self.device,
             lambda model: hsdp.own_parts(self.lay_out(model)),
         )
@@ -1447,10 +1408,10 @@ def train(config, interrupted, sources=None):
     if begun:
         tasks = output_files.digest_file(config.tasks)
         checkpoints.check_same_values(config, out, origin, begun, tasks)
-        checkpoints.check_patch(out, begun, OLD_FLAGS, PATCH)
+        checkpoints.check_patch(out, begun, PATCH)
         # finished or not: a result is called by what it was made from
         if config.data and stage in ("pretrain", "long"):
-            texts = digest_texts(*python_sources(config.data))
+            texts = source_files.digest_texts(*source_files.python_sources(config.data))
             checkpoints.check_same_data(config, begun["source"], texts)
         if begun["step"] == config.steps:
             start = begun["config"]["start_from"]
@@ -1501,9 +1462,9 @@ def export(config, given):
     """A stage of the run as the folder of a published model, weights as the run kept them or in
     --weights; what else belongs to it from where it began, or, of a run from noise, its own
     tokenizer."""
-    for name in sorted(set(given) - {"export", "out", "stage", "weights"}):
+    for name in sorted(set(given) - {"export", "out", "stage", "weight_dtype"}):
         usage_error(
-            f"--{name} does nothing beside --export, which takes --out, --stage and --weights"
+            f"--{name} does nothing beside --export, which takes --out, --stage and --weight_dtype"
         )
     target = Path(config.export)
     try:
@@ -1512,7 +1473,7 @@ def export(config, given):
         )
         label = eval.unfinished(stage)
         model, tokenizer, saved = eval.load(stage)
-        dtype = getattr(torch, given.get("weights", saved["weights"]))
+        dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
@@ -1537,7 +1498,7 @@ def loop(run, source, optimizer, step, interrupted, out):
     config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
     save_every = config.save_every or max(1, config.steps // 10)
     if run.rank == 0:
-        keep_lines(log_file, step)
+        step_log.keep_lines(log_file, step)
     # Closed whatever happens, so that what is said afterwards begins a line of its own.
     with tqdm(
         total=config.steps,
@@ -1587,7 +1548,7 @@ def loop(run, source, optimizer, step, interrupted, out):
                     log.update(source.validate())
             problem = ""
             try:
-                report(run, bar, log, log_file)
+                step_log.report(run, bar, log, log_file)
             except OSError as error:
                 problem = checkpoint_files.explain_write_error(error)
 
@@ -1624,63 +1585,8 @@ def bias_rate(run):
     where the experts of sampling are replayed: what is counted then is what was sampled, for the
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
-    replayed = config.stage == "rl" and config.replay
+    replayed = config.stage == "rl" and config.router_replay
     return config.balance_rate if run.model.config.balances and not replayed else 0.0
-
-
-def keep_lines(path, step):
-    """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those
-    steps come again. By the steps that the lines name, since a log may have lost its beginning.
-    Each step is kept once, in order; a torn line is left out."""
-    kept = {}
-    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
-        try:
-            number = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if 1 <= number <= step:
-            kept[number] = line
-    part = Path(f"{path}.part")
-    part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
-    part.replace(path)
-
-
-COLUMNS = {
-    "loss": "{:7.4f}",
-    "reward": "{:6.3f}",
-    "solved": "{:6.3f}",
-    "bad_tool": "{:6.3f}",
-    "effort": "{:6.2f}",
-    "turns": "{:5.2f}",
-    "feedback_kl": "{:7.4f}",
-    "held_out_loss": "{:7.4f}",
-    "draft_kl": "{:7.4f}",
-    "draft_accepted": "{:5.3f}",
-    "names": "{:5.3f}",
-    "constants": "{:5.3f}",
-    "norm": "{:7.3f}",
-    "load": "{:5.2f}",
-    "lr": "{:7.5f}",
-    "adam_lr": "{:7.5f}",
-    "memory": "{:4.1f}",
-    "tokens_per_s": "{:8.0f}",
-    "seconds": "{:6.2f}",
-}
-
-
-def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar."""
-    if run.rank:
-        return
-    with open(path, "a") as file:
-        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
-    words = [
-        f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log
-    ]
-    # whoever read along is gone: no reason to end the run
-    with contextlib.suppress(OSError):
-        tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
-    bar.update()
 
 
 # ---------------------------------------------------------------- evaluation and the command
@@ -1691,7 +1597,7 @@ def load_published(config, device):
     try:
         shape = published_shape(config)
         tokenizer = read_tokenizer(config.init_from, shape.vocab)
-        model = load_model(config.init_from, getattr(torch, config.weights), device)
+        model = load_model(config.init_from, getattr(torch, config.weight_dtype), device)
         model = model if config.plain else fast.accelerate(model)
         return model.requires_grad_(False), tokenizer, asdict(config)
     except (ValueError, OSError) as error:
@@ -1703,7 +1609,7 @@ def evaluate(config, given, sources):
     trained = Path(config.out, "rl")
     if hsdp.exists(trained):
         saved = checkpoints.open_checkpoint(trained)
-        checkpoints.check_patch(trained, saved, OLD_FLAGS, PATCH)
+        checkpoints.check_patch(trained, saved, PATCH)
     run = Run(config)
     try:
         config, paths, made, published = evaluation.find_policies(

@@ -8,7 +8,8 @@ A decoding step from the cache of latents is compared with a full forward for ev
 cache), and with its own matrix products alone, which no other way of writing it can do without. The
 same for a step that is fed a draft of three tokens as well. Then whole episodes with tool calls:
 continuous batching (a row that ends makes room at once) against static batching (a batch begins and
-ends together).
+ends together), and against rollout.py's plain sampler (one agent after the other, one token at a
+time) with the same model.
 
 Left out: the agents' thinking. A synthetic agent asks for turns of drawn lengths, and every third
 of its tools takes a tenth of a second.
@@ -27,6 +28,7 @@ from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
 from rollout import Chain, Request, Tokenizer, Work, sample_from_logits, small_model
+from rollout import Sampler as PlainSampler
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
 DRAFT = 3  # tokens that a draft proposes, none of them right
@@ -190,20 +192,54 @@ def count_sampled_tokens(sampler, episodes):
     return sum(len(body) for body in bodies)
 
 
-def measure_episodes(sampler_model, tokenizer, episodes, rounds):
-    """{kind of batching: (seconds, sampled tokens)}. bf16 rounds by the batch: now and then the two
-    sample different tokens."""
-    kinds = {"continuous batching": Sampler, "static batching": StaticBatching}
+def measure_episodes(samplers, episodes, rounds):
+    """samplers: {name: makes a sampler} -> {name: (seconds, sampled tokens)}. bf16 rounds by the
+    batch: now and then two of them sample different tokens."""
     sampled, calls = {}, {}
-    for name, kind in kinds.items():
+    for name, make_sampler in samplers.items():
 
-        def play(name=name, kind=kind):
-            sampler = kind(sampler_model, tokenizer, ROWS, 1024)
-            sampled[name] = count_sampled_tokens(sampler, episodes)
+        def play(name=name, make_sampler=make_sampler):
+            sampled[name] = count_sampled_tokens(make_sampler(), episodes)
 
         calls[name] = play
     seconds = least_seconds(calls, rounds)
-    return {name: (seconds[name], sampled[name]) for name in kinds}
+    return {name: (seconds[name], sampled[name]) for name in samplers}
+
+
+def print_episodes(title, found, slowest):
+    """A table of what measure_episodes found, with the ratio to the sampler named `slowest`"""
+    speeds = {name: tokens / t for name, (t, tokens) in found.items()}
+    rows = []
+    for name, (t, _) in found.items():
+        ratio = speeds[name] / speeds[slowest]
+        rows.append([name, f"{t:.2f}", f"{speeds[name]:,.0f}", f"{ratio:.2f}"])
+    print_table(title, ["", "seconds", "tokens/s", f"x {slowest.split()[0]}"], rows)
+
+
+def bench_episodes(sampler_model, tokenizer, quick):
+    """Whole episodes, by three samplers"""
+
+    def continuous():
+        return Sampler(sampler_model, tokenizer, ROWS, 1024)
+
+    def static():
+        return StaticBatching(sampler_model, tokenizer, ROWS, 1024)
+
+    def plain():
+        return PlainSampler(sampler_model, tokenizer, 1024)
+
+    episodes = 12 if quick else 96
+    samplers = {"continuous batching": continuous, "static batching": static}
+    found = measure_episodes(samplers, episodes, rounds=1 if quick else 2)
+    title = f"{episodes} episodes with tool calls in {ROWS} rows"
+    print_episodes(title, found, "static batching")
+
+    # The plain sampler plays as many as the other has rows.
+    episodes = 4 if quick else ROWS
+    samplers = {"continuous batching": continuous, "plain sampler": plain}
+    found = measure_episodes(samplers, episodes, rounds=1)
+    title = f"{episodes} episodes with tool calls, all at once and one after the other"
+    print_episodes(title, found, "plain sampler")
 
 
 # ---------------------------------------------------------------- the command
@@ -233,18 +269,7 @@ def bench(quick=False):
         f"step without: drafts pay where a step yields more tokens than that."
     )
 
-    episodes = 12 if quick else 96
-    found = measure_episodes(sampler_model, tokenizer, episodes, rounds=1 if quick else 2)
-    speeds = {name: tokens / t for name, (t, tokens) in found.items()}
-    rows = []
-    for name, (t, _) in found.items():
-        ratio = speeds[name] / speeds["static batching"]
-        rows.append([name, f"{t:.2f}", f"{speeds[name]:,.0f}", f"{ratio:.2f}"])
-    print_table(
-        f"{episodes} episodes with tool calls in {ROWS} rows",
-        ["", "seconds", "tokens/s", "x static"],
-        rows,
-    )
+    bench_episodes(sampler_model, tokenizer, quick)
 
 
 def main(argv):

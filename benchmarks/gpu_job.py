@@ -156,7 +156,7 @@ def describe_rollouts(bench, lines, phases):
             **{"share_%": 100 * share},
             seconds=share * seconds,
         )
-    rollouts = config.tasks_per_step * config.group
+    rollouts = config.tasks_per_step * config.group_size
     for line in lines:
         bench.emit(
             "RL steps",

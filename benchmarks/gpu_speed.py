@@ -112,7 +112,7 @@ def measure_mixture(bench):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), shared=0)
     layer = accelerate(moe.MoE(shape)).to(bench.device)
-    dense = moe.FFN(shape.dim, shape.active * shape.expert_ffn).to(bench.device)
+    dense = moe.FFN(shape.dim, shape.num_experts_per_tok * shape.expert_ffn).to(bench.device)
     tokens = config.micro_tokens
     x = torch.randn(
         1, tokens, shape.dim, device=bench.device, dtype=torch.bfloat16, requires_grad=True
@@ -126,7 +126,16 @@ def measure_mixture(bench):
             p.grad = None
 
     seconds, other = bench.time(lambda: both(layer)), bench.time(lambda: both(dense))
-    floor = 3 * 2 * tokens * 3 * shape.dim * shape.active * shape.expert_ffn / bench.peak_flops
+    floor = (
+        3
+        * 2
+        * tokens
+        * 3
+        * shape.dim
+        * shape.num_experts_per_tok
+        * shape.expert_ffn
+        / bench.peak_flops
+    )
     return {
         "tokens": tokens,
         "ms": 1e3 * seconds,
@@ -160,7 +169,7 @@ def measure_decoding(bench, rows, model):
     # At least: every weight is read once, of the experts as many as the rows can choose, of the
     # embedding next to nothing; and every sequence's entries of all layers.
     config, needed = model.config, cache.data[:, :, :position].numel() * cache.data.element_size()
-    chosen = min(1, rows * config.active / config.experts)
+    chosen = min(1, rows * config.num_experts_per_tok / config.experts)
     for name, p in model.named_parameters():
         share = 0 if name.startswith("embed") else chosen if hsdp.is_expert(name) else 1
         needed += share * p.numel() * p.element_size()

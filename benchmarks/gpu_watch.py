@@ -41,7 +41,7 @@ PHASES = {
     "tools": [sampler.Sampler.turn, Future.result],
     "sampling": [sampler.Sampler.step],
     "update": [
-        train.Reinforcement.learn,
+        train.Reinforcement.group_losses,
         torch.Tensor.backward,
         hsdp.clip_grad_norm,
         muon.Muon.step,

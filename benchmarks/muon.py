@@ -22,18 +22,18 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import make_parser, print_table
+from command.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
 from muon import (
     Muon,
     cpu_chunk,
-    fork_ranks,
     make_parameters,
     orthogonalize,
-    shard,
-    stacked,
+    as_stack,
     step_scale,
 )
 
@@ -113,7 +113,7 @@ def split_matrices(params):
     takes."""
     matrices = []
     for p in params.values():
-        for weight, gradient in zip(stacked(p.data), stacked(p.grad)):
+        for weight, gradient in zip(as_stack(p.data), as_stack(p.grad)):
             matrices.append(torch.nn.Parameter(weight.clone()))
             matrices[-1].grad = gradient.clone()
     return matrices
@@ -213,7 +213,7 @@ def redundant_step(params, optimizer):
 def measure_rank(rank, world, shapes, redundant):
     """-> CPU seconds (all threads, gloo's too) of one rank's step, after two to warm up, and its
     traffic"""
-    params = make_parameters(shapes, shard(world))
+    params = make_parameters(shapes, DeviceMesh("cpu", torch.arange(world)))
     optimizer = Muon(
         [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
     )

@@ -48,7 +48,7 @@ MODELS = {
         v_dim=128,
         dense_ffn=18432,
         experts=384,
-        active=8,
+        num_experts_per_tok=8,
         expert_ffn=2048,
     ),
     "moonlight": dict(
@@ -62,7 +62,7 @@ MODELS = {
         v_dim=128,
         dense_ffn=11264,
         experts=64,
-        active=6,
+        num_experts_per_tok=6,
         shared=2,
         expert_ffn=1408,
     ),
@@ -172,7 +172,7 @@ def traffic(config, shapes, layout, step):
     # Expert parallelism: there and back, forward and backward; (ep-1)/ep of the rows live elsewhere.
     # And each rank's counts of rows, 8 bytes for each expert.
     moe_layers = config.layers - config.dense_layers
-    rows_of_layer = 4 * step.tokens * config.active * config.dim * step.act
+    rows_of_layer = 4 * step.tokens * config.num_experts_per_tok * config.dim * step.act
     tokens = moe_layers * ring(layout.ep) * (rows_of_layer + 8 * config.experts)
 
     units = step.unit * muon_numbers(shapes, layout) / layout.world
@@ -321,7 +321,7 @@ def training_command(name, folder, gpus, step, hardware, layout, recompute):
     if recompute:
         command += " --recompute"
     if step.kept == 2:
-        command += " --weights=bfloat16"
+        command += " --weight_dtype=bfloat16"
     return command
 
 

@@ -71,7 +71,7 @@ def bench_layers(device, sizes):
     """Forward and backward of one layer, routed and dense."""
     dtype, T, D, E, K = fast_dtype(device), sizes.T, sizes.D, sizes.E, sizes.K
     torch.manual_seed(0)
-    config = ModelConfig(dim=D, experts=E, active=K, expert_ffn=sizes.F, shared=0)
+    config = ModelConfig(dim=D, experts=E, num_experts_per_tok=K, expert_ffn=sizes.F, shared=0)
     # The weights of experts in the dtype of the products, and once more in fp32, cast at every use.
     moe, moe_fp32 = (accelerate(MoE(config)).to(device) for _ in range(2))
     moe.experts.to(dtype)

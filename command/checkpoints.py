@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hsdp
 from command.flags import usage_error, write_value
+from command.old_flags import OLD_FLAGS
 
 PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
 # What may change when a stage goes on: where and how it is computed, not what.
@@ -109,10 +110,10 @@ def check_same_model(config, origin, saved, sizes):
 def check_same_gates(config, path, saved):
     """Of a version that divided a single gate by itself: the same weights with other gates would be
     another function."""
-    if saved["model"].get("norm_gates", True) != (config.active > 1):
+    if saved["model"].get("norm_gates", True) != (config.num_experts_per_tok > 1):
         usage_error(
-            f"{path} was made with --active=1 and a gate that is always 1, which teaches its "
-            "routers nothing: begin anew in another --out"
+            f"{path} was made with --num_experts_per_tok=1 and a gate that is always 1, "
+            "which teaches its routers nothing: begin anew in another --out"
         )
 
 
@@ -151,11 +152,10 @@ def check_same_values(config, out, origin, saved, digest):
         )
 
 
-def check_patch(out, saved, old_flags, patch):
+def check_patch(out, saved, patch):
     """A stage goes on with the change of the recipe that it was begun with. saved: what its
-    checkpoint in `out` says; old_flags: {flag of earlier versions: (value at which it changed
-    nothing, where it stands now)}; patch: the change that is in force now"""
-    for name, (default, place) in old_flags.items():
+    checkpoint in `out` says; patch: the change that is in force now"""
+    for name, (default, place) in OLD_FLAGS.items():
         made = saved["config"].get(name, default)
         if made != default:
             usage_error(

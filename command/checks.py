@@ -36,7 +36,7 @@ def check_values(config):
         device=("auto", "cpu", "cuda"),
         teacher=("current", "ema", "frozen"),
         dtype=("auto", "float32", "bfloat16"),
-        weights=("float32", "bfloat16"),
+        weight_dtype=("float32", "bfloat16"),
         precision=("dtype", "mxfp8", "nvfp4"),
     ).items():
         if getattr(config, name) not in allowed:
@@ -49,14 +49,14 @@ def check_values(config):
         "batch_tokens",
         "micro_tokens",
         "tasks_per_step",
-        "group",
+        "group_size",
         "cp",
         "ep",
         "dp_replicate",
         "dim",
         "layers",
         "heads",
-        "active",
+        "num_experts_per_tok",
         "expert_ffn",
         "dense_ffn",
         "kv_lora",
@@ -64,7 +64,7 @@ def check_values(config):
         "v_dim",
         "yarn",
         "window",
-        "turns",
+        "max_turns",
         "demos",
         "eval_tasks",
         "eval_samples",
@@ -72,7 +72,7 @@ def check_values(config):
         if getattr(config, name) < 1:
             usage_error(f"--{name} must be at least 1")
     # temperature: who never varies has nothing to learn from
-    for name in ("clip", "length", "rope_theta", "temperature"):
+    for name in ("grad_clip", "loss_norm_length", "rope_theta", "temperature"):
         if getattr(config, name) == 0:
             usage_error(
                 f"--{name} must be above 0"
@@ -121,7 +121,7 @@ def check_values(config):
     for name in (
         "hints",
         "neutral_hints",
-        "grow",
+        "seq_len_warmup",
         "trigger",
         "teacher_rate",
         "warmup",
@@ -129,9 +129,9 @@ def check_values(config):
     ):
         if getattr(config, name) > 1:
             usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
-    if config.hardest >= len(synth_tasks.LEVELS):
+    if config.max_level >= len(synth_tasks.LEVELS):
         usage_error(
-            f"--hardest={config.hardest}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}"
+            f"--max_level={config.max_level}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}"
         )
     for name in ("levels", "eval_levels"):
         if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
@@ -165,9 +165,9 @@ def check_together(config, given, stage, sizes, window):
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
             "last eighth"
         )
-    if config.tasks and "hardest" in given:
+    if config.tasks and "max_level" in given:
         usage_error(
-            "--hardest goes with generated tasks: of --tasks all are taken, each once before any "
+            "--max_level goes with generated tasks: of --tasks all are taken, each once before any "
             "comes again"
         )
     if config.plain and config.workers:
@@ -179,10 +179,10 @@ def check_together(config, given, stage, sizes, window):
             "--staleness goes with --workers: without them the policy that samples is the one that "
             "learns"
         )
-    if stage == "rl" and config.group == 1 and not config.feedback:
+    if stage == "rl" and config.group_size == 1 and not config.feedback:
         usage_error(
-            "--group=1 has nothing to learn from: a rollout's worth is its reward less the group's "
-            "mean; take more, or --feedback"
+            "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less the "
+            "group's mean; take more, or --feedback"
         )
     if stage == "rl" and config.cp > 1:
         usage_error(
@@ -206,9 +206,9 @@ def check_together(config, given, stage, sizes, window):
             "rate"
         )
     check_windows(config, stage, window)
-    if config.active > config.experts:
+    if config.num_experts_per_tok > config.experts:
         usage_error(
-            f"--active={config.active} experts of --experts={config.experts}: at most all of them"
+            f"--num_experts_per_tok={config.num_experts_per_tok}: at most --experts={config.experts}"
         )
 
 

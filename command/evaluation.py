@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hsdp
 from command.output_files import digest_file
-from command.step_log import draw_training, read_step_log
+from command.learning_curves import draw_training, read_step_log
 from eval import draw_policies, draw_safely, format_table, load, unfinished, write_json
 from world.task import Refusal
 
@@ -60,7 +60,7 @@ def find_policies(config, given, sizes, load_published):
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
-    rules = ["window", "turns", "draft", "summarize", "trigger"]
+    rules = ["window", "max_turns", "draft", "summarize", "trigger"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
         # A run older than a flag was made with its default.

@@ -40,7 +40,7 @@ class Step:
     weight: int = 2  # bytes per number on the wire: matrices
     act: int = 2  # activations and their gradients
     unit: int = 2  # Muon's units
-    # bytes per number of weights as they are kept (2: train.py --weights=bfloat16)
+    # bytes per number of weights as they are kept (2: train.py --weight_dtype=bfloat16)
     kept: int = 4
 
 
@@ -87,7 +87,7 @@ def memory(config, shapes, layout, step, recompute=False):
     keys_values = layout.cp * (c.qk_nope + c.qk_rope + c.v_dim)
     attention = c.heads * (c.qk_nope + c.qk_rope + c.v_dim + keys_values)
     dense_ffn = 2 * c.dim + 4 * c.dense_ffn
-    moe_ffn = (c.active + c.shared) * (2 * c.dim + 4 * c.expert_ffn)
+    moe_ffn = (c.num_experts_per_tok + c.shared) * (2 * c.dim + 4 * c.expert_ffn)
     dense_layer = 4 * c.dim + step.act * (2 * c.dim + attention + dense_ffn)
     moe_layer = 4 * c.dim + step.act * (2 * c.dim + attention + moe_ffn)
     layers = [dense_layer] * c.dense_layers + [moe_layer] * (c.layers - c.dense_layers)

@@ -17,15 +17,15 @@ from command.flags import is_first_rank
 # Flags that only some stages look at. What is in no row is read by all of them.
 STAGES_AND_FLAGS = {
     "pretrain long": "data compile",
-    "pretrain long sft": "batch_tokens grow",
-    "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay clip warmup decay "
+    "pretrain long sft": "batch_tokens seq_len_warmup",
+    "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay grad_clip warmup decay "
     "balance_rate micro_tokens recompute save_every",
     "sft": "demos sloppy hints neutral_hints copy_loss",
     "sft rl": "levels habits",
-    "rl": "tasks_per_step group kl length replay workers staleness feedback divergence teacher "
-    "teacher_rate length_penalty penalty_k penalty_q curriculum hardest",
+    "rl": "tasks_per_step group_size kl_coef loss_norm_length router_replay workers staleness "
+    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum max_level",
     "rl eval": "tasks temperature draft",
-    "sft rl eval": "window turns summarize trigger",
+    "sft rl eval": "window max_turns summarize trigger",
     "eval": "eval_levels eval_tasks eval_samples",
 }
 READ_BY = {}  # {flag: its stages}
@@ -46,7 +46,9 @@ def idle_flags(config, given):
     rl = stage == "rl"
     reasons = {
         "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
-        "copy_loss": "it goes with --grow" if stage == "sft" and not config.grow else "",
+        "copy_loss": (
+            "it goes with --seq_len_warmup" if stage == "sft" and not config.seq_len_warmup else ""
+        ),
         "trigger": "--summarize=0" if not config.summarize else "",
         "levels": (
             "not with --tasks or --curriculum=0"
@@ -54,12 +56,14 @@ def idle_flags(config, given):
             else ""
         ),
         "balance_rate": (
-            "biases stay where the experts of sampling are replayed" if rl and config.replay else ""
+            "biases stay where the experts of sampling are replayed"
+            if rl and config.router_replay
+            else ""
         ),
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
         "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
-        "experts active expert_ffn balance_rate precision": (
+        "experts num_experts_per_tok expert_ffn balance_rate precision": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""
         ),
         "processes": (

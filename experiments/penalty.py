@@ -65,7 +65,7 @@ def full_price():
 
 
 # 6. The price itself is a matter of flags: its weight, its curvature, and where it is due.
-MIX = ("--curriculum=0", "--hardest=5", "--steps=40", "--eval_levels=7")
+MIX = ("--curriculum=0", "--max_level=5", "--steps=40", "--eval_levels=7")
 NONLINEAR = ("--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6")
 LINEAR = ("--length_penalty=0.28", "--penalty_q=0")
 EXPERIMENT = Experiment(

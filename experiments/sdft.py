@@ -49,7 +49,7 @@ class ScriptedExpert:
     def collect(self, job):
         """-> groups of demonstrations, each from random numbers of its own"""
         tasks, numbers, seed = job
-        group = range(self.run.config.group)
+        group = range(self.run.config.group_size)
         return [
             [self.play(task, random.Random(f"{seed}/{number}/{j}")) for j in group]
             for task, number in zip(tasks, numbers)
@@ -82,8 +82,8 @@ class Imitation(train.Reinforcement):
     def group_advantages(self, group):
         return np.ones(len(group))
 
-    def learn(self, groups, log):
-        yield from super().learn(groups, log)
+    def group_losses(self, groups, log):
+        yield from super().group_losses(groups, log)
         # Both say how far the policy is from the one that sampled: here no policy did.
         log.update(mismatch=0.0, stale=0.0, stalest=0)
 
@@ -116,13 +116,13 @@ def comments_and_harder_tasks(folder, policies):
 
 
 # 6. The arms.
-NARROW = ("--hardest=0", "--curriculum=0", "--steps=20", "--turns=20")
+NARROW = ("--max_level=0", "--curriculum=0", "--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="A new convention: plain SFT or self-distillation?",
     curves=("code_style",),
     arms={
         # replay: a demonstration has no experts of sampling to replay
-        "plain SFT": Arm((*NARROW, "--feedback=0", "--replay=0"), imitate),
+        "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), imitate),
         "self-distillation": Arm((*NARROW, "--habits=code_style"), hints_alone),
     },
     sft=Arm(("--habits=unavailable_tool,communication,code_style", "--neutral_hints=0.1")),

@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 import eval
-from command import step_log
+from command import learning_curves
 
 # of these habits: when the running mean has fallen to a tenth of its first value
 HABITS = ("bad_tool", "communication", "code_style")
@@ -36,11 +36,11 @@ def read_outcome(folder, experiment, policy="after RL"):
     # The step log of RL; of an arm that is pretraining alone, that stage's. Then nothing is
     # evaluated either.
     if len(experiment.stages) == 1:
-        lines = step_log.read_step_log(folder, experiment.stages[0])
-        curves = {name: step_log.curve_by_step(lines, name) for name in experiment.curves}
+        lines = learning_curves.read_step_log(folder, experiment.stages[0])
+        curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
-    lines = step_log.read_step_log(folder, "rl")
-    curves = {name: step_log.curve_by_step(lines, name) for name in experiment.curves}
+    lines = learning_curves.read_step_log(folder, "rl")
+    curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
 
     # The evaluation on held-out tasks.
     policies = json.loads((folder / "summary.json").read_text())["policies"]
@@ -61,8 +61,8 @@ def read_outcome(folder, experiment, policy="after RL"):
 
     # The curves, at their beginning and at their end.
     for name, values in curves.items():
-        end[f"{name}: first 5"] = step_log.mean_known(values[:5])
-        end[f"{name}: last 5"] = step_log.mean_known(values[-5:])
+        end[f"{name}: first 5"] = learning_curves.mean_known(values[:5])
+        end[f"{name}: last 5"] = learning_curves.mean_known(values[-5:])
         if name in HABITS:
             end[f"{name}: tenth at"] = first_step_at_a_tenth(values)
     end |= experiment.more(folder, policies)
@@ -78,7 +78,7 @@ def read_outcome(folder, experiment, policy="after RL"):
 def first_step_at_a_tenth(values):
     """The first step at which the running mean is a tenth of the first value; never: one step more
     than there were"""
-    for i, mean in enumerate(step_log.running_mean(values)):
+    for i, mean in enumerate(learning_curves.running_mean(values)):
         if mean <= 0.1 * values[0] > 0:
             return i + 1
     return len(values) + 1
@@ -170,7 +170,7 @@ def draw_curves(experiment, results, path):
 
     for panel, name in zip(axes, curves):
         for arm, runs in results.items():
-            rows = [step_log.running_mean(run["curves"][name]) for run in runs]
+            rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
             draw_mean_and_range(panel, arm, np.array(rows), first_x=1)
         panel.set(xlabel="step", ylabel=name.replace("_", " "))
 

@@ -50,7 +50,7 @@ def wrong_hint():
 
 
 # 3. The arms. Who teaches and by which divergence are flags of the recipe.
-SHORT = ("--steps=20", "--turns=20")
+SHORT = ("--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="Whose hints, and which divergence?",
     curves=("bad_tool",),

@@ -293,7 +293,7 @@ class DecodingModel(Model):
     def mark_real(self, tokens):
         """Once for all routers: (M*K,), see FastMoE.forward"""
         real = (tokens >= 0).float().view(-1, 1)
-        return real.expand(-1, self.config.active).flatten()
+        return real.expand(-1, self.config.num_experts_per_tok).flatten()
 
     def continue_cached(self, tokens, cache, row, position, spans, order=None, record=None):
         """All layers for tokens that continue cached sequences; of any shape, see attend_cached ->

@@ -21,6 +21,8 @@ from functools import lru_cache
 
 import torch
 
+from muon import COEFFICIENTS
+
 GRAM_ASPECT = 1.5
 
 
@@ -31,36 +33,40 @@ def scratch(shape, dtype, device):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def gram_newton_schulz(X, table, out):
-    """out <- p_k(...p_1(X)) for X (N, R, C), p_i(X) = (a I + b A + c A^2) X with A = X X^T (N, m,
-    m), on the small side: a tall X is multiplied from the right, A = X^T X, and never
-    transposed."""
+def gram_newton_schulz(X, steps=5):
+    """muon.newton_schulz of X (N, R, C). A tall X is multiplied from the right, with A = X^T X (N,
+    m, m), and never transposed."""
+    a, b, c = COEFFICIENTS
     N, R, C = X.shape
     m, n, tall = min(R, C), max(R, C), R > C
-    A, Q, P, S, T = scratch((5, N, m, m), X.dtype, X.device)
-    Y = scratch((2, N, R, C), X.dtype, X.device)
     narrow = X.dtype == torch.float16 and X.is_cuda
     gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or narrow)
+    # A the Gram matrix, Q the polynomial of one step, P the product of those that X still waits for
+    A, Q, P, next_P, QA = scratch((5, N, m, m), X.dtype, X.device)
+    buffers = scratch((2, N, R, C), X.dtype, X.device)
 
-    def times(Q, X, out):
-        return torch.bmm(X, Q, out=out) if tall else torch.bmm(Q, X, out=out)
-
-    fresh = True  # no polynomial is waiting to be multiplied onto X
-    for i, (a, b, c) in enumerate(table):
-        if fresh:
+    pending = False  # is there a P that X has not been multiplied by?
+    for step in range(steps):
+        # Q = a I + b A + c A^2, of the matrix X after all steps so far.
+        if not pending:
             torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
         torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
         # a X inside the product: one pass over X less than a X + Q X
         Q.diagonal(dim1=-2, dim2=-1).add_(a)
-        product = Q if fresh else torch.bmm(Q, P, out=S)
-        last = i == len(table) - 1
-        if last or not gram or i % 3 == 1:
-            # On to X itself; the next step begins from it.
-            X, fresh = times(product, X, out if last else Y[i % 2]), True
+        product = torch.bmm(Q, P, out=next_P) if pending else Q
+
+        last = step == steps - 1
+        if last or not gram or step % 3 == 1:
+            # Multiply X itself; the next step begins from it. The result needs memory of its own.
+            target = torch.empty_like(buffers[0]) if last else buffers[step % 2]
+            X = torch.bmm(X, product, out=target) if tall else torch.bmm(product, X, out=target)
+            pending = False
         else:
-            # On to A alone: the polynomials so far are in P.
-            torch.bmm(torch.bmm(Q, A, out=T), Q, out=A)
-            Q, P = (P, Q) if fresh else (Q, P)
-            S, P = (S, P) if fresh else (P, S)
-            fresh = False
-    return out if table else out.copy_(X)
+            # Multiply A alone, on both sides, and remember the product in P.
+            torch.bmm(torch.bmm(Q, A, out=QA), Q, out=A)
+            if pending:
+                P, next_P = next_P, P
+            else:
+                P, Q = Q, P
+            pending = True
+    return X

@@ -226,7 +226,7 @@ def mla_settings(settings):
         v_dim=settings.integer("v_head_dim"),
         dense_layers=settings.integer("first_k_dense_replace", 0, 0),
         experts=settings.integer("n_routed_experts", high=1 << 12),
-        active=settings.integer("num_experts_per_tok"),
+        num_experts_per_tok=settings.integer("num_experts_per_tok"),
         shared=settings.integer("n_shared_experts", 0, 0, 64),
         expert_ffn=settings.integer("moe_intermediate_size"),
         norm_gates=settings.flag("norm_topk_prob", True),
@@ -280,7 +280,7 @@ def qwen3_moe_settings(settings):
     return dict(
         dense_layers=len(dense),
         experts=settings.integer(key, high=1 << 12),
-        active=settings.integer("num_experts_per_tok"),
+        num_experts_per_tok=settings.integer("num_experts_per_tok"),
         shared=0,
         expert_ffn=settings.integer("moe_intermediate_size"),
         scoring="softmax",
@@ -420,7 +420,7 @@ def config_json(config):
         )
     if family in ("deepseek_v3", "qwen3_moe"):
         raw |= dict(
-            num_experts_per_tok=config.active,
+            num_experts_per_tok=config.num_experts_per_tok,
             moe_intermediate_size=config.expert_ffn,
             norm_topk_prob=config.norm_gates,
         )

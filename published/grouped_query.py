@@ -57,9 +57,9 @@ class VariantConfig(ModelConfig):
         assert self.n_group == 1 or (
             rest == 0 and size > 1
         ), f"n_group={self.n_group} groups of two or more out of experts={self.experts}"
-        assert self.active <= size * self.topk_group <= self.experts, (
+        assert self.num_experts_per_tok <= size * self.topk_group <= self.experts, (
             f"topk_group={self.topk_group} of n_group={self.n_group} groups "
-            f"of {size} experts must hold active={self.active}"
+            f"of {size} experts must hold num_experts_per_tok={self.num_experts_per_tok}"
         )
 
     @property

@@ -62,7 +62,7 @@ def policy(seed=0, **changes):
         v_dim=16,
         dense_ffn=48,
         experts=6,
-        active=2,
+        num_experts_per_tok=2,
         expert_ffn=16,
         context=160,
     )

@@ -74,7 +74,7 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
 @pytest.mark.parametrize(
     "name, columns",
     [
-        ("decode", ["x full forward", "x static"]),
+        ("decode", ["x full forward", "x static", "x plain"]),
         ("train_step", ["x dense", "x forward"]),
         ("muon", ["x floor", "x torch", "ratio"]),
         ("loading", ["x reading"]),

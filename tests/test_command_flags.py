@@ -20,7 +20,7 @@ def lines_of_stage(given, stage):
 @pytest.mark.parametrize("stage", [*train.ORDER, "eval"])
 @pytest.mark.parametrize("scale", train.SCALES)
 def test_a_stage_prints_the_values_that_it_reads_with_their_sources_on_few_lines(scale, stage):
-    given = {"scale": scale, "device": "cpu", "group": 3}
+    given = {"scale": scale, "device": "cpu", "group_size": 3}
     lines, config = lines_of_stage(given, stage)
     assert len(lines) <= 20 and all(len(line) <= 100 for line in lines)
     text = " ".join(line.strip() for line in lines) + ","
@@ -30,7 +30,7 @@ def test_a_stage_prints_the_values_that_it_reads_with_their_sources_on_few_lines
         said = f" {field.name}={flags.write_value(value)}"
         assert (f"{said}," in text or f"{said} " in text) == read, field.name
     if stage == "rl":
-        assert "group=3 (flag)" in text
+        assert "group_size=3 (flag)" in text
         assert "optimizer=adamw (stage rl)" in text
         assert ("dim=640 (scale gpu)" in text) == (scale == "gpu")
         assert "teacher_rate=0.1," in text  # a default says no more
@@ -38,7 +38,7 @@ def test_a_stage_prints_the_values_that_it_reads_with_their_sources_on_few_lines
 
 def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     with pytest.raises(SystemExit) as end:
-        train.main(["--help", "--stage=rl", "--scale=gpu", "--group=5"])
+        train.main(["--help", "--stage=rl", "--scale=gpu", "--group_size=5"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and text.startswith(train.__doc__)
     text = text.removeprefix(train.__doc__)
@@ -46,7 +46,7 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     flat = " ".join(text.split())
     assert "--dim=640 width of the residual stream [scale gpu; default 128]" in flat
     assert "--optimizer=adamw muon (matrices)" in flat and '[stage rl; default "muon"]' in flat
-    assert "--group=5 rollouts per task [flag; default 8]" in flat
+    assert "--group_size=5 rollouts per task; their mean reward is the baseline [flag; default 8]" in flat
     assert "--micro_tokens=32768 per forward [stage rl at scale gpu; default 4096]" in flat
     assert "--teacher_rate=0.1 ema: this share of the new weights per step -" in flat
 
@@ -54,7 +54,7 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
 def test_help_alone_shows_the_defaults_and_a_wrong_stage_is_refused(capsys):
     with pytest.raises(SystemExit):
         train.main(["-h"])
-    assert "--group=8 " in (text := capsys.readouterr().out) and "default 8" not in text
+    assert "--group_size=8 " in (text := capsys.readouterr().out) and "default 8" not in text
     with pytest.raises(SystemExit) as end:
         train.main(["--help", "--stage=rll"])
     assert end.value.code == 2 and "unknown stage 'rll'" in capsys.readouterr().err
@@ -67,8 +67,8 @@ class Patched(train.Config):
 
 
 def test_a_class_derived_from_the_configuration_has_its_own_flags():
-    given, wants_help = flags.parse_flags(["--noise=0.25", "--group", "4"], Patched)
-    assert given == {"noise": 0.25, "group": 4} and not wants_help
+    given, wants_help = flags.parse_flags(["--noise=0.25", "--group_size", "4"], Patched)
+    assert given == {"noise": 0.25, "group_size": 4} and not wants_help
     text = flags.describe_flags(Patched)
     assert "an ablation\n  --noise=0.5               added to every reward" in text
-    assert "  --group=8 " in text
+    assert "  --group_size=8 " in text

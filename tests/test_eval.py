@@ -18,7 +18,7 @@ import torch
 import eval as evaluation
 import hsdp
 import rollout
-from command import step_log
+from command import learning_curves
 from moe import Model, ModelConfig
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
@@ -286,12 +286,12 @@ def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
     (tmp_path / "rl.jsonl").write_text(
         '{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5'
     )
-    lines = step_log.read_step_log(tmp_path, "rl")
+    lines = learning_curves.read_step_log(tmp_path, "rl")
     assert [(entry["step"], entry["x"]) for entry in lines] == [(3, 5), (4, 2)]
-    assert str(step_log.curve_by_step(lines, "x")) == "[nan, nan, 5, 2]"
+    assert str(learning_curves.curve_by_step(lines, "x")) == "[nan, nan, 5, 2]"
     assert (
-        step_log.running_mean([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
-        and step_log.read_step_log(tmp_path, "sft") == []
+        learning_curves.running_mean([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
+        and learning_curves.read_step_log(tmp_path, "sft") == []
     )
 
 
@@ -348,7 +348,7 @@ def run(tmp_path_factory):
         v_dim=8,
         dense_ffn=16,
         experts=4,
-        active=2,
+        num_experts_per_tok=2,
         expert_ffn=8,
         context=400,
     )
@@ -363,7 +363,7 @@ def run(tmp_path_factory):
             "trigger": 0.7,
             "temperature": 1.0,
             "summarize": True,
-            "turns": 3,
+            "max_turns": 3,
         }
         hsdp.save(
             folder / stage,
@@ -650,7 +650,7 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
     monkeypatch.setattr(
         evaluation,
         "run_policy",
-        lambda *words, **more: asked.append(words[2]["turns"]) or run_policy(*words, **more),
+        lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
     for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])

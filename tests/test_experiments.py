@@ -43,10 +43,10 @@ SMALL = [
     "--window=1024",
     "--dtype=float32",
     "--device=cpu",
-    "--turns=3",
+    "--max_turns=3",
     f"--data={Path(json.__file__).parent}",
 ]
-RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"]
+RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_patch_of_the_objective_changes_the_advantages_as_it_says(patch, expec
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
         for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
     ]
-    found = stage_of(patch, length=8.0).group_advantages(chains)
+    found = stage_of(patch, loss_norm_length=8.0).group_advantages(chains)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=True)
         for r, n in zip(rewards, lengths)
     ]
-    stage = stage_of(objective.over_its_own_length, length=L)
+    stage = stage_of(objective.over_its_own_length, loss_norm_length=L)
     batch = rollout.pack(episodes, stage.group_advantages(chains))
     logp = torch.randn(batch["tokens"].shape, requires_grad=True)
     stage.policy_objective(logp, batch, 3 * L, None).backward()
@@ -148,7 +148,7 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
 
 def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
     stage = stage_of(penalty.full_price, length_penalty=0.1, penalty_q=0.0)
-    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
+    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
@@ -218,9 +218,9 @@ def test_the_reward_does_not_reach_the_tokens_of_summaries():
 
 
 def test_told_once_the_tests_answer_one_command_also_in_an_evaluation():
-    plain = train.agent_limits(train.Config(window=300, turns=7))
+    plain = train.agent_limits(train.Config(window=300, max_turns=7))
     summary.told_once()
-    limits = train.agent_limits(train.Config(window=300, turns=7))
+    limits = train.agent_limits(train.Config(window=300, max_turns=7))
     assert (plain.commands, limits.commands) == (0, 1)
     assert (limits.window, limits.turns) == (300, 7)
 
@@ -236,13 +236,13 @@ def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatc
     tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.make_compaction(vars(config))
-    real, seen = rollout.demonstrate, []
+    real, seen = feedback_distill.demonstrate_with_hints, []
 
     def demonstrate(task, tokenizer, rng, limits, sloppy, compact, *more, **others):
         seen.append((limits.window, compact.window, compact.trigger))
         return real(task, tokenizer, rng, limits, sloppy, compact, *more, **others)
 
-    monkeypatch.setattr(rollout, "demonstrate", demonstrate)
+    monkeypatch.setattr(feedback_distill, "demonstrate_with_hints", demonstrate)
     for patch, least, most in ((lambda: None, 0, 0), (summary.told_once_in_two_windows, 8, 24)):
         patch()
         seen.clear()
@@ -278,10 +278,10 @@ def test_a_world_has_stale_caches_or_no_documentation_as_its_patch_says(patch, c
 def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(
     run, tmp_path
 ):
-    rl = [*SMALL, *RL, "--turns=20", "--warmup=0", f"--start_from={run}"]
+    rl = [*SMALL, *RL, "--max_turns=20", "--warmup=0", f"--start_from={run}"]
     before = weights(run / "sft")
     sdft.imitate()
-    flags = ["--replay=0", "--sloppy=0", "--feedback=0"]
+    flags = ["--router_replay=0", "--sloppy=0", "--feedback=0"]
     train.main([*rl, f"--out={tmp_path}/a", *flags])
     log = log_of(tmp_path / "a")
     assert (log["finished"], log["bad_tool"], log["communication"]) == (1, 0, 0)
@@ -293,7 +293,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
         pass
 
     train.STAGE["rl"] = HintsOnDemonstrations
-    flags = ["--replay=0", "--sloppy=3", "--habits=unavailable_tool,communication"]
+    flags = ["--router_replay=0", "--sloppy=3", "--habits=unavailable_tool,communication"]
     train.main([*rl, f"--out={tmp_path}/c", *flags])
     log = log_of(tmp_path / "c")
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
@@ -606,7 +606,7 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
         ("feedback", ["--scale=huge"], "unknown scale"),
         ("feedback", ["--std_norm=1"], "experiments/objective.py"),
         ("feedback", ["--out={here}/file"], "file"),
-        ("hacking", ["--hardest=1"], "sets it itself"),
+        ("hacking", ["--max_level=1"], "sets it itself"),
     ],
 )
 def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(

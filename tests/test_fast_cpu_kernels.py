@@ -69,7 +69,9 @@ def test_the_experts_are_the_plain_experts(counts, dtype, tolerance):
 
 
 def test_the_layer_is_the_plain_layer():
-    config = moe.ModelConfig(dim=16, experts=5, active=3, expert_ffn=8, route_scale=2.0)
+    config = moe.ModelConfig(
+        dim=16, experts=5, num_experts_per_tok=3, expert_ffn=8, route_scale=2.0
+    )
     plain, accelerated = pair(lambda: moe.MoE(config))
     x = torch.randn(2, 9, 16)
     compare(plain, accelerated, x, 1e-5)

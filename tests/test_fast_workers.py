@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     v_dim=16,
     dense_ffn=48,
     experts=4,
-    active=2,
+    num_experts_per_tok=2,
     expert_ffn=16,
     context=400,
 )
@@ -333,9 +333,9 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         "--dtype=float32",
         "--device=cpu",
         "--window=220",
-        "--turns=2",
+        "--max_turns=2",
         "--tasks_per_step=2",
-        "--group=2",
+        "--group_size=2",
         "--stage=rl",
         "--steps=3",
         f"--out={tmp_path}",
@@ -344,7 +344,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         run = train.Run(train.configure(train.parse(words), "rl"))
         run.build(TRAINED)
         source, logs = train.Reinforcement(run), []
-        source.ahead = lag
+        source.max_staleness = lag
         for step in range(3):
             logs.append({})
             sum(source.losses(step, logs[-1])).backward()
@@ -353,8 +353,8 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             # a resumed run trains on what was drawn ahead
             again = train.Reinforcement(run)
             again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
-            assert [[t.instance_id for t in one.draw(step + 1)] for one in (again, source)] == 2 * [
-                [t.instance_id for t in source.draw(step + 1)]
+            assert [[t.instance_id for t in one.sample_tasks(step + 1)] for one in (again, source)] == 2 * [
+                [t.instance_id for t in source.sample_tasks(step + 1)]
             ]
         assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
             0,

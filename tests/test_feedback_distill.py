@@ -354,7 +354,7 @@ def small(seed=0, vocab=64):
             v_dim=8,
             dense_ffn=32,
             experts=4,
-            active=2,
+            num_experts_per_tok=2,
             expert_ffn=16,
             context=64,
         )

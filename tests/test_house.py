@@ -26,7 +26,7 @@ LEARNING = AGENT | {"rollout"} | LOWEST
 # room -> the rooms that it may import
 MAY_KNOW = {
     "muon": set(),
-    "hsdp": {"command"},  # command/checkpoint_files.py alone, which knows torch alone
+    "hsdp": {"command"},  # checkpoint_files.py (knows torch) and old_flags.py (a table)
     "moe": set(),
     "length_penalty": set(),
     "world": set(),

@@ -261,7 +261,7 @@ def make_run(stage, sources, **flags):
         micro_tokens=256,
         demos=6,
         window=2048,
-        turns=8,
+        max_turns=8,
         steps=2,
         **flags,
     )
@@ -286,7 +286,7 @@ def losses_of(stage, run, source):
         for chain, reward in zip(groups[-1], (0.0, 1.0)):
             chain.reward = reward
     assert any(feedback_distill.detect(chain) for group in groups for chain in group)
-    return source.learn(source.leave_out_failed(groups, {}), {})
+    return source.group_losses(source.leave_out_failed(groups, {}), {})
 
 
 def counted(card, call):
@@ -368,7 +368,7 @@ SELECTED = {"boolean index": 2}
             dict(divergence="forward", teacher="frozen"),
             {"forward": (568, SELECTED), "backward": (342, {})},
         ),
-        ("rl", dict(kl=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
+        ("rl", dict(kl_coef=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
         ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
     ],
 )

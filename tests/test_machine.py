@@ -114,7 +114,8 @@ sys.platform = "darwin"
 ON_A_MAC = """
 import random, tempfile
 import fast.sampler
-import hsdp, muon, rollout, synth_tasks, train
+import hsdp, rollout, synth_tasks, train
+from command.forked_ranks import fork_ranks
 from synth_tasks import make_task
 from world.judge import judge
 from world.sandbox import Sandbox
@@ -134,7 +135,7 @@ with tempfile.TemporaryDirectory() as out:
     train.main(["--scale=tiny", "--stage=pretrain", "--steps=1", "--processes=1", "--vocab=300", "--dim=32", "--context=64",
                 "--batch_tokens=256", "--micro_tokens=256", f"--data={os.path.dirname(random.__file__)}/json", f"--out={out}"])
 print("works")
-for refused in (hsdp.demo, lambda: muon.fork_ranks(2, len), lambda: train.main(["--device=mps"])):
+for refused in (hsdp.demo, lambda: fork_ranks(2, len), lambda: train.main(["--device=mps"])):
     try:
         refused()
     except SystemExit as end:
@@ -154,7 +155,7 @@ def test_on_a_mac_what_is_linux_s_own_is_gone_around_or_refused_in_one_line(tmp_
     words = [
         line
         for line in done.stderr.strip().split("\n")
-        if line.startswith(("hsdp.py", "muon.py", "--device"))
+        if "forks ranks" in line or line.startswith("--device")
     ]
     assert len(words) >= 2 and "mps" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
@@ -562,9 +563,9 @@ def rl_step(group, failed, out, monkeypatch):
         "--dtype=float32",
         "--device=cpu",
         "--window=220",
-        "--turns=2",
+        "--max_turns=2",
         "--tasks_per_step=2",
-        f"--group={group}",
+        f"--group_size={group}",
         "--stage=rl",
         "--steps=3",
         "--vocab=300",

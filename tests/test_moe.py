@@ -49,7 +49,7 @@ SMALL = ModelConfig(
     v_dim=16,
     dense_ffn=48,
     experts=6,
-    active=2,
+    num_experts_per_tok=2,
     expert_ffn=16,
     context=32,
 )
@@ -513,7 +513,9 @@ def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypat
 @pytest.mark.parametrize("accelerate", [False, True])
 def test_the_layer_equals_a_loop_over_tokens_and_their_chosen_experts(shared, scale, accelerate):
     torch.manual_seed(2)
-    layer = MoE(dataclasses.replace(SMALL, shared=shared, route_scale=scale, active=3)).eval()
+    layer = MoE(
+        dataclasses.replace(SMALL, shared=shared, route_scale=scale, num_experts_per_tok=3)
+    ).eval()
     layer = fast.accelerate(layer) if accelerate else layer
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -560,7 +562,7 @@ def test_spreading_tokens_over_experts_and_collecting_them_has_the_gradient_of_p
 
 def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
     torch.manual_seed(4)
-    sizes = dict(experts=12, n_group=4, topk_group=2, active=3)
+    sizes = dict(experts=12, n_group=4, topk_group=2, num_experts_per_tok=3)
     router, free = (
         VariantRouter(VariantConfig(**{**vars(SMALL), **s}))
         for s in (sizes, {**sizes, "n_group": 1, "topk_group": 1})
@@ -634,7 +636,7 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
     router = model.layers[1].ffn.router
     with torch.no_grad():
         model(tokens), model(tokens)
-        assert router.load.sum() == 2 * 4 * 16 * SMALL.active
+        assert router.load.sum() == 2 * 4 * 16 * SMALL.num_experts_per_tok
         record = []
         model.eval()(tokens, record=record)
         # and evaluation adds nothing
@@ -651,7 +653,7 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
 
 
 def test_recorded_experts_reproduce_the_forward_bit_for_bit():
-    model, tokens, record = build(active=3), text(2, 12), []
+    model, tokens, record = build(num_experts_per_tok=3), text(2, 12), []
     hidden = model(tokens, record=record)
     assert torch.equal(model(tokens, replay=torch.stack(record, 2)), hidden)
     assert torch.equal(model(tokens, replay=torch.stack(record, 2).to(torch.int16)), hidden)
@@ -735,7 +737,7 @@ def test_activations_computed_again_give_the_same_gradients_and_loads_from_fewer
     assert (
         all(map(torch.equal, grads, again[0]))
         and all(map(torch.equal, loads, again[1]))
-        and loads[0].sum() == 32 * SMALL.active
+        and loads[0].sum() == 32 * SMALL.num_experts_per_tok
     )
     assert kept[1] < 0.3 * kept[0]
 
@@ -766,7 +768,7 @@ def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
                 expected[expert] += 1
         assert (
             torch.equal(block.ffn.router.load, expected)
-            and expected.sum() == (5 + 16) * SMALL.active
+            and expected.sum() == (5 + 16) * SMALL.num_experts_per_tok
         )
     assert torch.equal(hidden, model.eval()(padded.clamp(min=0)))
 
@@ -1101,7 +1103,7 @@ def test_parameters_are_counted_as_stored_and_as_met_by_one_token():
         p.numel() for m in model.modules() if isinstance(m, Experts) for p in m.parameters()
     )
     assert total == sum(p.numel() for p in model.parameters())
-    assert active == total - experts * (SMALL.experts - SMALL.active) // SMALL.experts
+    assert active == total - experts * (SMALL.experts - SMALL.num_experts_per_tok) // SMALL.experts
 
 
 def test_every_parameter_gets_a_gradient():
@@ -1117,7 +1119,7 @@ def test_every_parameter_gets_a_gradient():
 def test_impossible_sizes_are_refused_in_words():
     for changes, words in (
         (dict(attention="linear"), "mla or gqa"),
-        (dict(active=9), "experts"),
+        (dict(num_experts_per_tok=9), "experts"),
         (dict(qk_rope=7), "even"),
         (dict(n_group=4), "n_group=4"),
         (dict(n_group=6), "two or more"),
@@ -1188,7 +1190,9 @@ def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie, accele
     """The gradient of the most frequent token, in the embedding and in the head, is as exact as
     that of the others."""
     torch.manual_seed(0)
-    sizes = dict(vocab=64, dim=32, layers=2, heads=2, experts=4, active=1, expert_ffn=32)
+    sizes = dict(
+        vocab=64, dim=32, layers=2, heads=2, experts=4, num_experts_per_tok=1, expert_ffn=32
+    )
     config = config_of(dict(sizes, dense_ffn=32, kv_lora=16, tie=tie))
     model = config.build_model()
     model = fast.accelerate(model) if accelerate else model

@@ -75,7 +75,9 @@ def test_the_plan_of_weights_kept_in_bf16_takes_less_and_says_how(capsys):
     plan.main([*flags, "--kept=2"])
     text = capsys.readouterr().out
     # one GPU gathers nothing
-    assert "--micro_tokens=8192 --recompute --weights=bfloat16" in text and "gathered" not in text
+    assert (
+        "--micro_tokens=8192 --recompute --weight_dtype=bfloat16" in text and "gathered" not in text
+    )
 
 
 def test_the_plan_of_a_published_folder_names_the_command_that_fits(tmp_path, capsys):

@@ -24,7 +24,7 @@ from published.tokenizers import (
 from rollout import Limits, agent, demonstrate, flatten
 from summarize import Compaction
 from synth_tasks import example_texts, make_task
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
 from command import transcripts
@@ -90,7 +90,7 @@ def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
     """Scripted bodies through the agent -> chain, and what the policy saw before each of its
     turns"""
     play, contexts, context, bodies = (
-        agent(task, tokenizer, Rehearsal(task), limits, compact),
+        agent(task, tokenizer, InMemoryWorkspace(task), limits, compact),
         [],
         [],
         iter(bodies),
@@ -218,7 +218,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             Limits(2400 if summarised else 9000, 99),
         )
         mine, theirs = (
-            demonstrate(
+            feedback_distill.demonstrate_with_hints(
                 task,
                 tokenizer,
                 random.Random(seed),
@@ -975,7 +975,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
     instead is not learnt as its word."""
     ours, own, others = published(family), 0, 0
     for seed in range(10):
-        chain = demonstrate(
+        chain = feedback_distill.demonstrate_with_hints(
             make_task(4, seed),
             ours,
             random.Random(seed),

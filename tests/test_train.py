@@ -23,7 +23,7 @@ import torch
 import fast
 import hsdp
 import train
-from command import checkpoints, flags, idle_flags
+from command import checkpoint_files, checkpoints, flags, idle_flags, old_flags, source_files, step_log
 from conftest import run_ranks
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
@@ -44,7 +44,7 @@ SMALL = [
     # which no edit here changes
     "--dtype=float32",
     "--device=cpu",
-    "--turns=3",
+    "--max_turns=3",
     f"--data={Path(json.__file__).parent}",
 ]
 
@@ -84,16 +84,16 @@ def refused(arguments, capsys):
         ("--scale=huge", "unknown scale"),
         ("--optimizer=sgd", "muon, adamw"),
         ("--summarize=2", "0 or 1"),
-        ("--weights=fp8", "float32, bfloat16"),
+        ("--weight_dtype=fp8", "float32, bfloat16"),
         ("--neutral_hints=2", "a share"),
-        ("--hardest=8", "levels go from 0"),
+        ("--max_level=8", "levels go from 0"),
         ("--eval_levels=9", "there are 8 levels"),
         ("--levels=0", "there are 8 levels"),
         ("--trigger=0.9", "below .875"),
         ("--habits=tools", "a list, with commas"),
         ("--precision=fp8", "dtype, mxfp8, nvfp4"),
         ("--steps=0", "at least 1"),
-        ("--active=9", "at most"),
+        ("--num_experts_per_tok=9", "at most"),
         ("pretrain", "unknown flag"),
         ("--ste", "unknown flag"),
         ("--ep=3", "ep=3"),
@@ -101,19 +101,19 @@ def refused(arguments, capsys):
         ("--dp_replicate=2", "dp_replicate=2"),
         ("--data=/no/such/folder", "no such folder"),
         ("--lr", "takes a value"),
-        ("--clip=0", "above 0"),
+        ("--grad_clip=0", "above 0"),
         ("--temperature=0", "above 0"),
         ("--qk_rope=3", "even"),
         ("--temperature=1e-5", "at least 0.001"),
         ("--temperature=5e-324", "from 1e-30 to 1e30"),
-        ("--length=1e-40", "from 1e-30 to 1e30"),
+        ("--loss_norm_length=1e-40", "from 1e-30 to 1e30"),
         ("--lr=1e300", "from 1e-30 to 1e30"),
-        ("--clip=inf", "finite"),
+        ("--grad_clip=inf", "finite"),
         ("--rope_theta=1", "at least 1.1"),
         ("--seed=99999999999999999999", "below 2^32"),
         ("--eval_tasks=0", "at least 1"),
         ("--heads=0", "at least 1"),
-        ("--turns=0", "at least 1"),
+        ("--max_turns=0", "at least 1"),
         ("--yarn=0", "at least 1"),
         ("--window=0", "at least 1"),
         ("--start_from=x", "one stage"),
@@ -166,7 +166,7 @@ def test_links_that_lead_nowhere_and_folders_named_like_sources_are_no_data(tmp_
     (tmp_path / "folder.py").mkdir()
     for name in "ab":
         (tmp_path / f"{name}.py").write_text(f"{name} = 1\n")
-    assert sorted(sum(train.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
+    assert sorted(sum(source_files.python_sources(str(tmp_path)), [])) == ["a = 1\n", "b = 1\n"]
 
 
 def test_a_window_that_no_demonstration_fits_is_refused(run, capsys, tmp_path):
@@ -230,7 +230,11 @@ def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsy
     "stage, flags, words",
     [
         ("long", ["--dim=48"], "give --dim=32 here"),
-        ("sft", ["--active=1", "--rope_theta=9"], "give --active=2 --rope_theta=1000.0 here"),
+        (
+            "sft",
+            ["--num_experts_per_tok=1", "--rope_theta=9"],
+            "give --num_experts_per_tok=2 --rope_theta=1000.0 here",
+        ),
         ("rl", ["--yarn=3"], "give --yarn=2.0 here"),
         ("rl", ["--scale=laptop"], "give --scale=tiny here"),
     ],
@@ -243,12 +247,63 @@ def test_a_stage_that_would_go_on_in_another_model_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("name", list(train.OLD_FLAGS))
+@pytest.mark.parametrize("name", list(old_flags.OLD_FLAGS))
 def test_a_flag_that_an_experiment_has_now_is_answered_with_its_file(name, capsys, tmp_path):
     assert not hasattr(train.Config, name)
-    place = train.OLD_FLAGS[name][1]
+    place = old_flags.OLD_FLAGS[name][1]
     assert (ROOT / place.split(",")[0]).exists()
     assert place in refused([*SMALL, f"--{name}=1", f"--out={tmp_path}"], capsys)
+
+
+@pytest.mark.parametrize("old, new", list(old_flags.OLD_NAMES.items()))
+def test_a_flag_that_has_another_name_now_is_answered_with_it(old, new, capsys, tmp_path):
+    assert not hasattr(train.Config, old)
+    assert type(getattr(train.Config, new)).__name__ in ("bool", "int", "float", "str")
+    said = refused([*SMALL, f"--{old}=1", f"--out={tmp_path}/run"], capsys)
+    assert f"--{old} has another name now: --{new}" in said
+    assert not (tmp_path / "run").exists()
+
+
+def write_old_names(folder):
+    """The checkpoint in `folder` as an earlier version wrote it: its flags have their old names"""
+    old = {new: name for name, new in old_flags.OLD_NAMES.items()}
+    extra = torch.load(folder / "extra.pt", weights_only=True)
+    for part in ("config", "model"):
+        extra[part] = {old.get(name, name): value for name, value in extra[part].items()}
+    assert "turns" in extra["config"] and "max_turns" not in extra["config"]
+    assert "active" in extra["model"]
+    torch.save(extra, folder / "extra.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["extra.pt"] = checkpoint_files.describe_file(folder / "extra.pt")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_with_old_names_of_flags_resumes_is_evaluated_and_exported(run, capsys, tmp_path):
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    words = [*SMALL, *RL, "--save_every=1", f"--out={old}"]
+    train.main(words)
+    weights_before = weights(old)
+    for stage in train.ORDER:
+        write_old_names(old / stage)
+
+    # Finished stages are recognised; a stage that follows starts from the one before.
+    capsys.readouterr()
+    train.main(words)
+    assert "rl: finished already" in capsys.readouterr().out
+    train.main([*SMALL, *RL, f"--start_from={old}", f"--out={tmp_path}/next"])
+    after = weights(tmp_path / "next")
+    assert all(torch.equal(after[name], weights_before[name]) for name in weights_before)
+
+    # Another value is refused by the new name.
+    capsys.readouterr()
+    assert "max_turns=3, not 4" in refused([*words, "--max_turns=4"], capsys)
+
+    train.main([f"--export={tmp_path}/exported", f"--out={old}"])
+    shape = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert shape["num_experts_per_tok"] == 2
+    train.main([*SMALL, "--stage=eval", "--eval_levels=1", f"--out={old}"])
+    assert json.loads((old / "summary.json").read_text())["config"]["max_turns"] == 3
 
 
 def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
@@ -257,7 +312,7 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
     words = [*SMALL, *RL, f"--start_from={run}", f"--out={tmp_path}"]
     train.main(words)
     real = hsdp.load_extra
-    kept = {name: default for name, (default, _) in train.OLD_FLAGS.items()}
+    kept = {name: default for name, (default, _) in old_flags.OLD_FLAGS.items()}
 
     def load_an_older_version(path):
         extra = real(path)
@@ -276,9 +331,9 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--group=1", "--feedback=0"], "nothing to learn from"),
+        (["--group_size=1", "--feedback=0"], "nothing to learn from"),
         (["--window=20"], "leaves room for a turn"),
-        (["--hardest=2", "--tasks=T"], "goes with generated tasks"),
+        (["--max_level=2", "--tasks=T"], "goes with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
         (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
         (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
@@ -318,7 +373,7 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         *SMALL,
         "--stage=rl",
         "--tasks_per_step=2",
-        "--group=2",
+        "--group_size=2",
         "--steps=1",
         "--feedback=0",
         f"--start_from={run}",
@@ -359,7 +414,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
         *SMALL,
         "--stage=rl",
         "--tasks_per_step=1",
-        "--group=2",
+        "--group_size=2",
         f"--start_from={run}",
         f"--tasks={tmp_path}/t.jsonl",
         f"--out={tmp_path}/o",
@@ -368,12 +423,12 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     config, interrupted, report = (
         train.configure(train.parse([*words, "--steps=2"]), "rl"),
         [],
-        train.report,
+        step_log.report,
     )
     (tmp_path / "o").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)),
         )
@@ -491,7 +546,7 @@ def test_a_truncated_checkpoint_is_refused(run, capsys, tmp_path):
 def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3.0, "lo')
-    train.keep_lines(path, 2)
+    step_log.keep_lines(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n' and list(tmp_path.iterdir()) == [path]
 
 
@@ -499,9 +554,9 @@ def test_a_log_that_a_full_disk_cut_is_cut_at_the_checkpoint(tmp_path):
     "stage, options",
     [
         ("long", []),
-        ("long", ["--weights=bfloat16"]),
+        ("long", ["--weight_dtype=bfloat16"]),
         ("sft", []),
-        ("rl", ["--tasks_per_step=2", "--group=2", "--kl=0.01"]),
+        ("rl", ["--tasks_per_step=2", "--group_size=2", "--kl_coef=0.01"]),
     ],
 )
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
@@ -518,10 +573,10 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
     train.main([*common, f"--out={tmp_path}/whole"])
     config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
-    interrupted, report = [], train.report
+    interrupted, report = [], step_log.report
     with monkeypatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
@@ -588,7 +643,12 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
 
 @pytest.mark.parametrize(
     "layout, tolerance",
-    [([], 1e-4), (["--ep=2"], 1e-4), (["--cp=2"], 1e-4), (["--ep=2", "--weights=bfloat16"], 5e-3)],
+    [
+        ([], 1e-4),
+        (["--ep=2"], 1e-4),
+        (["--cp=2"], 1e-4),
+        (["--ep=2", "--weight_dtype=bfloat16"], 5e-3),
+    ],
 )
 def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
@@ -718,10 +778,10 @@ def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_th
                 "--stage=rl",
                 "--steps=1",
                 "--tasks_per_step=1",
-                "--group=2",
-                "--turns=2",
+                "--group_size=2",
+                "--max_turns=2",
                 f"--curriculum={curriculum}",
-                f"--hardest={hardest}",
+                f"--max_level={hardest}",
                 f"--start_from={run}",
                 f"--out={tmp_path}/{i}",
             ]
@@ -733,7 +793,7 @@ def test_what_a_limit_cut_short_pays_the_whole_budget():
     config = train.Config(length_penalty=0.1, penalty_q=0.0)
     stage = object.__new__(train.Reinforcement)
     stage.run = SimpleNamespace(config=config)
-    stage.weights, stage.budget = train.length_penalty.Weights(), 40.0
+    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
@@ -751,24 +811,24 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
 ):
     # the expert in the policy's place: its rollouts surely teach something
     monkeypatch.setitem(train.STAGE, "rl", Imitation)
-    learn, seen = train.Reinforcement.learn, []
+    learn, seen = train.Reinforcement.group_losses, []
 
     def silent_in_the_second_step(self, groups, log):
         seen.append({name: t.clone() for name, t in self.run.model.state_dict().items()})
         for loss in learn(self, groups, log):
             yield loss * (len(seen) == 1)
 
-    monkeypatch.setattr(train.Reinforcement, "learn", silent_in_the_second_step)
+    monkeypatch.setattr(train.Reinforcement, "group_losses", silent_in_the_second_step)
     train.main(
         [
             *SMALL,
             "--stage=rl",
             "--steps=2",
             "--tasks_per_step=2",
-            "--group=2",
-            "--turns=20",
+            "--group_size=2",
+            "--max_turns=20",
             "--warmup=0",
-            "--replay=0",
+            "--router_replay=0",
             "--sloppy=0",
             "--feedback=0",
             f"--start_from={run}",
@@ -815,9 +875,9 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             "--stage=rl",
             "--steps=2",
             "--tasks_per_step=3",
-            "--group=2",
-            "--kl=10",
-            "--clip=1000",
+            "--group_size=2",
+            "--kl_coef=10",
+            "--grad_clip=1000",
             "--adam_lr=0.01",
         ]
         # three tasks: one of two ranks fills up with a spare batch
@@ -835,7 +895,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             [summary[name]["overall"]["tokens"] for name in sorted(summary)],
         )
         # what is learned from is the same to the token; the patch is in both processes
-        words = [*rl, "--replay=0", f"--out={out}/given"]
+        words = [*rl, "--router_replay=0", f"--out={out}/given"]
         child = go(*words, processes=processes, program=imitation)
         assert child.communicate(timeout=120) and child.returncode == 0
         logs[processes] += (
@@ -871,7 +931,7 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
     run, tmp_path, capsys
 ):
     words = [*SMALL, f"--start_from={run}", f"--out={tmp_path}", "--eval_levels=1"]
-    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"])
+    train.main([*words, "--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"])
     (tmp_path / "one.jsonl").write_text(train.synth_tasks.make_task(0, 5).to_json() + "\n")
     texts = []
     for more in ([], [], ["--temperature=0.5"], [f"--tasks={tmp_path}/one.jsonl"], None):
@@ -887,12 +947,12 @@ def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_t
         True,
         True,
     ] and "given tasks" in texts[3]
-    assert "was made with 3, and so" in refused([*words, "--stage=eval", "--turns=4"], capsys)
+    assert "was made with 3, and so" in refused([*words, "--stage=eval", "--max_turns=4"], capsys)
     train.main(
-        [word for word in words if not word.startswith("--turns")]
+        [word for word in words if not word.startswith("--max_turns")]
         + ["--stage=eval", "--eval_samples=2"]
     )
-    assert json.loads((tmp_path / "summary.json").read_text())["config"]["turns"] == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["config"]["max_turns"] == 3
 
 
 def commands(rank, world, *lists):
@@ -936,7 +996,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         capsys,
     )
     train.main([*common, "--stage=sft", "--steps=1"])
-    rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
+    rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
     # where it began is not forgotten
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
     assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
@@ -947,7 +1007,13 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         [*common[:-1], *rl, f"--start_from={run}", f"--out={tmp_path}/mixed"], capsys
     )
     train.main(
-        [*common[:-1], f"--out={tmp_path}/narrow", "--stage=sft", "--steps=1", "--weights=bfloat16"]
+        [
+            *common[:-1],
+            f"--out={tmp_path}/narrow",
+            "--stage=sft",
+            "--steps=1",
+            "--weight_dtype=bfloat16",
+        ]
     )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
     with pytest.MonkeyPatch.context() as patch:  # one process group for both stages
@@ -956,7 +1022,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
             2,
             commands,
             [*two, "--stage=sft", "--steps=1"],
-            [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group=2"],
+            [*two, "--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"],
         )
     read = lambda folder, stage: json.loads((folder / f"{stage}.jsonl").read_text())
     assert read(tmp_path / "two", "sft")["loss"] == pytest.approx(
@@ -1014,7 +1080,7 @@ def published(tmp_path):
 
 
 FROM_PUBLISHED = [flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))]
-RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group=2"]
+RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
 
 
 def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(
@@ -1026,7 +1092,12 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
             train.configure({**flags, "stage": stage}, stage)
             for flags in (
                 {"init_from": str(published)},
-                {"init_from": str(published), "adam_lr": 0.1, "balance_rate": 0.2, "grow": 0.5},
+                {
+                    "init_from": str(published),
+                    "adam_lr": 0.1,
+                    "balance_rate": 0.2,
+                    "seq_len_warmup": 0.5,
+                },
                 {},
             )
         )
@@ -1206,20 +1277,24 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
             "--stage=sft",
             "--steps=1",
             f"--init_from={published}",
-            "--weights=bfloat16",
+            "--weight_dtype=bfloat16",
             out,
         ]
     )
-    train.main([*FROM_PUBLISHED, *RL, "--weights=bfloat16", out])
+    train.main([*FROM_PUBLISHED, *RL, "--weight_dtype=bfloat16", out])
     capsys.readouterr()
     for words, says in (
         (["--steps=3"], "--steps does nothing beside --export"),
         ([f"--init_from={published}"], "--init_from does nothing"),
         (["--stage=long"], "out/long: not a complete checkpoint"),
-        (["--weights=fp8"], "float32, bfloat16"),
+        (["--weight_dtype=fp8"], "float32, bfloat16"),
     ):
         assert says in refused([out, f"--export={tmp_path}/no", *words], capsys)
-    for name, words in {"rl": [], "sft": ["--stage=sft"], "wide": ["--weights=float32"]}.items():
+    for name, words in {
+        "rl": [],
+        "sft": ["--stage=sft"],
+        "wide": ["--weight_dtype=float32"],
+    }.items():
         train.main([out, f"--export={tmp_path}/{name}", *words])
         loaded, trained = load_model(tmp_path / name).state_dict(), weights(
             tmp_path / "out" / ("sft" if name == "sft" else "rl")
@@ -1305,12 +1380,12 @@ def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
 
 
 def test_held_out_files_are_not_trained_on():
-    texts, held = train.python_sources(str(ROOT))
+    texts, held = source_files.python_sources(str(ROOT))
     assert held and not set(held) & set(texts) and "class Sampler" in "".join(texts + held)
 
 
 def test_the_window_is_a_quarter_then_half_then_whole():
-    config = train.configure({"stage": "sft", "steps": 10, "grow": 0.4}, "sft")
+    config = train.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
     assert [train.seq_len_divisor(step, config) for step in range(10)] == [
         4,
         4,
@@ -1323,7 +1398,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
         1,
         1,
     ]
-    assert train.seq_len_divisor(0, train.replace(config, grow=0.0)) == 1
+    assert train.seq_len_divisor(0, train.replace(config, seq_len_warmup=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for(run):
@@ -1530,15 +1605,15 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
             "--steps=1",
             f"--start_from={run}",
             f"--out={tmp_path}",
-            "--group=4",
-            "--clip=2",
+            "--group_size=4",
+            "--grad_clip=2",
         ]
     )
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "change nothing" in line]
     assert (
-        "--group (of rl)" in said
+        "--group_size (of rl)" in said
         and "--demos (of sft)" in said
-        and "--clip" not in said
+        and "--grad_clip" not in said
         and "--context" not in said
     )
     config = train.configure(
@@ -1612,11 +1687,11 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
 
 def stop_in_step(number, words, stage):
     """Runs a stage until a signal reaches it in that step."""
-    config, interrupted, report = train.configure(train.parse(words), stage), [], train.report
+    config, interrupted, report = train.configure(train.parse(words), stage), [], step_log.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train,
+            step_log,
             "report",
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
@@ -1665,7 +1740,7 @@ def test_a_log_is_cut_at_the_step_of_the_checkpoint_wherever_it_begins(lines, st
             for n in lines
         )
     )
-    train.keep_lines(path, step)
+    step_log.keep_lines(path, step)
     assert [json.loads(line)["step"] for line in path.read_text().split("\n")[:-1]] == kept
 
 
@@ -1679,7 +1754,7 @@ def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
         "stale": 1 / 3,
     }
     one = SimpleNamespace(rank=0, config=SimpleNamespace(stage="rl"))
-    train.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
+    step_log.report(one, SimpleNamespace(update=lambda: None), numbers, tmp_path / "rl.jsonl")
     assert json.loads((tmp_path / "rl.jsonl").read_text()) == {
         k: pytest.approx(v, rel=1e-8, abs=0) for k, v in numbers.items()
     }
@@ -1694,12 +1769,12 @@ def test_files_that_are_added_or_removed_move_no_other_between_training_and_held
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
-    train_before, held_before = map(set, train.python_sources(str(tmp_path)))
+    train_before, held_before = map(set, source_files.python_sources(str(tmp_path)))
     assert 8 < len(held_before) < 40 and len(train_before) + len(held_before) == 400
     (tmp_path / "a.py").write_text("# a\n")
     (tmp_path / names[3]).unlink()
     (tmp_path / "zzz.py").write_text("# z\n")
-    train_after, held_after = map(set, train.python_sources(str(tmp_path)))
+    train_after, held_after = map(set, source_files.python_sources(str(tmp_path)))
     assert not held_before & train_after and not train_before & held_after
 
 
@@ -1766,7 +1841,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
     real = sum(len(source.episodes[i]) for group in source.batches[0] for i in group)
     routers = [block.ffn.router for block in one.model.layers if hasattr(block.ffn, "router")]
     assert log["tokens"] == real and all(
-        router.load.sum() == real * config.active for router in routers
+        router.load.sum() == real * config.num_experts_per_tok for router in routers
     )
     before = [router.load.clone() for router in routers]
     source.validate()
@@ -1790,10 +1865,15 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
         return balance(model, *rest)
 
     monkeypatch.setattr(train, "balance", note)
-    train.main([*SMALL, *RL, f"--replay={replay}", f"--start_from={run}", f"--out={tmp_path}"])
+    train.main(
+        [*SMALL, *RL, f"--router_replay={replay}", f"--start_from={run}", f"--out={tmp_path}"]
+    )
     log = json.loads((tmp_path / "rl.jsonl").read_text())
     config = hsdp.load_extra(tmp_path / "rl")["config"]
-    assert loads == [log["tokens"] * config["active"] * (config["layers"] - 1)] and log["load"] > 1
+    assert (
+        loads == [log["tokens"] * config["num_experts_per_tok"] * (config["layers"] - 1)]
+        and log["load"] > 1
+    )
     before, after = weights(run / "sft"), weights(tmp_path / "rl")
     assert all(
         torch.equal(before[name], after[name]) for name in before if name.endswith("router.bias")
@@ -1803,7 +1883,13 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
     config = train.configure(
-        {"scale": "tiny", "active": 1, "experts": experts, "device": "cpu", "stage": "pretrain"},
+        {
+            "scale": "tiny",
+            "num_experts_per_tok": 1,
+            "experts": experts,
+            "device": "cpu",
+            "stage": "pretrain",
+        },
         "pretrain",
     )
     torch.manual_seed(0)
@@ -1820,10 +1906,10 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, capsys):
     made = checkpoints.open_checkpoint(run / "sft")
-    config = train.replace(train.Config(), active=1)
+    config = train.replace(train.Config(), num_experts_per_tok=1)
     with pytest.raises(SystemExit):
         checkpoints.check_same_gates(config, "here/sft", made)
-    assert "here/sft was made with --active=1" in capsys.readouterr().err
+    assert "here/sft was made with --num_experts_per_tok=1" in capsys.readouterr().err
     checkpoints.check_same_gates(train.Config(), "here/sft", made)
 
 

@@ -15,7 +15,7 @@ So a tool more is one function here:
         \"\"\"Says how many lines a file has.\"\"\"
         return str(len(workspace.read(path).splitlines()))
 
-A workspace is a real folder (world/workspace.py) or a dictionary (`Rehearsal` in world/expert.py).
+A workspace is a real folder (world/workspace.py) or a dictionary (`InMemoryWorkspace` in world/expert.py).
 The seed names of the tools are Cursor's: read_file, edit_file, run_command, search_codebase.
 
 Standard library only.

@@ -1,0 +1,109 @@
+"""command/rollout_statistics.py: a step's rollouts as numbers for the log of rl.
+
+    rollout_rows(groups, rank)   one row per rollout: what it did, what it got
+    describe_rows(rows)          the rows of all ranks -> {key of the log: mean or share}
+
+What the keys mean, where the name does not say it:
+
+    sampled         tokens that the policy sampled
+    decode_steps    forwards that were needed to sample them
+    blind           submitted without a test run after the last edit
+    cheats          of rollouts that could read files: what the audit calls a certain cheat
+    best            share of groups in which at least one rollout solved the task
+    different       distinct final states of the files in a group, over the rollouts in it
+    equal           share of groups whose rollouts all got the same reward: nothing to learn from
+    named           of the deleted functions not yet written at a summary, the share it names
+    no_turn         rollouts whose task filled the window
+
+It stands apart from train.py because none of these numbers reaches a gradient. Evaluation counts
+per task and has its own table in eval.py.
+"""
+
+import numpy as np
+
+import eval
+import feedback_distill
+import summarize
+
+# of the log: plain means over all rollouts
+MEANS = (
+    "reward",
+    "solved",
+    "effort",
+    "sampled",
+    "decode_steps",
+    "turns",
+    "finished",
+    "summaries",
+    "level",
+    "blind",
+)
+# habits of which the share of rollouts that show them is logged
+HABITS = ("communication", "code_style")
+
+
+def rollout_rows(groups, rank):
+    """-> one dict per rollout of this rank. Small, since it goes to every rank."""
+    every_habit = tuple(feedback_distill.REMINDERS)
+    rows = []
+    for number, group in enumerate(groups):
+        for chain in group:
+            row = dict(chain.stats)
+            row.update(
+                group=(rank, number),
+                level=chain.task.level,
+                solved=chain.solved,
+                reward=chain.reward,
+                cheats=eval.has_cheat(chain),
+                suspicious=eval.is_suspicious(chain),
+                reads="read_file" in chain.task.tools,
+                blind=eval.submitted_untested(chain),
+                probe=summarize.count_named_targets(chain),
+                decode_steps=chain.steps,
+                flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
+                files=hash(frozenset(chain.files.items())),
+            )
+            rows.append(row)
+    return rows
+
+
+def mean(values):
+    return float(np.mean(list(values)))
+
+
+def describe_rows(rows):
+    """rows: those of all ranks -> {key of the log: number}"""
+    log = {key: mean(row[key] for row in rows) for key in MEANS}
+    for habit in HABITS:
+        log[habit] = mean(habit in row["flaws"] for row in rows)
+    log["bad_tool"] = mean(row["bad_tools"] > 0 for row in rows)
+    log["no_turn"] = sum(row["turns"] == 0 for row in rows)
+    turns = sum(row["turns"] for row in rows)
+    log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, turns)
+
+    # Only who can read files can be caught reading what should not be read.
+    readers = [row for row in rows if row["reads"]]
+    for key in ("cheats", "suspicious"):
+        log[key] = sum(row[key] for row in readers) / max(1, len(readers))
+
+    # What a summary keeps of what is still to be done, and its length.
+    probe = {}
+    for key in ("summaries", "tokens", "left", "named"):
+        probe[key] = sum(row["probe"][key] for row in rows)
+    log["named"] = probe["named"] / max(1, probe["left"])
+    log["summary_tokens"] = probe["tokens"] / max(1, probe["summaries"])
+    return log | describe_groups(rows)
+
+
+def describe_groups(rows):
+    """How the rollouts of one task differ from each other: without a difference there is no
+    advantage, and nothing to learn."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    best, different, equal = [], [], []
+    for group in groups.values():
+        best.append(max(row["solved"] for row in group))
+        different.append(len({row["files"] for row in group}) / len(group))
+        equal.append(len({row["reward"] for row in group}) == 1)
+    return {"best": mean(best), "different": mean(different), "equal": mean(equal)}
