@@ -292,7 +292,10 @@ class Call:
 @dataclass
 class Turn:
     """Of an assistant turn the first `head` tokens are the harness's (the role's control token);
-    all others were sampled."""
+    all others were sampled.
+
+    The role decides what is trained on: the sampled tokens of every turn of the role assistant, in
+    each episode that it stands in. A turn that comes again as context has another role (recent)."""
 
     # user, assistant, tool, query, summary, hint; where old turns go: recent, recent output
     role: str
@@ -789,8 +792,9 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
 
 
 def grade_chain(chain, sandbox):
-    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward. The
-    audit looks for cheats."""
+    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward, 1 or 0. The
+    audit looks for cheats. (Training makes its reward of both from chain.solved: compute_reward in
+    train.py.)"""
     chain.stats = effort_counts(chain)
     if chain.failure:
         return

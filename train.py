@@ -216,8 +216,8 @@ class Config:
     # that trains on it
     staleness: int = 1
     feedback: float = 0.15  # weight of the targeted textual feedback (distillation); 0: off
-    # which bad habits get hints in sft and rl, separated by commas: unavailable_tool,
-    # communication, code_style
+    # which bad habits get hints in sft and rl, separated by commas: names of
+    # feedback_distill.RULES, such as unavailable_tool, communication, code_style
     habits: str = "unavailable_tool"
     # from the teacher, in the feedback: forward (KL), reverse (KL) or jsd
     divergence: str = "reverse"
@@ -717,7 +717,9 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
-    reminders = {habit: feedback_distill.REMINDERS[habit] for habit in habits(config)}
+    # Of a rule without a reminder a demonstration holds no hint.
+    known = feedback_distill.REMINDERS
+    reminders = {habit: known[habit] for habit in habits(config) if habit in known}
     chain = feedback_distill.demonstrate_with_hints(
         task,
         tokenizer,

@@ -139,10 +139,9 @@ def check_values(config):
                 f"--{name}={getattr(config, name)}: at least 1, and there are "
                 f"{len(synth_tasks.LEVELS)} levels"
             )
-    if not set(config.habits.split(",")) <= set(feedback_distill.REMINDERS):
+    if not set(config.habits.split(",")) <= set(feedback_distill.RULES):
         usage_error(
-            f"--habits={config.habits}: a list, with commas, of "
-            f"{', '.join(feedback_distill.REMINDERS)}"
+            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.RULES)}"
         )
 
 

@@ -1418,6 +1418,23 @@ def test_demonstrations_are_of_every_level_asked_for(run):
     assert missing >= {0, 2, 3, 4, 6}
 
 
+def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_hint(run):
+    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    task = train.synth_tasks.make_task(0, 1)
+
+    def episodes(habits):
+        config = train.replace(train.Config(), window=2048, habits=habits)
+        train.checks.check_values(config)
+        rng = train.random.Random(1)
+        return train.demonstrate(config, task, rng, tokenizer, None)
+
+    def spoken(habits):
+        return [turn.tokens for episode in episodes(habits) for turn in episode.turns]
+
+    assert "effort" not in train.feedback_distill.REMINDERS
+    assert spoken("unavailable_tool,effort") == spoken("unavailable_tool")
+
+
 def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
     lengths = np.random.default_rng(0).integers(50, 500, 400)
     groups = train.length_groups(lengths, 2048, 150, 7)
