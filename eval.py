@@ -11,20 +11,19 @@ $2.50 out. Ours: the tasks (unseen seeds, compositions and names), the confidenc
 (Wilson's; passes of one task count for as much as they tell), two policies compared task by task,
 and that a token is paid as input once, as if every turn hit the cache.
 
-    pass@k = 1 - C(n - c, k) / C(n, k)          n passes of a task, c of them solved: unbiased (arXiv 2107.03374)
-    best-of-k                                   the same number, since hidden tests tell a solved pass from others
+    pass@k = 1 - C(n - c, k) / C(n, k)    n passes of a task, c of them solved
+                                          (without bias: arXiv 2107.03374)
+    best-of-k                             the same number: hidden tests tell which pass is solved
 
 Left out: latency (our hardware is not theirs) and real user sessions.
 
-    python eval.py demo              the scripted expert at three degrees of care, through the same table
-    python eval.py out/a out/b       runs compared: table, out/eval.json, figures
-    python eval.py out/run --mismatch          the trainer's log-probs against the sampler's, in bf16, with and without router replay
+    python eval.py demo                   the scripted expert at three degrees of care
+    python eval.py out/a out/b            runs compared: table, out/eval.json, figures
+    python eval.py out/run --mismatch     the trainer's log-probs against the sampler's, in bf16,
+                                          with router replay and without
+    python eval.py out/run --gap          the wrong calls that a hint would keep the policy from
 """
 
-import argparse
-import contextlib
-import errno
-import hashlib
 import io
 import json
 import math
@@ -32,9 +31,7 @@ import os
 import random
 import re
 import sys
-import tempfile
 from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,23 +52,26 @@ from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
 from world.judge import judge
 from world.sandbox import Sandbox
-from world.task import Refusal
 from world.task_file import read_tasks
 
 LEVELS = range(6)
+PRICES = 0.5, 2.5  # $ per million tokens: in, out
+HABITS = "communication", "code_style"  # of feedback_distill's rules, those that cost no reward
 
 
 # ---------------------------------------------------------------- numbers
 
 
 def pass_at_k(n, c, k):
-    """Chance that at least one of k passes, drawn from n of which c are solved, is solved. k <=
-    n."""
+    """The chance that at least one of k passes is solved, if they are drawn from n passes of which
+    c are solved. k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
-    return 1.0 if n - c < k else 1.0 - math.comb(n - c, k) / math.comb(n, k)
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def interval(values, passes=1):
+def wilson_interval(values, passes=1):
     """95 % interval of a solve rate: values (N,) are the shares of each task's `passes` that were
     solved -> [low, high].
 
@@ -96,6 +96,14 @@ def interval(values, passes=1):
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
+def passes_by_task(records):
+    """-> {task: [was it solved?, for each of its passes]}"""
+    passes = {}
+    for record in records:
+        passes.setdefault(record["task"], []).append(record["solved"])
+    return passes
+
+
 def compare_pairs(first, second):
     """Two policies' records on the same tasks -> what the pairs say, or None where they share no
     task.
@@ -103,17 +111,13 @@ def compare_pairs(first, second):
     Each task is compared with itself, so that easy and hard ones do not blur the difference: won
     and lost are the tasks of which `second` solved more, or fewer, of its passes than `first`. p:
     chance of a split at least as uneven if both were equally good (sign test, exact, two-sided)."""
-
-    def solve_rates(records):
-        solved = {}
-        for r in records:
-            solved.setdefault(r["task"], []).append(r["solved"])
-        return {task: float(np.mean(passes)) for task, passes in solved.items()}
-
-    before, after = solve_rates(first), solve_rates(second)
+    before = {task: float(np.mean(passes)) for task, passes in passes_by_task(first).items()}
+    after = {task: float(np.mean(passes)) for task, passes in passes_by_task(second).items()}
     shared = [task for task in before if task in after]
     if not shared:
         return None
+
+    # Tasks that both solve as often say nothing about which of the two is better.
     won = sum(after[task] > before[task] for task in shared)
     lost = sum(after[task] < before[task] for task in shared)
     decided = won + lost
@@ -137,66 +141,74 @@ def format_number(value, form):
     return f"{value:.2e}".rjust(len(text))
 
 
-def dollars(stats, price_in=0.5, price_out=2.5):
+def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
     """Cost of a chain: every token enters once as input (cache), every sampled one is paid as
     output."""
-    return ((stats["total"] - stats["sampled"]) * price_in + stats["sampled"] * price_out) / 1e6
+    given = stats["total"] - stats["sampled"]
+    return (given * price_in + stats["sampled"] * price_out) / 1e6
 
 
-def record(chain, price=(0.5, 2.5)):
+def make_record(chain, prices=PRICES):
     """What one pass leaves behind: plain numbers."""
-    flaws = {hint.kind for hint in feedback_distill.detect(chain, ("communication", "code_style"))}
+    flaws = {hint.kind for hint in feedback_distill.detect(chain, HABITS)}
     return {
-        **{name: name in flaws for name in ("communication", "code_style")},
+        **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
         "effort": float(effort(chain.stats, Weights())),
-        "cost": dollars(chain.stats, *price),
+        "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
 
 
-def summary(records):
-    """Records of one policy -> overall numbers and the same by level."""
-    tasks = {}
-    for r in records:
-        tasks.setdefault(r["task"], []).append(r["solved"])
-    passes, mean = min(map(len, tasks.values())), lambda key: float(
-        np.mean([r[key] for r in records])
-    )
-    turns = sum(r["turns"] for r in records)
+def summarize_records(records):
+    """Records of one policy -> its numbers over all tasks"""
+
+    def mean(key):
+        return float(np.mean([record[key] for record in records]))
+
+    def total(key):
+        return sum(record[key] for record in records)
+
+    by_task = passes_by_task(records)
+    passes = min(len(solved) for solved in by_task.values())
     result = {
         "solved": mean("solved"),
-        "interval": interval([np.mean(s) for s in tasks.values()], passes),
-        "tasks": len(tasks),
+        "interval": wilson_interval([np.mean(solved) for solved in by_task.values()], passes),
+        "tasks": len(by_task),
         "passes": passes,
         "tokens": mean("sampled"),
         "effort": mean("effort"),
         "turns": mean("turns"),
-        "cost": float(np.median([r["cost"] for r in records])),
+        # The median: a few episodes that run into a limit would make up most of the mean.
+        "cost": float(np.median([record["cost"] for record in records])),
         "summaries": mean("summaries"),
         "finished": mean("finished"),
-        "wrong_calls_per_turn": sum(r["bad_tools"] for r in records) / max(1, turns),
-        "no_turn": sum(r["turns"] == 0 for r in records),
-        "bad_tool": float(np.mean([r["bad_tools"] > 0 for r in records])),
-        **{habit: mean(habit) for habit in ("communication", "code_style")},
+        "wrong_calls_per_turn": total("bad_tools") / max(1, total("turns")),
+        "no_turn": sum(record["turns"] == 0 for record in records),
+        "bad_tool": float(np.mean([record["bad_tools"] > 0 for record in records])),
+        **{habit: mean(habit) for habit in HABITS},
     }
+    # In nats per token. Records hold it where a reference was given to run_policy.
     if "moved" in records[0]:
-        result["moved"] = sum(r["moved"] for r in records) / max(
-            1, sum(r["unflagged"] for r in records)
-        )
-    for k in (2**i for i in range(6) if 2**i <= passes):
-        result[f"pass@{k}"] = float(np.mean([pass_at_k(len(s), sum(s), k) for s in tasks.values()]))
+        result["moved"] = total("moved") / max(1, total("unflagged"))
+
+    # pass@k is the mean over tasks, for k = 1, 2, 4, ... as far as every task has so many passes.
+    for k in (1, 2, 4, 8, 16, 32):
+        if k <= passes:
+            chances = [pass_at_k(len(solved), sum(solved), k) for solved in by_task.values()]
+            result[f"pass@{k}"] = float(np.mean(chances))
     return result
 
 
-def by_level(records):
-    return {
-        level: summary([r for r in records if r["level"] == level])
-        for level in sorted({r["level"] for r in records})
-    }
+def summarize_levels(records):
+    """-> {level: the numbers of its records}"""
+    levels = {}
+    for record in records:
+        levels.setdefault(record["level"], []).append(record)
+    return {level: summarize_records(levels[level]) for level in sorted(levels)}
 
 
 # ---------------------------------------------------------------- counts for reward hacking
@@ -241,17 +253,18 @@ def held_out(number, levels=LEVELS, split="heldout"):
     names are all held out; with split="train" seeds only, which tells what is missing apart from
     what does not carry over."""
     first = 0 if split == "heldout" else 10**12
-    return [
-        synth_tasks.make_task(level, first + seed, split)
-        for level in levels
-        for seed in range(number)
-    ]
+    tasks = []
+    for level in levels:
+        tasks += [synth_tasks.make_task(level, first + seed, split) for seed in range(number)]
+    return tasks
 
 
 def last_stage(folder):
     """The checkpoint of a run's last stage, or the folder itself where it is no run"""
-    stages = (Path(folder, name) for name in ("rl", "sft", "long", "pretrain"))
-    return next((path for path in stages if hsdp.exists(path)), Path(folder))
+    for stage in ("rl", "sft", "long", "pretrain"):
+        if hsdp.exists(Path(folder, stage)):
+            return Path(folder, stage)
+    return Path(folder)
 
 
 def unfinished(folder):
@@ -259,16 +272,14 @@ def unfinished(folder):
     labelled with: "unfinished: step 3 of 60"."""
     extra = hsdp.load_extra(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
-    return (
-        f"unfinished: step {step} of {steps}"
-        if step is not None and steps is not None and step < steps
-        else ""
-    )
+    if step is None or steps is None or step >= steps:
+        return ""
+    return f"unfinished: step {step} of {steps}"
 
 
 def made_by(folder):
-    """ "" of a checkpoint of the plain recipe; of an experiment's arm what changed the recipe, since
-    here its policy acts without that change"""
+    """ "" of a checkpoint of the plain recipe; of an experiment's arm what changed the recipe: here
+    its policy acts without that change"""
     patch = hsdp.load_extra(folder).get("patch", "")
     return f"made by {patch}" if patch else ""
 
@@ -279,15 +290,18 @@ def load(folder, device="cpu", plain=False):
     `unfinished`."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
-    # than these knobs: had them so
+
+    # A checkpoint that is older than these flags was made with these values.
     older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
     config = {**older, **extra["config"]}
-    # knobs of an earlier version, without which this policy would be shown in another world
+    # Flags of an earlier version, without which this policy would be shown in another world.
     for name in ("truncate", "commands"):
         if config.get(name):
             raise ValueError(
-                f"{path} was made with {name}={config[name]}, no flag any more: see experiments/summary.py"
+                f"{path} was made with {name}={config[name]}, no flag any more: see "
+                "experiments/summary.py"
             )
+
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
     hsdp.load(path, model)
@@ -307,7 +321,18 @@ def make_sampler(model, tokenizer, config, temperature):
     return FastSampler(copy, tokenizer, draft=config["draft"], **options)
 
 
-def attempt(
+def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None, numbers=None):
+    """`passes` rollouts of each task, with the limits and the summaries of this configuration ->
+    groups of chains, one for each task"""
+    if temperature is None:
+        temperature = config["temperature"]
+    sampler = make_sampler(model, tokenizer, config, temperature)
+    limits = rollout.Limits(config["window"], config["max_turns"])
+    compact = summarize.make_compaction(config)
+    return rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
+
+
+def run_policy(
     model,
     tokenizer,
     config,
@@ -315,217 +340,213 @@ def attempt(
     passes,
     seed=0,
     temperature=None,
-    price=(0.5, 2.5),
+    prices=PRICES,
     numbers=None,
-    began=None,
-    hints=False,
+    reference=None,
+    with_hints=False,
 ):
     """`passes` rollouts of each task, at the temperature of the run's RL if none is given ->
-    records. numbers: see rollouts. began: a model; the records then say how far the policy has
-    moved from it. hints: see heeded."""
-    compact = summarize.make_compaction(config)
-    limits = rollout.Limits(config["window"], config["max_turns"])
-    temperature = config["temperature"] if temperature is None else temperature
-    sampler = make_sampler(model, tokenizer, config, temperature)
-    groups = rollout.rollouts(sampler, tasks, passes, seed, limits, Sandbox(), compact, numbers)
+    records.
+
+    numbers: see rollouts. reference: a model; the records then say how far the policy has moved
+    from it (kl_from_reference). with_hints: the records also hold what hint_effect finds."""
+    if temperature is None:
+        temperature = config["temperature"]
+    groups = play_tasks(model, tokenizer, config, tasks, passes, seed, temperature, numbers)
+
     # What the machine failed at is neither solved nor unsolved.
     groups, lost = rollout.drop_failed(groups)
     if lost:
-        tqdm.write(
-            machine.failures_line([chain.failure for chain in lost], len(tasks) * passes),
-            file=sys.stderr,
-        )
+        causes = [chain.failure for chain in lost]
+        tqdm.write(machine.failures_line(causes, len(tasks) * passes), file=sys.stderr)
     if lost and not groups:
         print(
             "eval.py: no rollout could be played on this machine; free what the line above names",
             file=sys.stderr,
         )
-        sys.exit(2)
-    moved = lambda chain: (
-        {} if began is None else dict(zip(("moved", "unflagged"), drift(began, chain, temperature)))
-    )
-    told = lambda chain: {"hints": heeded(model, tokenizer, chain)} if hints else {}
-    return [
-        {**record(chain, price), **moved(chain), **told(chain)}
-        for group in groups
-        for chain in group
-    ]
+        raise SystemExit(2)
+
+    records = []
+    for group in groups:
+        for chain in group:
+            record = make_record(chain, prices)
+            if reference is not None:
+                moved, unflagged = kl_from_reference(reference, chain, temperature)
+                record |= {"moved": moved, "unflagged": unflagged}
+            if with_hints:
+                record["hints"] = hint_effect(model, tokenizer, chain)
+            records.append(record)
+    return records
+
+
+# ---------------------------------------------------------------- closer looks at a policy
 
 
 @torch.no_grad()
-def heeded(model, tokenizer, chain):
-    """Would this policy heed the hint, could it be its own teacher? -> for each call to a tool that
+def hint_effect(model, tokenizer, chain):
+    """What would a hint change, were this policy its own teacher? -> for each call to a tool that
     is not there (tool, probability of beginning and naming that call, the same under the hint).
     Where the two are alike, there is nothing to distil."""
+    device = model.embed.weight.device
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
         episode = chain.episodes[hint.episode]
-        text = feedback_distill.hint_tokens(tokenizer, hint.text, episode.turns[hint.turn])
-        turn, above = episode.turns[hint.turn], [
-            token for turn in episode.turns[: hint.turn + 1] for token in turn.tokens
-        ]
+        turn = episode.turns[hint.turn]
+        text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
         span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        device = model.embed.weight.device
-        at = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
-        places = (torch.tensor([above], device=device), at.student_row, at.student_position), (
-            at.tokens,
-            at.row,
-            at.position,
-        )
-        logp = [
-            feedback_distill.logits_at(model, *place)
-            .log_softmax(-1)
-            .gather(1, at.token[:, None])
-            .sum()
-            for place in places
-        ]
-        found.append(
-            (
-                next(call.name for call in turn.calls if call.error == "unknown_tool"),
-                *(float(p.exp()) for p in logp),
-            )
-        )
+        targets = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
+
+        # Without the hint: the episode up to this turn, as it was sampled.
+        plain = []
+        for earlier in episode.turns[: hint.turn + 1]:
+            plain += earlier.tokens
+        plain = torch.tensor([plain], device=device)
+        without = plain, targets.student_row, targets.student_position
+
+        # With it: the hint stands right above the turn, and shifts every position by its length.
+        under = targets.tokens, targets.row, targets.position
+
+        # The probability of the whole call is the product over its tokens.
+        probabilities = []
+        for tokens, rows, positions in (without, under):
+            logits = feedback_distill.logits_at(model, tokens, rows, positions)
+            logp = logits.log_softmax(-1).gather(1, targets.token[:, None])
+            probabilities.append(float(logp.sum().exp()))
+        wrong = [call.name for call in turn.calls if call.error == "unknown_tool"]
+        found.append((wrong[0], *probabilities))
     return found
-
-
-def mismatch(model, tokenizer, config, tasks):
-    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
-    differences, token by token}, in bf16 with the experts of sampling replayed and with the
-    trainer's own, and in fp32"""
-    found, limits = {}, rollout.Limits(config["window"], config["max_turns"])
-    for dtype in (torch.bfloat16, torch.float32):
-        sampler = make_sampler(model.compute(dtype), tokenizer, config, config["temperature"])
-        groups = rollout.rollouts(
-            sampler, tasks, 1, 0, limits, Sandbox(), summarize.make_compaction(config)
-        )
-        episodes = [
-            e
-            for group in groups
-            for chain in group
-            for e in chain.episodes
-            if any(turn.role == "assistant" for turn in e.turns)
-        ]
-        for replay, how in (
-            ((True, "replayed"), (False, "chosen again"))
-            if dtype == torch.bfloat16
-            else ((True, "replayed"),)
-        ):
-            gaps = [
-                rollout.rescore(model.compute(dtype), e, config["temperature"], replay).abs()
-                for e in episodes
-            ]
-            found[f"{str(dtype).removeprefix('torch.')}, experts {how}"] = torch.cat(gaps).numpy()
-    return found
-
-
-def draw_mismatch(found, path):
-    figure, ax = axes(
-        "Trainer against sampler",
-        "tokens, by the size of the difference",
-        "difference of log-probabilities",
-    )
-    for name, gaps in found.items():
-        ax.plot(
-            np.linspace(0, 1, len(gaps)),
-            np.maximum(np.sort(gaps), 1e-8),
-            label=f"{name}: p99 {np.quantile(gaps, .99):.1e}",
-        )
-    ax.set_yscale("log")
-    ax.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 @torch.no_grad()
-def drift(began, chain, temperature):
-    """How far has the policy that sampled this chain moved from the model `began`, where no rule
-    finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under `began`, over
-    the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in nats per
-    token."""
-    flagged, total, count = (
-        {
-            (h.episode, h.turn)
-            for h in feedback_distill.detect(chain, tuple(feedback_distill.REMINDERS))
-        },
-        0.0,
-        0,
-    )
+def kl_from_reference(reference, chain, temperature):
+    """How far has the policy that sampled this chain moved from a reference model, where no rule
+    finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under the reference,
+    over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
+    nats per token."""
+    rules = tuple(feedback_distill.REMINDERS)
+    flagged = {(hint.episode, hint.turn) for hint in feedback_distill.detect(chain, rules)}
+    device = reference.embed.weight.device
+    total, count = 0.0, 0
     for e, episode in enumerate(chain.episodes):
-        batch, (_, mask, _, turn) = rollout.pack([episode], [1.0], 64), rollout.flatten(episode)
-        keep = torch.from_numpy(mask * [(e, i) not in flagged for i in turn])[1:] > 0
-        tokens, targets = (
-            batch[name].to(began.embed.weight.device) for name in ("tokens", "targets")
-        )
-        gap = batch["logprobs"][0] - began.logprobs(began(tokens), targets, temperature)[0].cpu()
-        total, count = total + float(gap[: len(keep)][keep].sum()), count + int(keep.sum())
+        # Which targets were sampled, in a turn without fault? Position t predicts token t + 1.
+        _, mask, _, turn_index = rollout.flatten(episode)
+        faultless = [(e, turn) not in flagged for turn in turn_index]
+        keep = torch.from_numpy(mask * faultless)[1:] > 0
+
+        batch = rollout.pack([episode], [1.0], 64)
+        tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
+        logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()
+        difference = batch["logprobs"][0] - logp
+        # `pack` pads the row; what it adds is no token of the episode.
+        total += float(difference[: len(keep)][keep].sum())
+        count += int(keep.sum())
     return total, count
 
 
-# ---------------------------------------------------------------- what one sees
+def sampler_mismatch(model, tokenizer, config, tasks):
+    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
+    differences, token by token}, in bf16 with the experts of sampling replayed and with the
+    trainer's own, and in fp32"""
+    settings = (
+        ("bfloat16, experts replayed", torch.bfloat16, True),
+        ("bfloat16, experts chosen again", torch.bfloat16, False),
+        ("float32, experts replayed", torch.float32, True),
+    )
+    episodes, found = {}, {}
+    for name, dtype, replay in settings:
+        # One set of rollouts for each dtype: both bf16 rows are of the same tokens.
+        if dtype not in episodes:
+            groups = play_tasks(model.compute(dtype), tokenizer, config, tasks, passes=1)
+            episodes[dtype] = sampled_episodes(groups)
+        trainer = model.compute(dtype)
+        gaps = []
+        for episode in episodes[dtype]:
+            gaps.append(rollout.rescore(trainer, episode, config["temperature"], replay).abs())
+        found[name] = torch.cat(gaps).numpy()
+    return found
 
+
+def sampled_episodes(groups):
+    """The episodes in which the policy has sampled anything"""
+    chains = [chain for group in groups for chain in group]
+    found = []
+    for chain in chains:
+        for episode in chain.episodes:
+            if any(turn.role == "assistant" for turn in episode.turns):
+                found.append(episode)
+    return found
+
+
+# ---------------------------------------------------------------- the table
+
+# Rows below pass@k. Key of summarize_records: (its name in the table, number format, factor)
 ROWS = {
-    "solved": ("solved", "{:.3f}"),
-    "pass@1": ("pass@1", "{:.3f}"),
-    "tokens": ("tokens per task", "{:.0f}"),
-    "effort": ("effort", "{:.1f}"),
-    "turns": ("turns", "{:.1f}"),
-    "cost": ("median cost, $ per 1000 tasks", "{:.3f}"),
-    "bad_tool": ("episodes with a wrong tool", "{:.3f}"),
-    "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}"),
-    "summaries": ("summaries per task", "{:.2f}"),
-    "finished": ("ended by itself", "{:.3f}"),
+    "tokens": ("tokens per task", "{:.0f}", 1),
+    "effort": ("effort", "{:.1f}", 1),
+    "turns": ("turns", "{:.1f}", 1),
+    "cost": ("median cost, $ per 1000 tasks", "{:.3f}", 1000),
+    "bad_tool": ("episodes with a wrong tool", "{:.3f}", 1),
+    "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}", 1),
+    "summaries": ("summaries per task", "{:.2f}", 1),
+    "finished": ("ended by itself", "{:.3f}", 1),
 }
 
 
-def table(policies, kind="held-out"):
+def format_table(policies, kind="held-out"):
     """{name: records}, and which tasks these were -> the text of the table"""
-    whole = {name: summary(records) for name, records in policies.items()}
-    levels = {name: by_level(records) for name, records in policies.items()}
-    any_one = next(iter(whole.values()))
+    whole = [summarize_records(records) for records in policies.values()]
+    levels = [summarize_levels(records) for records in policies.values()]
     width = max(14, 2 + max(map(len, policies)))
-    line = lambda label, cells: f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells)
-    text = [line(f"{any_one['tasks']} {kind} tasks x {any_one['passes']}", policies)]
-    text.append(line("solved [95 % interval]", [f"{w['solved']:.3f}" for w in whole.values()]))
-    text.append(line("", ["[{:.2f} {:.2f}]".format(*w["interval"]) for w in whole.values()]))
-    text += pair_lines(policies, line)
-    for level in next(iter(levels.values())):
-        rows = [by.get(level) for by in levels.values()]
-        cells = [f"{row['solved']:.2f} ({row['tokens']:.0f})" if row else "-" for row in rows]
-        text.append(line(f"  level {level}: solved (tokens)", cells))
-    for k in [key for key in any_one if key.startswith("pass@")]:
-        cells = [format_number(w[k], "{:.3f}") if k in w else "-" for w in whole.values()]
-        text.append(line(f"{k}" + (" = best-of-" + k[5:] if k != "pass@1" else ""), cells))
-    for key in (
-        "tokens",
-        "effort",
-        "turns",
-        "cost",
-        "bad_tool",
-        "wrong_calls_per_turn",
-        "summaries",
-        "finished",
-    ):
-        scale = 1000 if key == "cost" else 1
-        text.append(
-            line(
-                ROWS[key][0], [format_number(w[key] * scale, ROWS[key][1]) for w in whole.values()]
-            )
-        )
-    # these count as failed, and nothing was tried
-    if any(w["no_turn"] for w in whole.values()):
-        text.append(
-            line("without room for a turn", [f"{w['no_turn']:.0f}" for w in whole.values()])
-        )
-    return "\n".join(text)
+    lines = []
+
+    def add_row(label, cells):
+        lines.append(f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells))
+
+    # What is solved, and how sure that is.
+    add_row(f"{whole[0]['tasks']} {kind} tasks x {whole[0]['passes']}", policies)
+    add_row("solved [95 % interval]", [f"{numbers['solved']:.3f}" for numbers in whole])
+    add_row("", ["[{:.2f} {:.2f}]".format(*numbers["interval"]) for numbers in whole])
+    for label, cells in pair_rows(policies):
+        add_row(label, cells)
+
+    # The levels of the first policy; another one may have been given other tasks.
+    for level in levels[0]:
+        cells = []
+        for by_level in levels:
+            cell = "-"
+            if level in by_level:
+                numbers = by_level[level]
+                cell = f"{numbers['solved']:.2f} ({numbers['tokens']:.0f})"
+            cells.append(cell)
+        add_row(f"  level {level}: solved (tokens)", cells)
+
+    # Several chances at a task, as far as the first policy had so many passes.
+    for key in whole[0]:
+        if key.startswith("pass@"):
+            cells = []
+            for numbers in whole:
+                cells.append(format_number(numbers[key], "{:.3f}") if key in numbers else "-")
+            k = key.removeprefix("pass@")
+            add_row(key if k == "1" else f"{key} = best-of-{k}", cells)
+
+    # What it takes.
+    for key, (label, form, factor) in ROWS.items():
+        add_row(label, [format_number(numbers[key] * factor, form) for numbers in whole])
+
+    # These count as failed, though nothing was tried.
+    if any(numbers["no_turn"] for numbers in whole):
+        add_row("without room for a turn", [f"{numbers['no_turn']:.0f}" for numbers in whole])
+    return "\n".join(lines)
 
 
-def pair_lines(policies, line):
-    """The rows of the table that set each policy against the first one, task by task; none where no
-    task is shared. line: as in table, label and cells -> a row"""
+def pair_rows(policies):
+    """The rows of the table that set each policy against the first one, task by task, as (label,
+    cells); none where no task is shared."""
     first, *others = policies
     pairs = [compare_pairs(policies[first], policies[name]) for name in others]
     if not any(pairs):
         return []
-    whole = len({r["task"] for r in policies[first]})
+    whole = len({record["task"] for record in policies[first]})
     won, chance = ["-"], [""]
     for pair in pairs:
         if pair is None:
@@ -535,36 +556,43 @@ def pair_lines(policies, line):
         part = f" of {pair['tasks']}" if pair["tasks"] < whole else ""
         won.append(f"+{pair['won']} -{pair['lost']}{part}")
         chance.append("p=" + format_number(pair["p"], "{:.3f}"))
-    return [
-        line("  tasks won, lost against first", won),
-        line("  if alike, so uneven by chance", chance),
-    ]
+    return [("  tasks won, lost against first", won), ("  if alike, so uneven by chance", chance)]
 
 
-def try_to_draw():
-    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
-    command that draws at its end."""
-    try:
-        figure, _ = axes("", "", "")
-        figure.savefig(io.BytesIO(), format="png")
-    # of a foreign library, and whatever its settings make of it
-    except Exception as error:
-        return f"no figures: matplotlib does not draw here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    return ""
+def write_report(policies, folder, name, extra=None, kind="held-out"):
+    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
+    said below it."""
+    write_json(policies, Path(folder, name), extra)
+    problem = draw_safely(draw_policies, policies, folder)
+    text = format_table(policies, kind)
+    return f"{text}\n{problem}" if problem else text
 
 
-def draw_safely(draw_it, *inputs):
-    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
-    figure, in one line"""
-    try:
-        draw_it(*inputs)
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {lines[0]})"
-    return ""
+def write_json(policies, path, extra=None):
+    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
+    the file"""
+    data = {"policies": {}}
+    for name, records in policies.items():
+        data["policies"][name] = {
+            "overall": summarize_records(records),
+            "levels": summarize_levels(records),
+        }
+    data |= extra or {}
+
+    first, *others = policies
+    data["pairs"] = {}
+    for name in others:
+        pair = compare_pairs(policies[first], policies[name])
+        if pair:
+            data["pairs"][name] = {"against": first, **pair}
+    path.write_text(json.dumps(data, indent=1))
 
 
-def axes(title, x, y, panels=1):
+# ---------------------------------------------------------------- figures
+
+
+def make_axes(title, x, y, panels=1):
+    """-> a figure, and its axes: one, or an array of `panels`"""
     # A notebook exports the backend of its own process to what it starts, where that module may not
     # exist. Nothing is shown on a screen here. It has to be set before the first import: matplotlib
     # reads it then.
@@ -580,444 +608,217 @@ def axes(title, x, y, panels=1):
     return figure, ax
 
 
-def draw(policies, folder):
+def first_line(error):
+    """Of an exception's message, which may be empty"""
+    return (str(error).splitlines() or [""])[0]
+
+
+def try_to_draw():
+    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
+    command that draws at its end."""
+    try:
+        figure, _ = make_axes("", "", "")
+        figure.savefig(io.BytesIO(), format="png")
+    # Whatever a foreign library, and the settings that it finds, may raise.
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        return f"no figures: matplotlib does not draw here ({what})"
+    return ""
+
+
+def draw_safely(draw_it, *inputs):
+    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
+    figure, in one line"""
+    try:
+        draw_it(*inputs)
+    except Exception as error:
+        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_line(error)})"
+    return ""
+
+
+def annotate(ax, text, place, offset, **style):
+    """Text beside a point, its offset in points"""
+    ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
+
+
+def draw_policies(policies, folder):
     """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
     the levels"""
-    folder = Path(folder)
-    levels = {name: by_level(records) for name, records in policies.items()}
-    figure, ax = axes("Effort follows difficulty?", "level of the task", "sampled tokens per task")
+    levels = {name: summarize_levels(records) for name, records in policies.items()}
+    draw_effort(levels, Path(folder, "effort.png"))
+    draw_score(policies, levels, Path(folder, "score.png"))
+
+
+def draw_effort(levels, path):
+    """levels: {policy: {level: its numbers}}"""
+    figure, ax = make_axes(
+        "Effort follows difficulty?", "level of the task", "sampled tokens per task"
+    )
     for name, rows in levels.items():
-        ax.plot(list(rows), [r["tokens"] for r in rows.values()], "o-", label=name)
-        for level, r in rows.items():
-            top = r["tokens"] >= max(
-                other[level]["tokens"] for other in levels.values() if level in other
-            )
-            ax.annotate(
-                f"{r['tokens']:.0f}",
-                (level, r["tokens"]),
-                textcoords="offset points",
-                xytext=(0, 6 if top else -12),
-                ha="center",
-                fontsize=7,
-            )
+        ax.plot(list(rows), [numbers["tokens"] for numbers in rows.values()], "o-", label=name)
+        # A number stands above its point where it is the highest of its level, else below.
+        for level, numbers in rows.items():
+            tokens = numbers["tokens"]
+            others = [other[level]["tokens"] for other in levels.values() if level in other]
+            offset = (0, 6) if tokens >= max(others) else (0, -12)
+            annotate(ax, f"{tokens:.0f}", (level, tokens), offset, ha="center", fontsize=7)
     ax.legend()
-    figure.savefig(folder / "effort.png", dpi=120)
-    figure, ax = axes(
+    figure.savefig(path, dpi=120)
+
+
+def draw_score(policies, levels, path):
+    """A small point for each level, a star for all of a policy's tasks"""
+    figure, ax = make_axes(
         "Score against tokens (one point per level)", "sampled tokens per task", "solved"
     )
     for name, rows in levels.items():
-        points = ax.plot(
-            [r["tokens"] for r in rows.values()],
-            [r["solved"] for r in rows.values()],
-            "o",
-            label=name,
-            alpha=0.5,
-        )
-        whole = summary(policies[name])
-        ax.plot(whole["tokens"], whole["solved"], "*", markersize=16, color=points[0].get_color())
-        ax.annotate(
-            f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens",
-            (whole["tokens"], whole["solved"]),
-            textcoords="offset points",
-            xytext=(8, 8),
-            fontsize=8,
-        )
-        for level, r in rows.items():
-            ax.annotate(
-                str(level),
-                (r["tokens"], r["solved"]),
-                textcoords="offset points",
-                xytext=(4, -8),
-                fontsize=7,
-            )
+        tokens = [numbers["tokens"] for numbers in rows.values()]
+        solved = [numbers["solved"] for numbers in rows.values()]
+        points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
+        for level, place in zip(rows, zip(tokens, solved)):
+            annotate(ax, str(level), place, (4, -8), fontsize=7)
+
+        whole = summarize_records(policies[name])
+        place = whole["tokens"], whole["solved"]
+        ax.plot(*place, "*", markersize=16, color=points[0].get_color())
+        text = f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens"
+        annotate(ax, text, place, (8, 8), fontsize=8)
     ax.set_ylim(0, 1.15)
     ax.legend(loc="lower right")
-    figure.savefig(folder / "score.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
-def lines_of(run, stage):
-    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands
-    there twice counts once, as it was written last; a line that a kill or a full disk has cut is
-    left out."""
-    path = Path(run, f"{stage}.jsonl")
-    steps = {}
-    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
-        try:
-            entry = json.loads(line)
-            steps[int(entry["step"])] = entry
-        except (ValueError, KeyError, TypeError):
-            continue
-    return [steps[step] for step in sorted(steps)]
-
-
-def curve(lines, name):
-    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log
-    which lost its beginning is not moved forward"""
-    by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
-    return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
-
-
-def mean_known(values):
-    """The mean of the numbers that are known, nan where none is"""
-    known = [value for value in values if not math.isnan(value)]
-    return float(np.mean(known)) if known else math.nan
-
-
-def draw_training(logs, folder):
-    """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL
-    step. logs: {stage: its lines}"""
-    figure, ax = axes("Loss of the supervised stages", "step", "nats per token")
-    start = 0
-    for stage, lines in (
-        (stage, lines) for stage, lines in logs.items() if stage != "rl" and lines
-    ):
-        ax.plot(
-            [start + line["step"] for line in lines], [line["loss"] for line in lines], label=stage
-        )
-        start += int(lines[-1]["step"])
-    if start:
-        ax.set_yscale("log")
-        ax.legend()
-        figure.savefig(Path(folder, "loss.png"), dpi=120)
-    lines = logs.get("rl")
-    if not lines:
-        return
-    figure, ax = axes(
-        "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
+def draw_mismatch(found, path):
+    """found: see sampler_mismatch"""
+    figure, ax = make_axes(
+        "Trainer against sampler",
+        "tokens, by the size of the difference",
+        "difference of log-probabilities",
     )
-    steps, level = [line["step"] for line in lines], ax.twinx()
-
-    def plot_running(axis, key, **style):
-        axis.plot(steps, running([line[key] for line in lines]), **style)
-
-    for key, label in (
-        ("solved", "solved"),
-        ("best", "best of the group"),
-        ("reward", "reward"),
-        ("bad_tool", "with a wrong tool call"),
-    ):
-        plot_running(ax, key, label=label)
-    plot_running(level, "level", color="gray", alpha=0.5)
-    ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
-    level.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.32), ncols=2, fontsize=8)
-    figure.savefig(Path(folder, "reward.png"), dpi=120)
-
-
-def running(values, window=5):
-    """Mean over the last `window` values"""
-    return [mean_known(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
-def check_writable(folder, names):
-    """Before long work: can its results be written? folder is made. OSError if not, with the path
-    that is in the way: what is no plain file, or may not be overwritten."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
-    for path in (Path(folder, name) for name in names):
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
-        if path.exists() and not os.access(path, os.W_OK):
-            raise OSError(errno.EACCES, "cannot be overwritten", str(path))
-
-
-def write(policies, folder, name, extra=None, kind="held-out"):
-    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
-    said below it."""
-    write_json(policies, Path(folder, name), extra)
-    problem = draw_safely(draw, policies, folder)
-    return table(policies, kind) + f"\n{problem}" * bool(problem)
-
-
-def write_json(policies, path, extra=None):
-    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
-    the file"""
-    data = {
-        "policies": {
-            n: {"overall": summary(r), "levels": by_level(r)} for n, r in policies.items()
-        },
-        **(extra or {}),
-    }
-    first, *others = policies
-    data["pairs"] = {
-        name: {"against": first, **pair}
-        for name in others
-        if (pair := compare_pairs(policies[first], policies[name]))
-    }
-    path.write_text(json.dumps(data, indent=1))
+    for name, gaps in found.items():
+        label = f"{name}: p99 {np.quantile(gaps, .99):.1e}"
+        shares = np.linspace(0, 1, len(gaps))
+        ax.plot(shares, np.maximum(np.sort(gaps), 1e-8), label=label)
+    ax.set_yscale("log")
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 # ---------------------------------------------------------------- the stage `eval` of train.py
 
 
-def find_policies(config, given, sizes, load_published):
-    """What a run has to evaluate: its policies before and after RL, before any training the
-    published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, the published model as `load` gives it or None).
+def evaluate(run, config, paths, made, published):
+    """Rollouts of held-out tasks by the policies before and after RL -> {name: records}, on every
+    rank. Every rank plays its share of the tasks.
 
-    config: that of the command; given: the flags that were typed; sizes: names of those that are
-    the model's shape; load_published: called without arguments, gives the model of --init_from.
-    Window, turns, ... are those the policies were made with. Refusal where a flag says otherwise,
-    or where there is nothing to evaluate."""
-    out, published = Path(config.out), None
-
-    # Before RL: the run's own SFT, or the one from which its RL began.
-    trained = hsdp.exists(out / "rl")
-    before = out / "sft"
-    if not hsdp.exists(before):
-        begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
-        before = Path(config.start_from or begun or config.out) / "sft"
-    paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
-    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
-    if not paths and config.init_from and not config.start_from:
-        published = load_published()
-        paths = {"published": Path(config.init_from)}
-    if not paths:
-        raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
-
-    # What is shown belongs to what was run: a stage that is not at its end is called so.
-    labelled = {}
-    for name, path in paths.items():
-        label = "" if published else unfinished(path)
-        labelled[f"{name} ({label})" if label else name] = path
-
-    # One model, one window, one limit of turns, ... for all of them: those of the last one.
-    last = list(labelled.values())[-1]
-    made = published[2] if published else load(last)[2]
-    if config.init_from not in ("", made["init_from"]):
-        raise Refusal(
-            f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
-            "leave the flag away"
-        )
-    rules = ["window", "max_turns", "draft", "summarize", "trigger"]
-    shape = [] if published else sorted({*sizes, "vocab", "yarn"})
-    for name in shape + rules:
-        # A run older than a flag was made with its default.
-        before = made.get(name, getattr(type(config), name))
-        if given.get(name, before) != before:
-            raise Refusal(
-                f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
-            )
-    as_made = {name: made[name] for name in rules}
-    # This may be asked for otherwise.
-    temperature = made.get("temperature", config.temperature)
-    as_made["temperature"] = given.get("temperature", temperature)
-    return replace(config, **as_made), labelled, made, published
-
-
-def evaluate(run, config, paths, made, published, describe_cost):
-    """Held-out tasks before and after RL -> table, summary.json, figures. Every rank plays its
-    share of the tasks. config, paths, made, published: see find_policies; run: train.py's;
-    describe_cost: called on every rank at the end, gives a line on what the command took."""
-    out = Path(config.out)
-    trained = hsdp.exists(out / "rl")
-    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
-    run.say(f"evaluated: {told}" + f"; there is no {out}/rl" * (not trained))
-
-    # The same evaluation of the same checkpoints again: its table is there already.
-    made_from = {} if published else {name: when_saved(path) for name, path in paths.items()}
-    kept = find_kept_table(config, made_from) if trained else ""
-    if kept:
-        return run.say(kept)
-
+    config, paths, made, published: see find_policies in command/evaluation.py, which also writes
+    what comes out. run: train.py's."""
     # Tasks that no policy has seen.
-    held = held_out(config.eval_tasks, range(config.eval_levels))
     if config.tasks:
-        held = read_tasks(config.tasks)
+        tasks = read_tasks(config.tasks)
+    else:
+        tasks = held_out(config.eval_tasks, range(config.eval_levels))
 
     policies = {}
     for name, path in run.bar(list(paths.items()), "evaluation"):
         model, tokenizer, saved = published or load(path, run.device, config.plain)
-        # How far RL has moved the policy from where it began. (Of a published model, one more may
-        # not fit.)
-        began, origin = None, Path(saved["start_from"] or saved["out"], "sft")
-        if saved["stage"] == "rl" and hsdp.exists(origin) and not saved["init_from"]:
-            began = load(origin, run.device, config.plain)[0].compute(run.dtype)
-        mine = attempt(
+
+        # How far has RL moved the policy from where it began? (Of a published model, one more may
+        # not fit into memory.)
+        reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
+        if saved["stage"] == "rl" and hsdp.exists(start) and not saved["init_from"]:
+            reference = load(start, run.device, config.plain)[0].compute(run.dtype)
+
+        # Tasks have numbers, and rollouts take their random numbers from these: so they are the
+        # same however many ranks there are.
+        records = run_policy(
             model.compute(run.dtype),
             tokenizer,
             {**made, "plain": config.plain},
-            run.share(held),
+            run.share(tasks),
             config.eval_samples,
             temperature=config.temperature,
-            numbers=run.share(range(len(held))),
-            began=began,
+            numbers=run.share(range(len(tasks))),
+            reference=reference,
         )
-        policies[name] = run.gather(mine)
-    cost = describe_cost()
-    if run.rank == 0:
-        write_evaluation(config, policies, made_from, cost)
-
-
-def find_kept_table(config, made_from):
-    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
-    empty text"""
-    path = Path(config.out, "summary.json")
-    asked = ["tasks", "temperature", "start_from"]
-    asked += ["eval_levels", "eval_tasks", "eval_samples"]
-    # A full disk may have left half of it.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        done = json.loads(path.read_text())
-        same = all(done["config"][name] == getattr(config, name) for name in asked)
-        if same and done["file"] == digest_file(config.tasks) and done["made_from"] == made_from:
-            return done["table"]
-    return ""
-
-
-def write_evaluation(config, policies, made_from, cost):
-    """Table, summary.json, figures of {name: records}"""
-    out = Path(config.out)
-    text = table(policies, "given" if config.tasks else "held-out") + f"\n{cost}"
-    logs = {stage: lines_of(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
-    extra = {
-        "table": text,
-        "config": asdict(config),
-        "stages": {stage: lines[-1] for stage, lines in logs.items() if lines},
-        "file": digest_file(config.tasks),
-        "made_from": made_from,
-    }
-
-    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not
-    # cost it.
-    print(f"\n{text}\n")
-    try:
-        write_json(policies, out / "summary.json", extra)
-    except OSError as error:
-        print(
-            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
-            file=sys.stderr,
-        )
-        raise SystemExit(1) from None
-    problems = [draw_safely(draw, policies, out), draw_safely(draw_training, logs, out)]
-    figures = ", ".join(sorted(path.name for path in out.glob("*.png")))
-    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))
-
-
-def when_saved(path):
-    """When a checkpoint was written, which tells it from another that later stands in its place"""
-    files = [Path(folder, "manifest.json") for folder in (path, f"{path}.old")]
-    return next((str(file.stat().st_mtime_ns) for file in files if file.exists()), "")
-
-
-def digest_file(path):
-    """Of the bytes of a file; "" of none"""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+        policies[name] = run.gather(records)
+    return policies
 
 
 # ---------------------------------------------------------------- command line
 
 
-def expert_records(sloppy, tasks):
-    """The scripted expert as a policy, graded by the real judge."""
-    tokenizer, sandbox, records = (
-        rollout.Tokenizer({bytes([b]): b for b in range(256)}),
-        Sandbox(),
-        [],
-    )
+def play_expert(sloppy, tasks):
+    """The scripted expert as a policy, graded by the real judge -> records"""
+    # Every byte is a token: no tokenizer has to be trained for it.
+    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    limits, sandbox, records = rollout.Limits(10**6), Sandbox(), []
     for task in tasks:
-        chain = rollout.demonstrate(
-            task, tokenizer, random.Random(task.instance_id), rollout.Limits(10**6), sloppy
-        )
+        rng = random.Random(task.instance_id)
+        chain = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
         chain.solved = judge(task, chain.files, sandbox).solved
-        records.append(record(chain))
+        records.append(make_record(chain))
     return records
 
 
 def demo():
-    Path("out/demo").mkdir(parents=True, exist_ok=True)
+    out = Path("out/demo")
+    out.mkdir(parents=True, exist_ok=True)
     tasks = held_out(8)
-    policies = {
-        name: expert_records(sloppy, tasks)
-        for name, sloppy in (("careful", 0.0), ("sloppy", 1.0), ("hasty", 2.0))
-    }
-    print(write(policies, "out/demo", "eval.json"))
-    careful, hasty = summary(policies["careful"]), summary(policies["hasty"])
+    care = {"careful": 0.0, "sloppy": 1.0, "hasty": 2.0}
+    policies = {name: play_expert(sloppy, tasks) for name, sloppy in care.items()}
+    print(write_report(policies, out, "eval.json"))
+    careful = summarize_records(policies["careful"])
+    hasty = summarize_records(policies["hasty"])
     print(
-        f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for {careful['tokens']:.0f} bytes each, "
-        f"against {hasty['solved']:.2f} for {hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png."
+        f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for "
+        f"{careful['tokens']:.0f} bytes each, against {hasty['solved']:.2f} for "
+        f"{hasty['tokens']:.0f}. Figures: out/demo/effort.png, out/demo/score.png."
     )
 
 
-def flags(argv):
-    parser = argparse.ArgumentParser(
-        description="Score runs on held-out tasks.", allow_abbrev=False
-    )
-    parser.error = lambda message: (print(f"eval.py: {message}", file=sys.stderr), sys.exit(2))
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        help="folders of runs or of single checkpoints; the word demo: a demonstration",
-    )
-    parser.add_argument("--number", type=int, default=24, help="tasks per level")
-    parser.add_argument(
-        "--levels",
-        type=int,
-        default=len(LEVELS),
-        help=f"levels, from 0 on, of {len(synth_tasks.LEVELS)}",
-    )
-    parser.add_argument("--passes", type=int, default=2)
-    parser.add_argument(
-        "--turns", type=int, default=0, help="of an episode (default: those of the run's RL)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=None,
-        help="of sampling (default: that of the run's RL)",
-    )
-    parser.add_argument(
-        "--tasks",
-        default="",
-        help="tasks.jsonl of synth_tasks.py --repo instead of generated codebases",
-    )
-    parser.add_argument(
-        "--split",
-        choices=("heldout", "train"),
-        default="heldout",
-        help="of generated tasks; train: only seeds are new",
-    )
-    parser.add_argument("--price_in", type=float, default=0.5, help="$ per million tokens")
-    parser.add_argument("--price_out", type=float, default=2.5)
-    parser.add_argument(
-        "--gap",
-        action="store_true",
-        help="also tell which wrong tools a hint would keep the policy from",
-    )
-    parser.add_argument(
-        "--mismatch",
-        action="store_true",
-        help="only: how far the trainer's log-probs lie from the sampler's, in bf16",
-    )
-    parser.add_argument("--out", default="out")
-    # what an earlier version did with this flag has a command of its own
-    for flag, _, name in (word.partition("=") for word in argv):
-        if flag == "--experiment":
-            parser.error(
-                f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
-            )
-    args, others = parser.parse_known_args(argv)
-    if others:
-        parser.error(f"unknown flag {others[0]!r}")
-    folders = [Path(run).resolve() for run in args.runs]
-    twice = [run for run, folder in zip(args.runs, folders) if folders.count(folder) > 1]
-    if twice:
-        parser.error(f"{twice[0]} is named more than once: each run once")
-    if min(args.number, args.passes) < 1 or args.turns < 0:
-        parser.error("--number and --passes must be at least 1, --turns at least 0")
-    if not 0 < args.levels <= len(synth_tasks.LEVELS):
-        parser.error(f"--levels must be from 1 to {len(synth_tasks.LEVELS)}")
-    for name in ("temperature", "price_in", "price_out"):
-        if getattr(args, name) is not None and not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name} must be a number from 0 on")
-    if not args.runs:
-        parser.error(
-            "which runs? Name their folders: python eval.py out/run (python eval.py demo is a demonstration)"
+def load_runs(folders):
+    """-> {the name of a run in the table: its model, tokenizer and configuration}"""
+    models = {}
+    for folder in folders:
+        path = last_stage(folder)
+        label = "; ".join(filter(None, [unfinished(path), made_by(path)]))
+        models[f"{folder} ({label})" if label else folder] = load(folder)
+    return models
+
+
+def report_mismatch(models, tasks, path):
+    """--mismatch: a line for each run and setting, and a figure"""
+    found = {}
+    for run, (model, tokenizer, config) in models.items():
+        for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
+            found[f"{run}, {name}"] = gaps
+    for name, gaps in found.items():
+        print(
+            f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
+            f"largest {gaps.max():.1e}"
         )
-    return args, parser
+    print(draw_safely(draw_mismatch, found, path) or path)
+
+
+def report_hint_effects(run, records):
+    """--gap: the eight tools most often called where they are not there"""
+    found = [call for record in records for call in record["hints"]]
+    print(
+        f"\n{run}: probability of a call to a tool that is not there, where it was made, without "
+        "and with the hint above it"
+    )
+    for tool, number in Counter(name for name, _, _ in found).most_common(8):
+        pairs = [(before, after) for name, before, after in found if name == tool]
+        before, after = np.mean(pairs, axis=0)
+        print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")
 
 
 def main(argv):
-    args, parser = flags(argv)
+    from command.eval_flags import parse_arguments, usage_error
+    from command.output_files import check_writable
+
+    args = parse_arguments(argv, len(LEVELS))
     problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)
@@ -1025,69 +826,50 @@ def main(argv):
         try:
             return demo()
         except OSError as error:
-            parser.error(f"{error.filename or 'cannot write'}: {error.strerror}")
-    policies = {}
+            usage_error(f"{error.filename or 'cannot write'}: {error.strerror}")
+
+    # Everything that can be refused is refused before the first rollout.
     try:
-        tasks = (
-            read_tasks(args.tasks)
-            if args.tasks
-            else held_out(args.number, range(args.levels), args.split)
-        )
+        if args.tasks:
+            tasks = read_tasks(args.tasks)
+        else:
+            tasks = held_out(args.number, range(args.levels), args.split)
         if not tasks:
             raise ValueError(f"{args.tasks}: holds no tasks")
-        models = {}
-        for run in args.runs:
-            labels = [unfinished(last_stage(run)), made_by(last_stage(run))]
-            label = "; ".join(filter(None, labels))
-            models[f"{run} ({label})" if label else run] = load(run)
-        check_writable(
-            args.out,
-            ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"],
-        )
+        models = load_runs(args.runs)
+        files = ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"]
+        check_writable(args.out, files)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        usage_error(str(error))
     if args.mismatch:
-        found = {
-            f"{run}, {name}": gaps
-            for run, loaded in models.items()
-            for name, gaps in mismatch(*loaded, tasks).items()
-        }
-        for name, gaps in found.items():
-            print(
-                f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   largest {gaps.max():.1e}"
-            )
-        return print(
-            draw_safely(draw_mismatch, found, Path(args.out, "mismatch.png"))
-            or f"{args.out}/mismatch.png"
-        )
+        return report_mismatch(models, tasks, f"{args.out}/mismatch.png")
+
+    policies = {}
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["max_turns"] = args.turns or config["max_turns"]
-        policies[run] = attempt(
+        policies[run] = run_policy(
             model,
             tokenizer,
             config,
             tasks,
             args.passes,
-            0,
-            args.temperature,
-            (args.price_in, args.price_out),
-            hints=args.gap,
+            temperature=args.temperature,
+            prices=(args.price_in, args.price_out),
+            with_hints=args.gap,
         )
-    kind = "given" if args.tasks else "held-out" if args.split == "heldout" else "training"
+
+    kind = "held-out" if args.split == "heldout" else "training"
+    if args.tasks:
+        kind = "given"
     try:
-        print(write(policies, args.out, "eval.json", kind=kind))
-    # the table is what the time was spent on
+        print(write_report(policies, args.out, "eval.json", kind=kind))
     except OSError as error:
-        print(table(policies, kind))
-        parser.error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
-    for run, records in policies.items() if args.gap else ():
-        found = [call for record in records for call in record["hints"]]
-        print(
-            f"\n{run}: probability of a call to a tool that is not there, where it was made, without and with the hint above it"
-        )
-        for tool, number in Counter(tool for tool, *_ in found).most_common(8):
-            before, after = np.mean([p for name, *p in found if name == tool], 0)
-            print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")
+        # The table is what the time was spent on.
+        print(format_table(policies, kind))
+        usage_error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
+    if args.gap:
+        for run, records in policies.items():
+            report_hint_effects(run, records)
     print(f"\n{args.out}/eval.json, effort.png, score.png")
 
 

@@ -65,6 +65,7 @@ from command import (
     checkpoint_files,
     checkpoints,
     checks,
+    evaluation,
     failures,
     flags,
     hardware,
@@ -72,6 +73,7 @@ from command import (
     launch,
     old_flags,
     published_model,
+    output_files,
     rollout_statistics,
     source_files,
     step_log,
@@ -856,7 +858,7 @@ class Reinforcement(Source):
         """tasks: {level: tasks of the file --tasks}, empty where tasks are generated"""
         config = self.run.config
         tasks = self.with_room(read_tasks(config.tasks) if config.tasks else [])
-        self.tasks_digest = eval.digest_file(config.tasks)
+        self.tasks_digest = output_files.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {}
         for task in tasks:
@@ -1634,26 +1636,34 @@ def bias_rate(run):
 
 
 def evaluate(config, given, sources):
-    """The stage eval: see eval.py."""
+    """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
     if hsdp.exists(trained):
         saved = checkpoints.open_checkpoint(trained)
         checkpoints.check_patch(trained, saved, PATCH)
     run = Run(config)
     try:
-        config, paths, made, published = eval.find_policies(
+        config, paths, made, published = evaluation.find_policies(
             config, given, SIZES, lambda: published_model.load_published(config, run.device)
         )
     except ValueError as error:
         usage_error(str(error))
     run.say_configuration(sources)
+    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
+    run.say(f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.exists(trained)))
 
-    def describe_cost():
-        minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
-        processes = f"{run.world} process" + "es" * (run.world > 1)
-        return f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    # The same evaluation of the same checkpoints again: its table is there already.
+    origin = evaluation.describe_origin(config, paths, published)
+    kept = evaluation.find_kept_table(config, origin) if hsdp.exists(trained) else ""
+    if kept:
+        return run.say(kept)
 
-    eval.evaluate(run, config, paths, made, published, describe_cost)
+    policies = eval.evaluate(run, config, paths, made, published)
+    minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
+    processes = f"{run.world} process" + "es" * (run.world > 1)
+    cost = f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    if run.rank == 0:
+        evaluation.write_evaluation(config, policies, origin, cost)
 
 
 def main(argv):

@@ -187,6 +187,7 @@ def count_sampled_tokens(sampler, episodes):
             except StopIteration as end:
                 return end.value
 
+    # The same agents every time: each draws from a generator of its own.
     agents = [recording_agent(synthetic_agent(np.random.default_rng(i))) for i in range(episodes)]
     sampler.run(agents, list(range(episodes)), patient=isinstance(sampler, StaticBatching))
     return sum(len(body) for body in bodies)
@@ -228,6 +229,7 @@ def bench_episodes(sampler_model, tokenizer, quick):
     def plain():
         return PlainSampler(sampler_model, tokenizer, 1024)
 
+    # Whole episodes: what continuous batching saves.
     episodes = 12 if quick else 96
     samplers = {"continuous batching": continuous, "static batching": static}
     found = measure_episodes(samplers, episodes, rounds=1 if quick else 2)
@@ -252,6 +254,7 @@ def bench(quick=False):
     tokenizer = byte_tokenizer()
     model, sampler_model = build_models(tokenizer, quick)
 
+    # One step: what the cache saves, and how near it is to its own products.
     seconds = measure_steps(model, sampler_model, length, rounds=3 if quick else 100)
     slowest = seconds["full forward per token"]
     rows = []
@@ -264,9 +267,10 @@ def bench(quick=False):
     )
     cached, products, drafted, drafted_products, _ = seconds.values()
     print(
-        f"A step takes {cached / products:.2f} x its matrix products. With a draft of {DRAFT} tokens "
-        f"it takes {drafted / drafted_products:.2f} x its own\nproducts and {drafted / cached:.2f} x a "
-        f"step without: drafts pay where a step yields more tokens than that."
+        f"A step takes {cached / products:.2f} x its matrix products. With a draft of {DRAFT} "
+        f"tokens it takes {drafted / drafted_products:.2f} x its own\nproducts and "
+        f"{drafted / cached:.2f} x a step without: drafts pay where a step yields more tokens than "
+        "that."
     )
 
     bench_episodes(sampler_model, tokenizer, quick)

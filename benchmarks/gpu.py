@@ -171,17 +171,8 @@ def part_environment(device):
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_part(name, limit, report, arguments, scratch):
-    """Runs one part in a process group of its own and fills report["parts"][name] as its rows
-    arrive."""
-    rows = arguments.out / "parts" / f"{name}.jsonl"
-    log = arguments.out / "parts" / f"{name}.log"
-    part = report["parts"][name] = {
-        "state": "running",
-        "limit_s": round(limit, 1),
-        "seconds": 0.0,
-        "rows": [],
-    }
+def start_part(name, limit, arguments, scratch, rows, log):
+    """-> the process of a part, the first of a process group of its own"""
     command = [
         sys.executable,
         "-m",
@@ -193,11 +184,8 @@ def run_part(name, limit, report, arguments, scratch):
         f"--scratch={scratch}",
         f"--seconds={limit:.1f}",
     ]
-    write_report(report, arguments.out)
-
-    start = time.monotonic()
     with open(log, "w") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -206,6 +194,22 @@ def run_part(name, limit, report, arguments, scratch):
             env=part_environment(arguments.device),
             start_new_session=True,
         )
+
+
+def run_part(name, limit, report, arguments, scratch):
+    """Runs one part to its end or to its limit, and fills report["parts"][name] as its rows
+    arrive."""
+    rows = arguments.out / "parts" / f"{name}.jsonl"
+    log = arguments.out / "parts" / f"{name}.log"
+    part = report["parts"][name] = {
+        "state": "running",
+        "limit_s": round(limit, 1),
+        "seconds": 0.0,
+        "rows": [],
+    }
+    write_report(report, arguments.out)
+    start = time.monotonic()
+    process = start_part(name, limit, arguments, scratch, rows, log)
     try:
         # Every new row is in the report at once: nothing is lost when this command itself is ended.
         while process.poll() is None and time.monotonic() - start < limit:
@@ -219,6 +223,7 @@ def run_part(name, limit, report, arguments, scratch):
     finally:
         end_process_group(process)
 
+    # How it ended, and of a part that failed the end of its screen.
     part["rows"] = read_rows(rows)
     part["seconds"] = round(time.monotonic() - start, 1)
     if not finished:
@@ -251,9 +256,9 @@ def write_report(report, out):
 
 def count_checks(report):
     """-> (number of checks that hold, number of checks)"""
-    checks = [
-        row["holds"] for part in report["parts"].values() for row in part["rows"] if "holds" in row
-    ]
+    checks = []
+    for part in report["parts"].values():
+        checks += [row["holds"] for row in part["rows"] if "holds" in row]
     return sum(checks), len(checks)
 
 
@@ -313,6 +318,7 @@ def render_markdown(report):
         ]
         if PARTS[name].note:
             lines += [PARTS[name].note]
+        # Rows of one table may stand apart: they are gathered first.
         tables = {}
         for row in part["rows"]:
             tables.setdefault(row["table"], []).append(row)
@@ -327,6 +333,10 @@ def render_markdown(report):
     return "\n".join(lines)
 
 
+def end_by_signal(number, frame):
+    sys.exit(128 + number)
+
+
 def main(argv):
     started = time.monotonic()
     arguments = parse_arguments(argv)
@@ -338,7 +348,7 @@ def main(argv):
 
     # SIGTERM then passes through the `finally` of run_part, which ends the processes of the running
     # part.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, end_by_signal)
     report = {
         "command": "python -m benchmarks.gpu " + shlex.join(argv),
         "device": arguments.device,

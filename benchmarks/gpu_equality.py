@@ -6,6 +6,7 @@ is zero, but for what compares two ways of computing one thing (decoding from a 
 and a trainer).
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -90,6 +91,7 @@ def decoding_error(device, dtype):
     sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
     tokens = draw_tokens(4, 200).to(device)
+    # The prompt at once, then token by token, each fed as it is given: nothing is sampled.
     cache = moe.Cache(sampler_model, 4, 260)
     sampler_model.prefill([row[:150].tolist() for row in tokens], cache, [0, 1, 2, 3], [0] * 4)
     logits = []
@@ -137,10 +139,9 @@ def five_optimizer_steps(device):
 
 
 def quantization_differences(device, name):
-    x = (
-        torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
-        * torch.logspace(-6, 6, 64)[:, None]
-    )
+    # Rows of very different sizes: each block has a scale of its own.
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    x = x * torch.logspace(-6, 6, 64)[:, None]
     return count_different(FORMATS[name](x.to(device)), FORMATS[name](x))
 
 
@@ -151,9 +152,8 @@ def training_step_differences(device):
 
 def sampling_differences(device):
     generator = torch.Generator().manual_seed(7)
-    logits, uniform = torch.randn(64, 512, generator=generator) * 3, torch.rand(
-        64, generator=generator
-    )
+    logits = torch.randn(64, 512, generator=generator) * 3
+    uniform = torch.rand(64, generator=generator)
     found = rollout.sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
     return count_different(found, rollout.sample_from_logits(logits, uniform, 0.95)[0])
 
@@ -187,7 +187,11 @@ def sampler_mismatch(device, dtype):
     limits = rollout.Limits(window=256, turns=4, turn_tokens=40)
     groups = rollout.rollouts(sampler, tasks, 8, 0, limits, rollout.Sandbox())
 
-    episodes = [episode for group in groups for chain in group for episode in chain.episodes]
+    # The trainer's forward over the same tokens, with the experts that the sampler chose.
+    chains = [chain for group in groups for chain in group]
+    episodes = []
+    for chain in chains:
+        episodes += chain.episodes
     batch = rollout.pack(episodes, [1.0] * len(episodes))
     batch = {name: t.to(device) for name, t in batch.items()}
     with torch.no_grad():
@@ -200,73 +204,66 @@ def sampler_mismatch(device, dtype):
 def check_equality(bench):
     # TF32 would round the factors of an fp32 product to 10 bits: this part compares fp32 itself.
     torch.backends.cuda.matmul.allow_tf32 = False
-    device = bench.device
 
-    def check(what, limit, measure):
-        bench.check("equality: relative error, or numbers that differ", what, limit, measure)
+    def check(what, limit, measure, *inputs):
+        table = "equality: relative error, or numbers that differ"
+        bench.check(table, what, limit, partial(measure, *inputs))
+
+    check_model(check, bench.device)
+    check_optimizer(check, bench.device)
+    check_reinforcement(check, bench.device)
+
+
+def check_model(check, device):
+    """Forward and backward of every architecture, and decoding"""
+
+    def hidden_error(results, changes):
+        results["cpu"] = run_backward("cpu", torch.float32, **changes)
+        results["device"] = run_backward(device, torch.float32, **changes)
+        return relative_error(results["device"][0], results["cpu"][0])
+
+    def gradient_error(results):
+        return relative_error(results["device"][2], results["cpu"][2])
 
     for label, changes in ARCHITECTURES.items():
+        # Each device runs once, for two checks.
         results = {}
+        check(f"{label}: hidden states, fp32", FP32, hidden_error, results, changes)
+        check(f"{label}: gradients, fp32", FP32, gradient_error, results)
 
-        def hidden_error():
-            results["cpu"] = run_backward("cpu", torch.float32, **changes)
-            results["device"] = run_backward(device, torch.float32, **changes)
-            return relative_error(results["device"][0], results["cpu"][0])
+    check("MLA: log-probs, bf16, mean difference", 0.05, bf16_difference, device)
+    decoding = "prefill and decoding against one forward"
+    check(f"{decoding}, fp32", FP32, decoding_error, device, torch.float32)
+    check(f"{decoding}, bf16", BF16, decoding_error, device, torch.bfloat16)
 
-        check(f"{label}: hidden states, fp32", FP32, hidden_error)
-        check(
-            f"{label}: gradients, fp32",
-            FP32,
-            lambda: relative_error(results["device"][2], results["cpu"][2]),
-        )
 
-    def bf16_difference():
-        expected, found = (
-            run_backward(where, torch.bfloat16)[1].cpu() for where in ("cpu", device)
-        )
-        return (found - expected).abs().mean()
+def bf16_difference(device):
+    expected = run_backward("cpu", torch.bfloat16)[1]
+    found = run_backward(device, torch.bfloat16)[1].cpu()
+    return (found - expected).abs().mean()
 
-    check("MLA: log-probs, bf16, mean difference", 0.05, bf16_difference)
 
-    check(
-        "prefill and decoding against one forward, fp32",
-        FP32,
-        lambda: decoding_error(device, torch.float32),
-    )
-    check(
-        "prefill and decoding against one forward, bf16",
-        BF16,
-        lambda: decoding_error(device, torch.bfloat16),
-    )
-    check("orthogonalize, fp32", FP32, lambda: orthogonalize_error(device, torch.float32))
-    check(
-        "orthogonalize, bf16 against fp32",
-        BF16,
-        lambda: orthogonalize_error(device, torch.bfloat16),
-    )
-    check(
-        "Muon and AdamW, five steps, fp32",
-        FP32,
-        lambda: relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu")),
-    )
+def check_optimizer(check, device):
+    """Newton-Schulz alone, whole steps, low precision, and whether a step repeats"""
+    check("orthogonalize, fp32", FP32, orthogonalize_error, device, torch.float32)
+    check("orthogonalize, bf16 against fp32", BF16, orthogonalize_error, device, torch.bfloat16)
+    check("Muon and AdamW, five steps, fp32", FP32, optimizer_error, device)
     for name in ("mxfp8", "nvfp4"):
-        check(
-            f"{name} emulation, of 16,384 numbers",
-            0,
-            lambda: quantization_differences(device, name),
-        )
-    check("two runs of a training step, bf16", 0, lambda: training_step_differences(device))
-    check("tokens chosen from given logits", 0, lambda: sampling_differences(device))
+        what = f"{name} emulation, of 16,384 numbers"
+        check(what, 0, quantization_differences, device, name)
+    check("two runs of a training step, bf16", 0, training_step_differences, device)
+
+
+def optimizer_error(device):
+    return relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu"))
+
+
+def check_reinforcement(check, device):
+    """Sampling, distillation, and what lies between sampler and trainer"""
+    check("tokens chosen from given logits", 0, sampling_differences, device)
     for kind in ("forward", "reverse", "jsd"):
-        check(f"divergence, {kind}", FP32, lambda: divergence_error(device, kind))
-    check("weights after a delta upload", 0, lambda: upload_differences(device))
-    check(
-        "sampler's log-probs against the trainer's, fp32",
-        1e-4,
-        lambda: sampler_mismatch(device, torch.float32),
-    )
-    check(
-        "sampler's log-probs against the trainer's, bf16",
-        5e-3,
-        lambda: sampler_mismatch(device, torch.bfloat16),
-    )
+        check(f"divergence, {kind}", FP32, divergence_error, device, kind)
+    check("weights after a delta upload", 0, upload_differences, device)
+    mismatch = "sampler's log-probs against the trainer's"
+    check(f"{mismatch}, fp32", 1e-4, sampler_mismatch, device, torch.float32)
+    check(f"{mismatch}, bf16", 5e-3, sampler_mismatch, device, torch.bfloat16)

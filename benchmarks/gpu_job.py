@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 
 import hsdp
 import moe
@@ -95,6 +96,7 @@ def run_stage(bench, stage, out, seconds):
         str(watch),
         *stage_flags(bench, stage, out),
     ]
+    # The stage may take so many seconds; then what it has logged still counts.
     start = time.monotonic()
     with open(screen, "w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
@@ -106,6 +108,8 @@ def run_stage(bench, stage, out, seconds):
             process.wait()
             outcome = f"ended after {seconds:.0f} s"
     wall = time.monotonic() - start
+
+    # What the watch saw; a stage that ended at once has left nothing.
     seen = {"busy": None, "phases": {}}
     if watch.exists():
         seen = json.loads(watch.read_text())
@@ -131,8 +135,8 @@ def describe_stage(bench, stage, lines, wall):
         "s_per_step": statistics.median(line["seconds"] for line in half),
         "tokens_per_s": speed,
     }
-    # In pretrain and long all sequences have one length. Elsewhere attention is left out: the MFU
-    # is then a lower bound.
+    # The share of the measured peak that training reaches. In pretrain and long all sequences have
+    # one length. Elsewhere attention is left out: the MFU is then a lower bound.
     lengths = {"pretrain": config.context, "long": int(config.context * config.yarn), "sft": 0}
     if stage in lengths:
         columns["MFU_%"] = (
@@ -170,12 +174,12 @@ def describe_rollouts(bench, lines, phases):
             turns=line["turns"],
             upload_MB=line.get("sync_bytes", 0) / 1e6,
         )
-    bench.check(
-        "checks",
-        "RL: sampler's log-probs against the trainer's, mean",
-        5e-3,
-        lambda: max(line["mismatch"] for line in lines),
-    )
+
+    def worst_mismatch():
+        return max(line["mismatch"] for line in lines)
+
+    what = "RL: sampler's log-probs against the trainer's, mean"
+    bench.check("checks", what, 5e-3, worst_mismatch)
 
 
 def run_until(bench, stage, out, start_from, steps):
@@ -210,45 +214,44 @@ def compare_resume(bench, straight):
     until = COMPARE_UNTIL[bench.device]
     out = bench.scratch / "killed"
     out.mkdir()
+    # The second process begins where the first was killed, by the same command.
     killed = run_until(bench, "sft", out, straight, KILL_AFTER[bench.device])
     resumed = run_until(bench, "sft", out, straight, until)[:until]
     expected = read_rows(straight / "sft.jsonl")[:until]
 
     # The steps up to the checkpoint are still those that the killed run wrote, times included.
     kept = sum(a == b for a, b in zip(killed, resumed))
-    bench.check(
-        "checks",
-        "kill -9 and resume: steps with another loss or gradient norm",
-        0,
-        lambda: sum(
-            (a["loss"], a["norm"]) != (b["loss"], b["norm"])
-            for a, b in zip(expected, resumed, strict=True)
-        ),
-    )
+
+    def count_other_steps():
+        pairs = zip(expected, resumed, strict=True)
+        return sum((a["loss"], a["norm"]) != (b["loss"], b["norm"]) for a, b in pairs)
+
+    what = "kill -9 and resume: steps with another loss or gradient norm"
+    bench.check("checks", what, 0, count_other_steps)
+
     # The log has the peak of the process so far. What a CPU process holds also depends on the
     # allocator.
     limit = 1.5 if bench.tiny else 1.02
-    bench.check(
-        "checks",
-        "kill -9 and resume: peak memory, as a multiple of the run without",
-        limit,
-        lambda: resumed[-1]["memory"] / expected[-1]["memory"],
-    )
+
+    def memory_ratio():
+        return resumed[-1]["memory"] / expected[-1]["memory"]
+
+    what = "kill -9 and resume: peak memory, as a multiple of the run without"
+    bench.check("checks", what, limit, memory_ratio)
     return {"killed_after_step": len(killed), "went_on_after_step": kept, "compared_steps": until}
 
 
 def run_job(bench):
     out = bench.scratch / "run"
     out.mkdir()
+
+    def measure(stage):
+        columns, _, lines = run_stage(bench, stage, out, bench.seconds_left() - 2)
+        return {**columns, **describe_stage(bench, stage, lines, columns["wall_s"])}
+
     for stage in ("pretrain", "long", "sft"):
-
-        def measure():
-            columns, _, lines = run_stage(bench, stage, out, bench.seconds_left() - 2)
-            return {**columns, **describe_stage(bench, stage, lines, columns["wall_s"])}
-
-        bench.attempt("stages", stage, measure)
-
-    bench.attempt("kill -9 and resume", "sft", lambda: compare_resume(bench, out))
+        bench.attempt("stages", stage, partial(measure, stage))
+    bench.attempt("kill -9 and resume", "sft", partial(compare_resume, bench, out))
 
     # A policy that is hardly trained may sample up to every limit: the evaluation keeps a part of
     # the time.
@@ -258,7 +261,8 @@ def run_job(bench):
         describe_rollouts(bench, lines, seen["phases"])
         return row
 
+    def evaluate():
+        return run_stage(bench, "eval", out, bench.seconds_left() - 2)[0]
+
     bench.attempt("stages", "rl", reinforce)
-    bench.attempt(
-        "stages", "eval", lambda: run_stage(bench, "eval", out, bench.seconds_left() - 2)[0]
-    )
+    bench.attempt("stages", "eval", evaluate)

@@ -9,6 +9,7 @@ plus bytes at its measured copy speed.
 import importlib.util
 import math
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -70,6 +71,7 @@ def measure_model_step(bench):
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
     seconds = bench.time(optimizer.step, 5)
+    # The floor counts Newton-Schulz for the matrices that Muon updates, and bytes for all.
     matrices = [
         p.shape
         for group in optimizer.param_groups
@@ -125,7 +127,7 @@ def measure_mixture(bench):
         for p in module.parameters():
             p.grad = None
 
-    seconds, other = bench.time(lambda: both(layer)), bench.time(lambda: both(dense))
+    seconds, other = bench.time(partial(both, layer)), bench.time(partial(both, dense))
     floor = (
         3
         * 2
@@ -199,6 +201,7 @@ def load_with_transformers(bench, model):
 def measure_transformers(bench, rows, model):
     """The same step: a prompt of equal length, then one greedy token at a time, brought to the
     CPU"""
+    # The cache: one forward of the prompt, of which only the last logits are wanted.
     position = POSITION[bench.device]
     prompt = torch.zeros(rows, position, dtype=torch.long, device=bench.device)
     cache = model(prompt, use_cache=True, logits_to_keep=1).past_key_values
@@ -213,47 +216,48 @@ def measure_transformers(bench, rows, model):
 
 
 def measure_speed(bench):
-    bench.attempt(
-        "optimizer step",
-        "Muon and AdamW, the model of the scale",
-        lambda: measure_model_step(bench),
-    )
+    # The optimizer: on the model of the scale, and at several sizes beside torch.optim.Muon.
+    table = "optimizer step"
+    what = "Muon and AdamW, the model of the scale"
+    bench.attempt(table, what, partial(measure_model_step, bench))
     # Layers, width, heads, experts and hidden units of an expert: 2M, 67M and 359M parameters
     sizes = [(4, 128, 4, 8, 128), (6, 384, 6, 8, 1024), (8, 768, 12, 8, 2048)]
     if bench.tiny:
         sizes = [(1, 64, 2, 2, 64)]
-    for layers, dim, heads, experts, hidden in sizes:
-        bench.attempt(
-            "optimizer step",
-            f"Muon, {layers} layers of width {dim}",
-            lambda: measure_muon(bench, layers, dim, heads, experts, hidden),
-        )
-    bench.attempt(
-        "mixture of experts, forward and backward",
-        "one layer of the scale",
-        lambda: measure_mixture(bench),
-    )
+    for layers, width, *others in sizes:
+        what = f"Muon, {layers} layers of width {width}"
+        bench.attempt(table, what, partial(measure_muon, bench, layers, width, *others))
 
+    table = "mixture of experts, forward and backward"
+    bench.attempt(table, "one layer of the scale", partial(measure_mixture, bench))
+    measure_decoders(bench)
+
+
+def measure_decoders(bench):
+    """One token for each of several numbers of rows: ours, and transformers where it is
+    installed"""
     table = f"decoding one token at position {POSITION[bench.device]}"
     shape, model, _ = build_scale_model(bench)
     lean = workers.generation_model(shape, torch.bfloat16, bench.device)
     lean.load_state_dict(model.state_dict())
     for rows in DECODING_ROWS:
-        bench.attempt(table, "ours", lambda: measure_decoding(bench, rows, lean))
+        bench.attempt(table, "ours", partial(measure_decoding, bench, rows, lean))
     if importlib.util.find_spec("transformers") is None:
         bench.emit(table, what="transformers: not installed")
         return
-    theirs = {}
+
+    # What cannot be loaded leaves one row that says so, and is not measured.
+    theirs = []
 
     def load():
-        theirs["model"] = load_with_transformers(bench, model)
+        theirs.append(load_with_transformers(bench, model))
         return {"version": version("transformers")}
 
     bench.attempt(table, "transformers", load)
-    for rows in DECODING_ROWS if theirs else ():
-        bench.attempt(
-            table, "transformers", lambda: measure_transformers(bench, rows, theirs["model"])
-        )
+    for loaded in theirs:
+        for rows in DECODING_ROWS:
+            measure = partial(measure_transformers, bench, rows, loaded)
+            bench.attempt(table, "transformers", measure)
 
 
 # ---------------------------------------------------------------- low precision
@@ -265,10 +269,9 @@ def measure_scaled_product(bench):
     n = 64 if bench.tiny else 8192
     a = torch.randn(n, n, device=bench.device, dtype=torch.bfloat16)
     small, scale = a.to(torch.float8_e4m3fn), torch.ones((), device=bench.device)
-    wide = bench.time(lambda: a @ a.t())
-    seconds = bench.time(
-        lambda: torch._scaled_mm(small, small.t(), scale, scale, out_dtype=torch.bfloat16)
-    )
+    wide = bench.time(partial(torch.matmul, a, a.t()))
+    multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16)
+    seconds = bench.time(partial(multiply, small, small.t(), scale, scale))
     return {"ms": 1e3 * seconds, "TFLOP/s": 2 * n**3 / seconds / 1e12, "times_bf16": seconds / wide}
 
 
@@ -293,50 +296,47 @@ def experts_error(bench, precision):
 
 
 def measure_low_precision(bench):
-    hardware = low_precision.scales_in_hardware(torch.device(bench.device))
-    bench.emit(
-        "hardware",
-        what="block scales (MXFP8, NVFP4)",
-        found=(
-            "multiplied by the tensor cores"
-            if hardware
-            else "not here (compute capability 10 or later): emulated"
-        ),
-    )
+    in_hardware = low_precision.scales_in_hardware(torch.device(bench.device))
+    measure_low_precision_hardware(bench, in_hardware)
+
+    # Is the result right? Hardware adds up in another order and rounds once less; the emulation is
+    # the formula.
+    limit = 0.02 if in_hardware else 0
+    for precision in ("mxfp8", "nvfp4"):
+        what = f"{precision}: the experts' products against their formula"
+        bench.check("checks", what, limit, partial(experts_error, bench, precision))
+
+    # What does it cost, beside bf16?
+    table = "forward and backward of one micro-batch at the scale"
+    seconds = {}
+
+    def measure(precision):
+        _, model, tokens = build_scale_model(bench, precision=precision)
+        seconds[precision] = bench.time(partial(train_once, model, tokens), 5)
+        by = "bf16"
+        if precision:
+            by = "hardware" if in_hardware else "emulation"
+        return {
+            "by": by,
+            "ms": 1e3 * seconds[precision],
+            "times_bf16": seconds[precision] / seconds[""],
+        }
+
+    for precision in ("", "mxfp8", "nvfp4"):
+        bench.attempt(table, precision or "bf16", partial(measure, precision))
+
+
+def measure_low_precision_hardware(bench, in_hardware):
+    """What this device has of its own"""
+    found = "not here (compute capability 10 or later): emulated"
+    if in_hardware:
+        found = "multiplied by the tensor cores"
+    bench.emit("hardware", what="block scales (MXFP8, NVFP4)", found=found)
+
     capability = torch.cuda.get_device_capability() if bench.device == "cuda" else (0, 0)
     if bench.tiny or capability >= (8, 9):
-        bench.attempt(
-            "hardware",
-            "FP8 product, one scale per matrix (not used by the model)",
-            lambda: measure_scaled_product(bench),
-        )
+        what = "FP8 product, one scale per matrix (not used by the model)"
+        bench.attempt("hardware", what, partial(measure_scaled_product, bench))
     else:
-        bench.emit(
-            "hardware", what="FP8 product", found="not here (compute capability 8.9 or later)"
-        )
-    for precision in ("mxfp8", "nvfp4"):
-        # Hardware adds up in another order and rounds once less; the emulation is the formula.
-        limit = 0.02 if hardware else 0
-        bench.check(
-            "checks",
-            f"{precision}: the experts' products against their formula",
-            limit,
-            lambda: experts_error(bench, precision),
-        )
-
-    seconds = {}
-    for precision in ("", "mxfp8", "nvfp4"):
-
-        def measure():
-            _, model, tokens = build_scale_model(bench, precision=precision)
-            seconds[precision] = bench.time(lambda: train_once(model, tokens), 5)
-            how = "hardware" if hardware else "emulation"
-            return {
-                "by": how if precision else "bf16",
-                "ms": 1e3 * seconds[precision],
-                "times_bf16": seconds[precision] / seconds[""],
-            }
-
-        bench.attempt(
-            "forward and backward of one micro-batch at the scale", precision or "bf16", measure
-        )
+        found = "not here (compute capability 8.9 or later)"
+        bench.emit("hardware", what="FP8 product", found=found)

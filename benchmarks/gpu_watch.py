@@ -69,6 +69,7 @@ class Watch:
         loop_code = inspect.unwrap(LOOP).__code__
         written = time.monotonic()
         while not self.ended.wait(PERIOD):
+            # The code objects of all functions that the main thread is in at this moment.
             frame = sys._current_frames().get(self.main_thread)
             codes = set()
             while frame:
@@ -76,6 +77,7 @@ class Watch:
                 frame = frame.f_back
             self.in_loop = loop_code in codes
             if self.in_loop:
+                # Of several phases the first in the table counts.
                 found = {phase_of[code] for code in codes if code in phase_of}
                 self.phases[next((phase for phase in PHASES if phase in found), "other")] += 1
             if time.monotonic() - written > 2:

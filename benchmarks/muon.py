@@ -1,13 +1,15 @@
-"""benchmarks/muon.py: one step of Muon beside torch.optim.Muon and beside a floor, and sharded beside
-gathering everything.
+"""benchmarks/muon.py: one step of Muon beside torch.optim.Muon and beside a floor, and sharded
+beside gathering everything.
 
-    python -m benchmarks.muon            67.2M parameters on one device, 22.4M on 1 to 8 forked ranks; minutes
+    python -m benchmarks.muon            67.2M parameters on one device, 22.4M on 1 to 8 forked
+                                         ranks; minutes
     python -m benchmarks.muon --quick    one layer, two ranks; seconds: does it run?
 
-The floor is the matrix products of the plain Newton-Schulz iteration alone, in the batches that suit
-the machine. Ours is muon.py with the iteration of fast/, as train.py takes it. torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert as a
-parameter of its own. Its length of an update is max(1, R/C)^0.5 and ours 0.2 max(R, C)^0.5, which
-costs the same.
+The floor is the matrix products of the plain Newton-Schulz iteration alone, in the batches that
+suit the machine. Ours is muon.py with the iteration of fast/, as train.py takes it.
+torch.optim.Muon knows 2-D matrices only, so it gets every head and every expert as a parameter of
+its own. Its length of an update is max(1, R/C)^0.5 and ours 0.2 max(R, C)^0.5, which costs the
+same.
 
 Sharded, each rank holds some rows of every unit, so that no unit is whole anywhere. What one writes
 first gathers every momentum whole on every rank (full_tensor) and orthogonalises all of it W times.
@@ -157,15 +159,14 @@ def keep_dtype(tensor):
 def bench_one_device(device, quick):
     shapes = layer_shapes(1, dim=128, hidden=256) if quick else layer_shapes(6)
     numbers = sum(math.prod(shape) for shape in shapes.values())
+    rounds = 1 if quick else 5
     rows = []
     for products, weights in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
     ):
-        floor, other, ours = measure_one_device(
-            shapes, products, weights, device, rounds=1 if quick else 5
-        )
+        floor, other, ours = measure_one_device(shapes, products, weights, device, rounds)
         rows.append(
             [
                 f"{NAMES[products]}, {NAMES[weights]}",
@@ -177,7 +178,7 @@ def bench_one_device(device, quick):
             ]
         )
     print_table(
-        f"one step, {numbers / 1e6:.1f}M parameters, {device}, seconds, best of {1 if quick else 5}",
+        f"one step, {numbers / 1e6:.1f}M parameters, {device}, seconds, best of {rounds}",
         ["products, weights", "GEMM floor", "torch.optim.Muon", "muon.py", "x floor", "x torch"],
         rows,
     )
@@ -190,9 +191,11 @@ def redundant_step(params, optimizer):
     """What one writes first: gather every momentum whole and orthogonalise all of it on every
     rank."""
     for p in params.values():
+        # Momentum, on the rows that this rank holds.
         momentum = optimizer.state[p]["momentum"]
         gradient = p.grad.to_local()
         momentum.to_local().lerp_(gradient, 0.05)
+        # Nesterov's step, gathered whole on every rank.
         whole = DTensor.from_local(
             torch.lerp(gradient, momentum.to_local(), 0.95),
             momentum.device_mesh,
@@ -200,6 +203,7 @@ def redundant_step(params, optimizer):
             shape=momentum.shape,
             stride=momentum.stride(),
         ).full_tensor()
+        # All of it is orthogonalised on every rank, and each keeps its own rows.
         update = distribute_tensor(
             orthogonalize(whole, iterate=gram_newton_schulz),
             momentum.device_mesh,
@@ -217,6 +221,7 @@ def measure_rank(rank, world, shapes, redundant):
     optimizer = Muon(
         [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
     )
+    # All ranks begin a step together; the first two warm up.
     seconds = []
     with torch.no_grad():
         for _ in range(5):

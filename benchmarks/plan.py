@@ -2,12 +2,13 @@
 per GPU, bytes on the wire, and the optimizer step, in three layouts beside each other.
 
     python -m benchmarks.plan --model=kimi-k2.5 --gpus=512    a named model
-    python -m benchmarks.plan --init_from=DIR --gpus=8        does a published checkpoint fit, and on what layout?
+    python -m benchmarks.plan --init_from=DIR --gpus=8        does a published checkpoint fit, and
+                                                              on what layout?
 
-The three layouts cut the dense weights over a node or over all GPUs, and the experts likewise: hsdp.py
-says what that means. The first that fits is printed as a command. Every assumption is printed as the
-flag that changes it. Bytes on the wire agree within 2 percent with those counted on eight ranks, and
-the count of Newton-Schulz with one by hand (tests/test_plan.py).
+The three layouts cut the dense weights over a node or over all GPUs, and the experts likewise:
+hsdp.py says what that means. The first that fits is printed as a command. Every assumption is
+printed as the flag that changes it. Bytes on the wire agree within 2 percent with those counted on
+eight ranks, and the count of Newton-Schulz with one by hand (tests/test_plan.py).
 
 Left out: overlap (the seconds of the wire are those of transfers one after the other), latency, and
 what activations take beyond an estimate. A plan says what cannot work; a run says what does.
@@ -169,8 +170,8 @@ def traffic(config, shapes, layout, step):
     # Context parallelism: the entries of the other ranks' tokens, and the gradients of ours.
     latents = (layout.cp - 1) * config.layers * step.tokens * config.entry_width * step.act
 
-    # Expert parallelism: there and back, forward and backward; (ep-1)/ep of the rows live elsewhere.
-    # And each rank's counts of rows, 8 bytes for each expert.
+    # Expert parallelism: there and back, forward and backward; (ep-1)/ep of the rows live
+    # elsewhere. And each rank's counts of rows, 8 bytes for each expert.
     moe_layers = config.layers - config.dense_layers
     rows_of_layer = 4 * step.tokens * config.num_experts_per_tok * config.dim * step.act
     tokens = moe_layers * ring(layout.ep) * (rows_of_layer + 8 * config.experts)
@@ -236,8 +237,8 @@ def predict_step(times):
 
 
 def find_model(name, folder=""):
-    """A named model, or that of a published folder (its config.json alone is read). -> (ModelConfig,
-    {parameter: shape})"""
+    """A named model, or that of a published folder (its config.json alone is read) ->
+    (ModelConfig, {parameter: shape})"""
     if folder:
         config = read_config(Path(folder, "config.json"))[0]
     elif name in MODELS:

@@ -1,11 +1,12 @@
 """benchmarks/tools.py: what the tool calls of a step of RL take, beside a plain subprocess.
 
-    python -m benchmarks.tools            64 episodes, as in a step of the laptop's RL; about half a minute
+    python -m benchmarks.tools            64 episodes, as in a step of the laptop's RL
+                                          (about half a minute)
     python -m benchmarks.tools --quick    8 episodes; seconds: does it run?
 
-The scripted expert plays the episodes, so the numbers are of tools alone: no model is at work. First
-one command, the tests of a small codebase: in the sandbox (a cage of its own, with limits), by
-subprocess.run in a plain folder (what one writes first, no protection), and remembered (the same
+The scripted expert plays the episodes, so the numbers are of tools alone: no model is at work.
+First one command, the tests of a small codebase: in the sandbox (a cage of its own, with limits),
+by subprocess.run in a plain folder (what one writes first, no protection), and remembered (the same
 command on the same files again, which the sandbox does not run twice). Then whole episodes: in
 workspaces on the disk, with every answer remembered, and in memory without any process.
 
@@ -51,6 +52,7 @@ def bench_command(rounds):
                 },
                 rounds,
             )
+
     base = seconds["subprocess.run, no protection"]
     rows = [[name, f"{1e3 * t:.2f}", f"{t / base:.2f}"] for name, t in seconds.items()]
     print_table(f"{COMMAND}, best of {rounds}", ["", "ms", "x subprocess"], rows)
@@ -89,6 +91,7 @@ def bench_episodes(episodes, rounds):
     def in_memory():
         play_episodes(tasks, InMemory)
 
+    # Once before the clock starts: it counts the calls, and fills the memory of `sandbox`.
     calls = play_episodes(tasks, partial(Workspace, sandbox=sandbox))
     seconds = least_seconds(
         {

@@ -10,8 +10,8 @@ repeats one batch would not see what training pays for that. Both are measured, 
 too.
 
 transformers gets the same small random DeepSeek-V3 with the same weights; its experts exist in two
-forms, "eager" and "grouped_mm", and we are compared with whichever is faster. It runs in a process of
-its own, so that kernels compiled before do not crowd it.
+forms, "eager" and "grouped_mm", and we are compared with whichever is faster. It runs in a process
+of its own, so that kernels compiled before do not crowd it.
 """
 
 import importlib.util
@@ -85,14 +85,18 @@ def bench_layers(device, sizes):
         chosen = torch.randint(0, E, (T * K,), device=device)
         return torch.bincount(chosen, minlength=E)
 
+    def run_experts(swiglu):
+        return swiglu(permuted, draw_loads(), *weights)
+
     layers = {
         "dense layer of equal active FLOPs": partial(dense, x),
         "MoE layer": partial(moe, x),
         "MoE layer, weights kept in fp32": partial(moe_fp32, x),
-        "experts, grouped_mm": lambda: grouped_swiglu(permuted, draw_loads(), *weights),
-        "experts, loop": lambda: looped_swiglu(permuted, draw_loads(), *weights),
+        "experts, grouped_mm": partial(run_experts, grouped_swiglu),
+        "experts, loop": partial(run_experts, looped_swiglu),
     }
 
+    # Gradients of all layers are dropped each time: none may add to what another left.
     def forward_backward(layer):
         for leaf in (x, *moe.parameters(), *moe_fp32.parameters(), *dense.parameters()):
             leaf.grad = None
@@ -106,7 +110,8 @@ def bench_layers(device, sizes):
     for name, t in zip(layers, times):
         rows.append([name, f"{1e3 * t:.2f}", f"{t / times[0]:.2f}"])
     print_table(
-        f"forward + backward, {describe_device(device)}, {dtype}, T={T} D={D} E={E} K={K} F={sizes.F}",
+        f"forward + backward, {describe_device(device)}, {dtype}, "
+        f"T={T} D={D} E={E} K={K} F={sizes.F}",
         ["", "ms", "x dense"],
         rows,
     )
@@ -130,6 +135,7 @@ def bench_laptop_model(device, sizes):
 
     forward, both = median_seconds(evaluate, train, repeat=sizes.repeat)
 
+    # One token for each row, from a cache that holds 300 positions of each.
     rows_decoded = sizes.decoded_rows
     with torch.inference_mode():
         cache = Cache(model.eval(), rows_decoded, 512)
@@ -186,6 +192,7 @@ def build_both(device, dtype):
             config, dtype=dtype, experts_implementation=kind
         )
         theirs[kind] = model.to(device)
+    # By way of the published format, ours gets the same weights.
     with tempfile.TemporaryDirectory() as folder:
         theirs["eager"].save_pretrained(folder)
         ours = accelerate(load_model(folder, dtype, device)).compute(dtype)
@@ -201,6 +208,9 @@ def bench_training(theirs, ours, device, sizes):
 
     same = draw_batch()
 
+    def repeat_batch():
+        return same
+
     def train(model, get_batch):
         tokens = get_batch()
         model.zero_grad()
@@ -210,9 +220,10 @@ def bench_training(theirs, ours, device, sizes):
             logits = model(tokens, use_cache=False).logits.flatten(0, 1).float()
             F.cross_entropy(logits, tokens.flatten()).backward()
 
+    # Each model by itself: on a CPU two that take turns would crowd out each other's kernels.
     for title, get_batch in (
         ("a new batch each time", draw_batch),
-        ("the same batch again", lambda: same),
+        ("the same batch again", repeat_batch),
     ):
         times = []
         for model in models.values():
@@ -240,6 +251,7 @@ def bench_generation(theirs, ours, device, sizes, rows=16):
     def decode(prompts):
         length = prompts.shape[1]
         cache = Cache(ours, rows, length + new + 1)
+        # The whole prompt in one forward, then a token at a time.
         hidden = ours.decode(prompts, cache, slice(0, rows), prompts.new_zeros(rows))
         text = prompts
         for i in range(new):

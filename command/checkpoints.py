@@ -17,6 +17,7 @@ import hsdp
 from command import source_files
 from command.flags import usage_error, write_value
 from command.old_flags import OLD_FLAGS
+from command.output_files import digest_file
 from command.published_model import published_config
 
 PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
@@ -185,7 +186,7 @@ def check_begun(config, out, origin, begun, patch):
     was made from. begun: what its checkpoint in `out` says"""
     if not config.init_from:
         check_same_gates(config, out, begun)
-    check_same_values(config, out, origin, begun, eval.digest_file(config.tasks))
+    check_same_values(config, out, origin, begun, digest_file(config.tasks))
     check_patch(out, begun, patch)
     if config.data and config.stage in ("pretrain", "long"):
         train, held = source_files.python_sources(config.data)

@@ -22,6 +22,7 @@ import hsdp
 import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
+from command.output_files import check_writable
 from moe import fast_dtype
 from world.task import Refusal
 from world.task_file import read_tasks
@@ -247,7 +248,7 @@ def check_outputs(out, stages):
     names = [f"{stage}.jsonl" for stage in stages if stage != "eval"]
     names += ["summary.json"] if "eval" in stages else []
     try:
-        eval.check_writable(out, names)
+        check_writable(out, names)
     except OSError as error:
         usage_error(
             f"--out={out} cannot be written: "

@@ -3,11 +3,15 @@
 A full disk, a full GPU, a machine that cannot start a sandbox: none of them is an error of the
 program, and none costs more than the steps since the last checkpoint. A traceback would hide both.
 
+The command is the one that was typed: `python train.py ...`, or that of an experiment, whose runner
+starts train.py many times and goes on by itself with the runs that are left.
+
 It stands apart from train.py because a run that goes well never comes here.
 """
 
 import contextlib
 import errno
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,6 +24,11 @@ from command import checkpoint_files
 from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure
 from world.task import Refusal
+
+# How train.py was started; a program that runs it with a patch writes its own words here.
+PROGRAM = "python train.py"
+# A variable of the environment: the command of an experiment, in each of the runs that it starts
+EXPERIMENT_COMMAND = "EXPERIMENT_COMMAND"
 
 
 @contextlib.contextmanager
@@ -53,31 +62,41 @@ def end_stopped(config, argv, number):
     """After a signal (its number): the command that goes on, and the exit code that a shell
     expects"""
     if is_first_rank():
-        words = [*argv, *["--resume"] * (not config.resume)]
-        print(f"stopped; to go on: python train.py {shlex.join(words)}", file=sys.stderr)
+        command = command_to_type(argv, resume=not config.resume)
+        print(f"stopped; to go on: {command}", file=sys.stderr)
     raise SystemExit(128 + number)
+
+
+def command_to_type(argv, resume, more=()):
+    """The command of this run again. resume: with --resume, which an experiment needs no word for;
+    more: further flags"""
+    experiment = os.environ.get(EXPERIMENT_COMMAND)
+    if experiment:
+        return " ".join([experiment, *more])
+    words = [*argv, *more]
+    if resume:
+        words.append("--resume")
+    return f"{PROGRAM} {shlex.join(words)}"
 
 
 def how_to_go_on(config, argv):
     """After a full disk: the command that goes on from the last checkpoint, or begins again where
     there is none yet"""
     saved = any(hsdp.exists(Path(config.out, stage)) for stage in ("pretrain", "long", "sft", "rl"))
-    words = [*argv, *["--resume"] * (saved and "--resume" not in argv and not config.resume)]
-    return f"Free some space, then: python train.py {shlex.join(words)}"
+    resume = saved and "--resume" not in argv and not config.resume
+    return f"Free some space, then: {command_to_type(argv, resume)}"
 
 
 def explain_full_card(config, argv, error):
     """The one line for a GPU whose memory is full, with what makes the run fit"""
     half = max(1, config.micro_tokens // 2)
     told = str(error).splitlines()[0][:160].rstrip()
-    again = shlex.join(
-        [*argv, f"--micro_tokens={half}", "--recompute", *["--resume"] * ("--resume" not in argv)]
-    )
+    smaller = f"--micro_tokens={half}", "--recompute"
+    again = command_to_type(argv, resume="--resume" not in argv, more=smaller)
     return (
         f"the GPU's memory is full ({told}) What is saved is whole. Half as much at a time, and "
-        f"less kept of it: python train.py {again} (if that is not enough: "
-        "--weight_dtype=bfloat16, and in rl fewer --tasks_per_step or a smaller --window, with "
-        "another --out)"
+        f"less kept of it: {again} (if that is not enough: --weight_dtype=bfloat16, and in rl fewer "
+        "--tasks_per_step or a smaller --window, with another --out)"
     )
 
 

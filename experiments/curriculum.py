@@ -16,6 +16,7 @@ import sys
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
+# The smallest kind of change: other flags. An arm without any is the default run itself.
 EXPERIMENT = Experiment(
     question="Do chosen tasks teach more than a fixed mix?",
     curves=("solved",),

@@ -18,6 +18,7 @@ import sys
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
+# One flag switches the technique off; all else, and the SFT that both begin at, is the same.
 EXPERIMENT = Experiment(
     question="How fast does a bad habit go?",
     curves=("bad_tool",),

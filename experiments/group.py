@@ -17,6 +17,8 @@ import sys
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
+# One arm alone: what is compared are its first steps with its last ones. `best` and `different` are
+# keys of the step log, which train.py writes at every step; any key can be a curve.
 EXPERIMENT = Experiment(
     question="Mean reward and best of 16, on a fixed mix",
     curves=("reward", "best", "different"),

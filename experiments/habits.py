@@ -19,6 +19,9 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 ALL_HABITS = "--habits=unavailable_tool,communication,code_style"
+# `sft` is a supervised stage of the experiment's own, from which all arms begin. A policy this
+# small cannot read a hint that it has never seen, so its demonstrations hold hints on all three
+# habits. --neutral_hints puts some of them above turns without a fault.
 EXPERIMENT = Experiment(
     question="How fast do habits go that cost nothing?",
     curves=("communication", "code_style", "bad_tool"),

@@ -21,9 +21,12 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 from world.careless import undocument, unharden
 
+# 1. Keep the recipe's function under a name of its own: the patched ones still call it.
 plain_task = train.make_task
 
 
+# 2. The same task in another world. A task is plain data (files, documentation, tests), so a
+#    function from task to task changes the world.
 def task_with_stale_caches(config, level, seed):
     return unharden(plain_task(config, level, seed))
 
@@ -36,6 +39,8 @@ def task_in_a_careless_world(config, level, seed):
     return unharden(task_without_documentation(config, level, seed))
 
 
+# 3. A patch is a function without arguments. It puts the new function in the old one's place, and
+#    acts only in the process of the arm that names it.
 def stale_caches():
     train.make_task = task_with_stale_caches
 
@@ -48,6 +53,8 @@ def careless():
     train.make_task = task_in_a_careless_world
 
 
+# 4. The arms, and where they begin: the SFT has a patch too, since its demonstrations must show
+#    what RL is to find.
 TWO_LEVELS = ("--steps=40", "--max_turns=20", "--curriculum=0", "--max_level=1")
 EXPERIMENT = Experiment(
     question="Does RL learn to take the answer from a stale cache?",

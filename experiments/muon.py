@@ -16,8 +16,10 @@ import sys
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
+# Each optimizer at three learning rates: a comparison at one rate would compare the rates.
 ADAMW = ("--optimizer=adamw", "--steps=120")
 MUON = ("--adam_lr=0.006", "--steps=80")
+# `stages` says what an arm runs: pretraining alone. Its outcome is the held-out loss.
 EXPERIMENT = Experiment(
     question="Pretraining: is Muon in 80 steps as good as AdamW in 120?",
     curves=("loss",),

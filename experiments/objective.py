@@ -28,6 +28,9 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. Where is the place to change? train.Reinforcement calls its method group_advantages once for
+#    each group: rollouts of one task in, one number for each of them out. A subclass overrides that
+#    alone, and gets the recipe's own numbers by super().
 class OverTheDeviation(train.Reinforcement):
     def group_advantages(self, group):
         rewards = np.asarray([chain.reward for chain in group])
@@ -50,6 +53,7 @@ class OverlongMasked(train.Reinforcement):
         return np.where(cut_short, 0.0, super().group_advantages(group))
 
 
+# 2. train.STAGE says which class is which stage. A patch puts the subclass there.
 def over_the_deviation():
     train.STAGE["rl"] = OverTheDeviation
 
@@ -62,6 +66,7 @@ def overlong_masked():
     train.STAGE["rl"] = OverlongMasked
 
 
+# 3. The arms: the same flags for all, one patch each. The first is the recipe, to compare with.
 FIXED_MIX = ("--steps=40", "--max_turns=20", "--curriculum=0", "--max_level=5")
 EXPERIMENT = Experiment(
     question="What the objective leaves out, put in",

@@ -27,6 +27,7 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. Which tasks? The curriculum chooses the level of each; this one ignores what was solved before.
 class MostlyEasy(synth_tasks.Curriculum):
     """A fixed mix: two fifths of the tasks are of the lowest level, the rest of all alike."""
 
@@ -34,21 +35,25 @@ class MostlyEasy(synth_tasks.Curriculum):
         return min(levels) if rng.random() < 0.4 else super().choose(rng, levels)
 
 
+# 2. Which objective? Advantages are linear in the reward: twice the loss is twice the reward.
 class TwiceTheReward(train.Reinforcement):
     def policy_objective(self, logp, batch, normaliser, reference):
         return 2.0 * super().policy_objective(logp, batch, normaliser, reference)
 
 
+# 3. Which reward? compute_reward asks this method whose effort is priced as the whole budget.
 class FullPrice(train.Reinforcement):
     def pays_whole_budget(self, chain):
-        """Whatever is not solved does: giving up saves nothing."""
+        """A rollout that did not solve its task: then giving up saves nothing."""
         return not chain.solved
 
 
+# 4. Which demonstrations? The expert takes the habit as an argument, which partial() sets.
 def restless_expert():
     train.demonstrate = functools.partial(train.demonstrate, restless=0.75)
 
 
+# 5. Each arm's patch. It may put several things into place.
 def no_penalty():
     synth_tasks.Curriculum = MostlyEasy
     train.STAGE["rl"] = TwiceTheReward
@@ -59,6 +64,7 @@ def full_price():
     train.STAGE["rl"] = FullPrice
 
 
+# 6. The price itself is a matter of flags: its weight, its curvature, and where it is due.
 MIX = ("--curriculum=0", "--max_level=5", "--steps=40", "--eval_levels=7")
 NONLINEAR = ("--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6")
 LINEAR = ("--length_penalty=0.28", "--penalty_q=0")

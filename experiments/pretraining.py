@@ -18,16 +18,18 @@ import sys
 
 import numpy as np
 
-import eval
+from command import learning_curves
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# A number that no evaluation has: `more` gets the folder of a run, and may read any of its logs.
 def loss_after_sft(folder, policies):
-    losses = [line["loss"] for line in eval.lines_of(folder, "sft")[-50:]]
+    losses = [line["loss"] for line in learning_curves.read_step_log(folder, "sft")[-50:]]
     return {"loss after SFT": float(np.mean(losses or math.nan))}
 
 
+# All stages, one after the other; an arm's flags belong to the first of them alone.
 EXPERIMENT = Experiment(
     question="What is pretraining worth?",
     curves=("reward",),

@@ -13,6 +13,8 @@ import sys
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
+# No flags and no patch: the default run. The two policies of its evaluation are compared as if they
+# were arms.
 EXPERIMENT = Experiment(
     question="The whole recipe",
     curves=("solved",),

@@ -20,6 +20,7 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.summary import truncate_oldest
 
+# A patch of another experiment can be taken as it is.
 ASKED = ("--max_turns=60", "--max_level=7", "--eval_levels=8")
 HALF = ("--window=256", "--trigger=0.45")
 EXPERIMENT = Experiment(

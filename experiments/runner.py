@@ -25,13 +25,14 @@ Left out: a test of significance. Three seeds carry none; differences are shown 
 import importlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ from tqdm import tqdm
 import eval
 import feedback_distill
 import train
+from command import failures
+from command.output_files import check_writable
 from experiments import tables
 from command import launch
 
@@ -48,21 +51,34 @@ HERE = Path(__file__).resolve().parent
 OWN_FLAGS = {"--seed", "--stage", "--start_from", "--resume", "--export"}
 
 
+def no_more_numbers(folder, policies):
+    return {}
+
+
 @dataclass(frozen=True)
 class Arm:
+    """One arm of an experiment; one without flags and patch is the default run itself."""
+
     flags: tuple = ()  # of train.py
     patch: Callable | None = None  # changes the recipe in the arm's own process
 
     @property
+    def is_default_run(self):
+        return not self.flags and not self.patch
+
+    @property
     def patch_name(self):
-        return f"{self.patch.__module__}:{self.patch.__name__}" if self.patch else ""
+        """As it is written on the command line: module:function"""
+        if not self.patch:
+            return ""
+        return f"{self.patch.__module__}:{self.patch.__name__}"
 
 
 @dataclass(frozen=True)
 class Experiment:
     question: str
     curves: tuple  # keys of the step log, drawn by step
-    arms: dict  # name: Arm; one without flags and patch is the default run itself
+    arms: dict  # name: Arm
     # An SFT of their own, on the default run's pretraining, where all arms begin. Without: they
     # begin at the SFT of the default run.
     sft: Arm | None = None
@@ -71,7 +87,7 @@ class Experiment:
     by_level: tuple = ()  # what the figure shows by level of the held-out tasks
     policies: tuple = ("after RL",)  # of which evaluation's policies the numbers are
     # (folder of a run, its evaluation's policies) -> more numbers of its end
-    more: Callable = field(default=lambda folder, policies: {})
+    more: Callable = no_more_numbers
 
 
 @dataclass(frozen=True)
@@ -80,20 +96,25 @@ class Job:
 
     words: tuple  # its command line
     patch: str = ""  # as module:function
+    experiment: str = ""  # the command of the experiment that it belongs to
 
     @property
     def folder(self):
-        return Path(next(w for w in self.words if w.startswith("--out=")).removeprefix("--out="))
+        for word in self.words:
+            if word.startswith("--out="):
+                return Path(word.removeprefix("--out="))
 
     def is_finished(self):
         record = self.folder / "finished.jsonl"
         return record.exists() and self.line() in record.read_text().splitlines()
 
     def line(self):
+        """What finished.jsonl holds of this run"""
         return json.dumps([self.patch, *self.words])
 
 
-def stop(message):
+def usage_error(message):
+    """Bad input: one line, exit code 2, nothing touched."""
     print(f"experiments: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -108,10 +129,14 @@ def run_arm(name, argv):
     try:
         patch = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError):
-        stop(f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked")
+        usage_error(
+            f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked"
+        )
     patch()
+    # Its checkpoints are labelled with the patch, and what it starts or advises is this command.
     train.PATCH = name
     train.PROGRAM = [sys.executable, "-m", "experiments.runner", f"--arm={name}", "--"]
+    failures.PROGRAM = f"python -m experiments.runner --arm={name} --"
     train.main(argv)
 
 
@@ -123,38 +148,63 @@ def plan(name, experiment, seed, out, steps, flags):
     common = [f"--seed={seed}", *flags]
     base = Path(out, f"base-{seed}")
     arms = {arm: with_steps(one, steps) for arm, one in experiment.arms.items()}
-    uses_default_run = not all(one.flags or one.patch for one in arms.values())
-    jobs = []
 
-    # What comes before the arms: nothing, the default run, or its pretraining and another SFT.
+    # What comes before the arms, and where they start: the default run or its SFT, or an SFT of the
+    # experiment's own on the default run's pretraining.
+    jobs = plan_default_run(experiment, arms, base, common)
     start = base
-    begins_at_sft = experiment.stages[0] == "rl"
-    if uses_default_run:
-        jobs.append(Job((f"--out={base}", *common)))
-    elif begins_at_sft:
-        before = ("pretrain", "long") if experiment.sft else ("pretrain", "long", "sft")
-        jobs += [Job((f"--stage={stage}", f"--out={base}", *common)) for stage in before]
     if experiment.sft:
         start = Path(out, name, f"base-{seed}")
         words = ("--stage=sft", f"--start_from={base}", f"--out={start}", *common)
         jobs.append(Job((*words, *experiment.sft.flags), experiment.sft.patch_name))
 
+    # The arms, one after the other.
     folders = {}
-    for arm, one in arms.items():
-        if not one.flags and not one.patch:
-            folders[arm] = base
-            continue
-        folders[arm] = Path(out, name, f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}")
-        # Flags about feedback say nothing in an arm without it.
-        idle = {f"--{knob}" for knob in feedback_distill.KNOBS if "--feedback=0" in one.flags}
-        shared = [word for word in common if word.partition("=")[0] not in idle]
-        for stage in experiment.stages:
-            own = stage == experiment.stages[0] or begins_at_sft
-            words = [f"--stage={stage}"]
-            words += [f"--start_from={start}"] if begins_at_sft else []
-            words += [f"--out={folders[arm]}", *shared, *(one.flags if own else ())]
-            jobs.append(Job(tuple(words), one.patch_name if own else ""))
+    for arm_name, arm in arms.items():
+        folders[arm_name] = base
+        if not arm.is_default_run:
+            folder_name = arm_name.replace(", ", "-").replace(" ", "_")
+            folders[arm_name] = Path(out, name, f"{folder_name}-{seed}")
+            jobs += plan_arm(experiment, arm, start, folders[arm_name], common)
     return jobs, folders
+
+
+def plan_default_run(experiment, arms, base, common):
+    """-> the jobs of what all experiments share: the whole default run where it is an arm, else as
+    much of it as the arms need"""
+    if any(arm.is_default_run for arm in arms.values()):
+        return [Job((f"--out={base}", *common))]
+    if experiment.stages[0] != "rl":
+        return []
+    stages = ["pretrain", "long"]
+    if not experiment.sft:
+        stages.append("sft")
+    return [Job((f"--stage={stage}", f"--out={base}", *common)) for stage in stages]
+
+
+def plan_arm(experiment, arm, start, folder, common):
+    """-> the jobs of one arm, a stage each. start: the folder whose SFT it begins at, if it begins
+    with RL"""
+    begins_at_sft = experiment.stages[0] == "rl"
+
+    # Flags about feedback say nothing in an arm without it, and train.py refuses them there.
+    idle = set()
+    if "--feedback=0" in arm.flags:
+        idle = {f"--{knob}" for knob in feedback_distill.KNOBS}
+    shared = [word for word in common if word.partition("=")[0] not in idle]
+
+    jobs = []
+    for stage in experiment.stages:
+        words = [f"--stage={stage}"]
+        if begins_at_sft:
+            words.append(f"--start_from={start}")
+        words += [f"--out={folder}", *shared]
+        # What the arm changes is its first stage; an evaluation of RL acts under the same rules.
+        if stage == experiment.stages[0] or begins_at_sft:
+            jobs.append(Job((*words, *arm.flags), arm.patch_name))
+        else:
+            jobs.append(Job(tuple(words)))
+    return jobs
 
 
 def with_steps(arm, steps):
@@ -184,11 +234,14 @@ def run_job(job):
     program = [str(HERE.parent / "train.py")]
     if job.patch:
         program = ["-m", "experiments.runner", f"--arm={job.patch}", "--"]
+    # A run that is stopped, or that fills the disk, then says the experiment's command.
+    environment = {**os.environ, failures.EXPERIMENT_COMMAND: job.experiment}
     done = subprocess.run(
         [sys.executable, *program, *job.words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        env=environment,
         preexec_fn=launch.tied_to_parent(signal.SIGTERM),
     )
     if done.returncode:
@@ -203,7 +256,9 @@ def run_chains(name, chains):
     """chains: for each seed its jobs, one after the other; seeds run side by side where there are
     cores. -> seconds"""
     cores = os.cpu_count() or 1
-    at_once = 1 if torch.cuda.is_available() else max(1, min(len(chains), cores // 2))
+    at_once = max(1, min(len(chains), cores // 2))
+    if torch.cuda.is_available():
+        at_once = 1
     if at_once > 1:
         os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
     bar = tqdm(total=sum(map(len, chains)), desc=name, leave=False)
@@ -221,28 +276,23 @@ def run_chains(name, chains):
             tqdm.write(failure.strerror, file=sys.stderr)
             raise SystemExit(failure.errno) from None
         except KeyboardInterrupt:  # the runs were told, too, and save
+            tqdm.write("experiments: stopped; the same command goes on", file=sys.stderr)
             raise SystemExit(130) from None
         finally:
-            # if one has failed, the others end with the run they are at
+            # If one has failed, the others end with the run they are at.
             for jobs in chains:
                 jobs.clear()
     return bar.format_dict["elapsed"]
 
 
-def commit():
+def current_commit():
     """The commit of this checkout, and whether files were changed since; "" outside of git"""
-    command = [
-        "git",
-        "-C",
-        str(HERE),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(["git", "-C", str(HERE), *describe], capture_output=True, text=True)
     return done.stdout.strip()
+
+
+# ---------------------------------------------------------------- the command
 
 
 def main(module, argv):
@@ -250,27 +300,41 @@ def main(module, argv):
     name = module.rpartition(".")[2]
     experiment = importlib.import_module(module).EXPERIMENT
     seeds, steps, out, keep, flags = read_flags(name, experiment, argv)
+
+    # Everything that can be refused is refused before the first run. Seeds differ in nothing else.
     plans = [plan(name, experiment, seed, out, steps, flags) for seed in seeds]
-    for jobs, _ in plans[:1]:
-        for job in jobs:
-            check_flags(job)
+    for job in plans[0][0]:
+        check_flags(job)
     folder = Path(out, name)
     try:
-        eval.check_writable(folder, [f"{name}.json", f"{name}.png"])
+        check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
-        stop(f"{error.filename or folder}: {error.strerror}")
-    problem = eval.try_to_draw()  # now, and not when all is done
+        usage_error(f"{error.filename or folder}: {error.strerror}")
+    problem = eval.try_to_draw()
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)
 
-    seconds = run_chains(name, [jobs for jobs, _ in plans])
+    # All runs of all seeds.
+    command = shlex.join(["python", "-m", module, *argv])
+    chains = [[replace(job, experiment=command) for job in jobs] for jobs, _ in plans]
+    seconds = run_chains(name, chains)
+
+    # What they say: table, figure, numbers.
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
     results = tables.read_results(experiment, runs)
     text = tables.compare(experiment.question, results)
     problem = eval.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
-    text += f"\n{problem}" * bool(problem)
-    record = {"commit": commit(), "seeds": seeds, "steps": steps, "flags": flags, "table": text}
-    record |= {"differences": tables.paired_differences(results), "results": results}
+    if problem:
+        text += f"\n{problem}"
+    record = {
+        "commit": current_commit(),
+        "seeds": seeds,
+        "steps": steps,
+        "flags": flags,
+        "table": text,
+        "differences": tables.paired_differences(results),
+        "results": results,
+    }
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1))
     if keep:
         shutil.copy(folder / f"{name}.json", HERE / "results")
@@ -281,9 +345,7 @@ def main(module, argv):
 def read_flags(name, experiment, argv):
     """The command line -> seeds, steps, out, keep, and the flags that go to train.py"""
     seeds, steps, out, keep, flags = [1337, 1, 2], None, "out", False, []
-    # What the arms or their SFT set says what they are: it cannot be asked for otherwise.
-    arms = [*experiment.arms.values(), *([experiment.sft] if experiment.sft else [])]
-    own = OWN_FLAGS | {word.partition("=")[0] for arm in arms for word in arm.flags}
+    own = flags_of_arms(experiment)
     for word in argv:
         flag, equals, value = word.partition("=")
         if flag in ("-h", "--help"):
@@ -295,26 +357,41 @@ def read_flags(name, experiment, argv):
             out = value
         elif flag == "--seeds":
             if not all(part.isdecimal() for part in value.split(",")):
-                stop(f"{word}: numbers with commas, as --seeds=1337,1,2")
+                usage_error(f"{word}: numbers with commas, as --seeds=1337,1,2")
             seeds = [int(part) for part in value.split(",")]
         elif flag == "--steps":
             if not value.isdecimal() or int(value) < 1:
-                stop(f"{word}: a whole number from 1 on, as --steps=20")
+                usage_error(f"{word}: a whole number from 1 on, as --steps=20")
             steps = int(value)
         elif flag in own:
             near = " (--seeds=...)" if flag == "--seed" else ""
-            stop(f"{word}: the experiment sets it itself{near}")
+            usage_error(f"{word}: the experiment sets it itself{near}")
         elif not word.startswith("--"):
-            stop(f"{word!r}: flags are written as --name=value")
+            usage_error(f"{word!r}: flags are written as --name=value")
         else:
             flags.append(word)
     if len(set(seeds)) < len(seeds):
-        stop("--seeds: each seed once, or its run would be counted twice")
+        usage_error("--seeds: each seed once, or its run would be counted twice")
     return seeds, steps, out, keep, flags
+
+
+def flags_of_arms(experiment):
+    """The names of flags that cannot be asked for: the runner sets them, or they are what an arm or
+    its SFT is about."""
+    arms = list(experiment.arms.values())
+    if experiment.sft:
+        arms.append(experiment.sft)
+    own = set(OWN_FLAGS)
+    for arm in arms:
+        own |= {word.partition("=")[0] for word in arm.flags}
+    return own
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
     if not words or not words[0].startswith("--arm="):
-        stop("which patch? --arm=experiments.objective:overlong_masked -- FLAGS OF TRAIN.PY")
-    run_arm(words[0].removeprefix("--arm="), words[2:] if words[1:2] == ["--"] else words[1:])
+        usage_error("which patch? --arm=experiments.objective:overlong_masked -- FLAGS OF TRAIN.PY")
+    patch_name, flags_of_train = words[0].removeprefix("--arm="), words[1:]
+    if flags_of_train[:1] == ["--"]:
+        flags_of_train = flags_of_train[1:]
+    run_arm(patch_name, flags_of_train)

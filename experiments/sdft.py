@@ -27,6 +27,8 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. Who acts? RL hands tasks to `workers` and collects groups of rollouts from them. Whatever has
+#    these methods can stand there: here an expert that plays its demonstrations.
 class ScriptedExpert:
     """Stands where Reinforcement has its workers and its publisher: tasks go in, demonstrations
     come out. Nothing is sampled, so no weights are published."""
@@ -36,9 +38,11 @@ class ScriptedExpert:
     def __init__(self, run):
         self.run = run
 
+    # The publisher's part: new weights are for those who sample.
     def publish(self, version, weights):
         return {}
 
+    # The workers' part: a job goes in, its rollouts come out.
     def submit(self, tasks, numbers, seed):
         return tasks, numbers, seed
 
@@ -56,16 +60,19 @@ class ScriptedExpert:
         limits = train.agent_limits(config)
         chain = rollout.demonstrate(task, run.tokenizer, rng, limits, config.sloppy, run.compact)
         # The judge is not asked: it is solved if every line that was deleted is there again.
-        chain.solved = all(
-            {*text.split("\n")} <= {"", *chain.files[path].split("\n")}
-            for path, text in task.solution.items()
-        )
+        chain.solved = True
+        for path, deleted in task.solution.items():
+            there = {"", *chain.files[path].split("\n")}
+            if not set(deleted.split("\n")) <= there:
+                chain.solved = False
         return chain
 
     def close(self):
         pass
 
 
+# 2. What is learned? With an advantage of one for all, the policy gradient is the gradient of the
+#    demonstrations' likelihood: this is SFT in the loop of RL.
 class Imitation(train.Reinforcement):
     def __init__(self, run):
         super().__init__(run)
@@ -81,11 +88,14 @@ class Imitation(train.Reinforcement):
         log.update(mismatch=0.0, stale=0.0, stalest=0)
 
 
+# 3. The other arm: rollouts as in RL, but the reward has weight zero. Left is the distillation of
+#    hints.
 class HintsAlone(train.Reinforcement):
     def policy_objective(self, logp, batch, normaliser, reference):
         return 0.0 * super().policy_objective(logp, batch, normaliser, reference)
 
 
+# 4. The patches.
 def imitate():
     train.STAGE["rl"] = Imitation
 
@@ -94,6 +104,7 @@ def hints_alone():
     train.STAGE["rl"] = HintsAlone
 
 
+# 5. What is measured, beside the numbers that every experiment has.
 def comments_and_harder_tasks(folder, policies):
     """What the experiment is about, before and after"""
     numbers = {}
@@ -104,6 +115,7 @@ def comments_and_harder_tasks(folder, policies):
     return numbers
 
 
+# 6. The arms.
 NARROW = ("--max_level=0", "--curriculum=0", "--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="A new convention: plain SFT or self-distillation?",

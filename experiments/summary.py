@@ -30,6 +30,8 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. What takes the place of summaries? A chain's next episode begins with what this class carries
+#    over from the last one.
 class OldestTruncated(summarize.Compaction):
     """No summary is asked for: a new episode starts from the task and the newest turns."""
 
@@ -47,16 +49,19 @@ class OldestTruncated(summarize.Compaction):
             role = "recent" if turn.role in ("assistant", "recent") else "recent output"
             return rollout.Turn(role, turn.tokens, turn.text)
 
+        # Drop the oldest turns until the rest fits; what is left begins with a call, not an output.
         while past and (size() > self.window // 2 or past[0].role not in ("assistant", "recent")):
             past.pop(0)
         return [task, *(recalled(turn) for turn in past)]
 
 
+# 2. What if the reward does not teach how to summarise? The advantage of these tokens becomes zero.
 def written_summaries(episodes, like):
     """1 where the target is a token of a summary that the policy wrote, else 0: aligned with
     rollout.pack, (B, T) as `like`"""
     found = torch.zeros_like(like)
     for row, episode in zip(found, episodes):
+        # A summary is the turn right behind the question for it.
         asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
         _, mask, _, index = rollout.flatten(episode)
         row[: len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
@@ -71,6 +76,7 @@ class SummariesNotLearned(train.Reinforcement):
         return super().policy_objective(logp, batch, normaliser, reference)
 
 
+# 3. Demonstrations of both windows, so that one SFT serves all arms.
 def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=train.demonstrate):
     """Half of the demonstrations have a quarter of the window: a policy learns to work in both."""
     if rng.random() < 0.5:
@@ -79,6 +85,7 @@ def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=trai
     return plain(config, task, rng, tokenizer, compact)
 
 
+# 4. The patches. In every arm the tests answer one command; some add a second change.
 def truncate_oldest():
     summarize.Compaction = OldestTruncated
 
@@ -102,6 +109,7 @@ def told_once_truncated():
     truncate_oldest()
 
 
+# 5. The arms, and the SFT from which they begin.
 LONG = ("--trigger=0.45", "--levels=8", "--max_turns=60", "--max_level=7", "--eval_levels=8")
 EXPERIMENT = Experiment(
     question="Is a summary worth its tokens?",

@@ -14,36 +14,35 @@ import math
 import numpy as np
 
 import eval
+from command import learning_curves
 
 # of these habits: when the running mean has fallen to a tenth of its first value
 HABITS = ("bad_tool", "communication", "code_style")
 
 
 def read_results(experiment, runs):
-    """runs: {arm: the folders of its runs, a seed each} -> {arm: [outcome of a seed]}. Of several
-    policies of one run each is an arm."""
-    if len(experiment.policies) == 1:
-        (policy,) = experiment.policies
-        return {
-            arm: [outcome(folder, experiment, policy) for folder in folders]
-            for arm, folders in runs.items()
-        }
-    folders = next(iter(runs.values()))
-    return {
-        policy: [outcome(folder, experiment, policy) for folder in folders]
-        for policy in experiment.policies
-    }
+    """runs: {arm: the folders of its runs, a seed each} -> {arm: [outcome of a seed]}. Where an
+    experiment asks for several policies of its one arm, each of them stands as an arm."""
+    results = {}
+    for arm, folders in runs.items():
+        for policy in experiment.policies:
+            name = arm if len(experiment.policies) == 1 else policy
+            results[name] = [read_outcome(folder, experiment, policy) for folder in folders]
+    return results
 
 
-def outcome(folder, experiment, policy="after RL"):
+def read_outcome(folder, experiment, policy="after RL"):
     """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
-    stage = experiment.stages[0]
-    whole_recipe = len(experiment.stages) > 1
-    lines = eval.lines_of(folder, "rl" if whole_recipe else stage)
-    curves = {name: eval.curve(lines, name) for name in experiment.curves}
-    if not whole_recipe:  # pretraining alone: nothing is evaluated
+    # The step log of RL; of an arm that is pretraining alone, that stage's. Then nothing is
+    # evaluated either.
+    if len(experiment.stages) == 1:
+        lines = learning_curves.read_step_log(folder, experiment.stages[0])
+        curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
+    lines = learning_curves.read_step_log(folder, "rl")
+    curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
 
+    # The evaluation on held-out tasks.
     policies = json.loads((folder / "summary.json").read_text())["policies"]
     before, after = policies.get("before RL"), policies[policy]
     overall, levels = after["overall"], list(after["levels"].values())
@@ -59,9 +58,11 @@ def outcome(folder, experiment, policy="after RL"):
         "seconds a step": float(np.median([line["seconds"] for line in lines])),
         "before RL": before["overall"]["solved"] if before else math.nan,
     }
+
+    # The curves, at their beginning and at their end.
     for name, values in curves.items():
-        end[f"{name}: first 5"] = eval.mean_known(values[:5])
-        end[f"{name}: last 5"] = eval.mean_known(values[-5:])
+        end[f"{name}: first 5"] = learning_curves.mean_known(values[:5])
+        end[f"{name}: last 5"] = learning_curves.mean_known(values[-5:])
         if name in HABITS:
             end[f"{name}: tenth at"] = first_step_at_a_tenth(values)
     end |= experiment.more(folder, policies)
@@ -77,7 +78,7 @@ def outcome(folder, experiment, policy="after RL"):
 def first_step_at_a_tenth(values):
     """The first step at which the running mean is a tenth of the first value; never: one step more
     than there were"""
-    for i, mean in enumerate(eval.running(values)):
+    for i, mean in enumerate(learning_curves.running_mean(values)):
         if mean <= 0.1 * values[0] > 0:
             return i + 1
     return len(values) + 1
@@ -119,27 +120,41 @@ def paired_differences(results):
 def compare(question, results):
     """-> the text of the table: arms against numbers, the longer list downwards; below it the
     differences in what is solved"""
+    # A row for each arm, turned where there are more numbers than arms.
     columns = known_columns(results)
     rows = [["", *columns]]
     for arm, runs in results.items():
-        values = [[run["end"][column] for run in runs] for column in columns]
-        rows.append([arm, *(mean_and_deviation(v) for v in values)])
+        cells = [mean_and_deviation([run["end"][column] for run in runs]) for column in columns]
+        rows.append([arm, *cells])
     if len(columns) > len(results):
         rows = list(zip(*rows))
-    first, *widths = (max(map(len, column)) + 2 for column in zip(*rows))
-    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]
 
     seeds = len(next(iter(results.values())))
     what = f"mean, and sample standard deviation over {seeds} seeds"
     if seeds == 1:
         what = "one seed: the spread is not known"
-    lines.insert(0, f"{question}  ({what})")
+    lines = [f"{question}  ({what})", *align(rows)]
+
+    # What is solved, less the first arm: runs of one seed differ by the arm alone.
+    first = next(iter(results))
     for arm, differences in paired_differences(results).items():
         if "solved" in differences:
             each = ", ".join(f"{d:+.3f}" for d in differences["solved"])
             mean = mean_and_deviation(differences["solved"])
-            lines.append(f"solved, {arm} less {next(iter(results))}: {mean}, seed by seed {each}")
+            lines.append(f"solved, {arm} less {first}: {mean}, seed by seed {each}")
     return "\n".join(lines)
+
+
+def align(rows):
+    """Rows of texts -> lines: the first column to the left, the others to the right"""
+    widths = [max(len(text) for text in column) + 2 for column in zip(*rows)]
+    lines = []
+    for name, *cells in rows:
+        line = name.ljust(widths[0])
+        for cell, width in zip(cells, widths[1:]):
+            line += cell.rjust(width)
+        lines.append(line)
+    return lines
 
 
 def draw_curves(experiment, results, path):
@@ -147,31 +162,53 @@ def draw_curves(experiment, results, path):
     by the level of held-out tasks. Where the arms differ before RL, the last panel sets what is
     solved in the end against the loss after SFT (the reward depends on the curriculum's level)."""
     first = next(iter(results.values()))[0]
-    panels = [("curves", name, 1) for name in first["curves"]]
-    panels += [("levels", name, 0) for name in first.get("levels", ())]
-    points = {
-        arm: [[run["end"].get(x, math.nan) for run in runs] for x in ("loss after SFT", "solved")]
-        for arm, runs in results.items()
-    }
-    scatter = bool(np.isfinite(list(points.values())).all())
-    figure, ax = eval.axes(experiment.question, "step", "", len(panels) + scatter)
-    for panel, (part, name, start) in zip(np.atleast_1d(ax), panels):
+    curves, levels = list(first["curves"]), list(first.get("levels", ()))
+    points = solved_against_loss(results)
+    panels = len(curves) + len(levels) + bool(points)
+    figure, ax = eval.make_axes(experiment.question, "step", "", panels)
+    axes = list(np.atleast_1d(ax))
+
+    for panel, name in zip(axes, curves):
         for arm, runs in results.items():
-            rows = [run[part][name] for run in runs]
-            rows = np.array([eval.running(row) for row in rows] if start else rows)
-            x = range(start, start + rows.shape[1])
-            line = panel.plot(x, rows.mean(0), label=arm)[0]
-            panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
-        if part == "levels" and "began" in first:
+            rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
+            draw_mean_and_range(panel, arm, np.array(rows), first_x=1)
+        panel.set(xlabel="step", ylabel=name.replace("_", " "))
+
+    for panel, name in zip(axes[len(curves) :], levels):
+        for arm, runs in results.items():
+            rows = np.array([run["levels"][name] for run in runs])
+            draw_mean_and_range(panel, arm, rows, first_x=0)
+        if "began" in first:
             arm = next(iter(results))
             before = np.mean([run["began"][name] for run in results[arm]], 0)
-            panel.plot(x, before, "k--", label=f"{arm}, before")
-        panel.set_xlabel("step" if start else "level of held-out tasks, after RL")
-        panel.set_ylabel(name.replace("_", " "))
+            panel.plot(range(len(before)), before, "k--", label=f"{arm}, before")
+        panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
+    # One legend: the colours are the same in all panels.
     panel.legend(fontsize=8)
-    if scatter:
-        for arm, (losses, solved) in points.items():
-            ax[-1].plot(losses, solved, "o", label=arm)
-        ax[-1].set(xlabel="loss after SFT, nats per token", ylabel="solved, held out, after RL")
-        ax[-1].locator_params(axis="x", nbins=5)
+
+    for arm, (losses, solved) in points.items():
+        axes[-1].plot(losses, solved, "o", label=arm)
+    if points:
+        axes[-1].set(xlabel="loss after SFT, nats per token", ylabel="solved, held out, after RL")
+        axes[-1].locator_params(axis="x", nbins=5)
     figure.savefig(path, dpi=120)
+
+
+def draw_mean_and_range(panel, arm, rows, first_x):
+    """rows: (seeds, points)"""
+    x = range(first_x, first_x + rows.shape[1])
+    line = panel.plot(x, rows.mean(0), label=arm)[0]
+    panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
+
+
+def solved_against_loss(results):
+    """-> {arm: (losses after SFT, shares solved), a seed each}; empty where a run does not know
+    them"""
+    points = {}
+    for arm, runs in results.items():
+        losses = [run["end"].get("loss after SFT", math.nan) for run in runs]
+        solved = [run["end"].get("solved", math.nan) for run in runs]
+        if not np.isfinite(losses + solved).all():
+            return {}
+        points[arm] = losses, solved
+    return points

@@ -26,6 +26,8 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. Which tasks? RL numbers them one by one, and a number makes the same task every time. So a
+#    number taken over and over is a task drawn over and over.
 class FewTasks(synth_tasks.Curriculum):
     number = 2  # of a level
 
@@ -37,6 +39,7 @@ class TenTasks(FewTasks):
     number = 10
 
 
+# 2. The evaluation gets a second part: the new function calls the recipe's, then adds to its file.
 def draw_from(curriculum):
     """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it
     was trained on, with about as many rollouts as on the others."""
@@ -51,20 +54,20 @@ def draw_from(curriculum):
 
 
 def add_seen_tasks(config, number):
+    """number: of each level, from which RL drew"""
     run, out = train.Run(config), Path(config.out)
     model, tokenizer, saved = eval.load(out / "rl", run.device, config.plain)
     origin = Path(saved["start_from"] or saved["out"], "sft")
     began = eval.load(origin, run.device, config.plain)[0]
 
-    # RL numbers its tasks from its seed on: FewTasks.task_number.
+    # The tasks that RL drew, with the numbers that it gave them: FewTasks.task_number.
     number = min(number, config.eval_tasks)
     passes = max(1, config.eval_tasks * config.eval_samples // number)
-    tasks = [
-        train.make_task(config, level, saved["seed"] * 1_000_003 + i)
-        for level in range(config.eval_levels)
-        for i in range(number)
-    ]
-    mine = eval.attempt(
+    first = saved["seed"] * 1_000_003
+    tasks = []
+    for level in range(config.eval_levels):
+        tasks += [train.make_task(config, level, first + i) for i in range(number)]
+    mine = eval.run_policy(
         model.compute(run.dtype),
         tokenizer,
         {**saved, "plain": config.plain},
@@ -72,18 +75,22 @@ def add_seen_tasks(config, number):
         passes,
         temperature=saved["temperature"],
         numbers=run.share(range(len(tasks))),
-        began=began.compute(run.dtype),
+        reference=began.compute(run.dtype),
     )
     records = run.gather(mine)
     if run.rank == 0:
         path = out / "summary.json"
         summary = json.loads(path.read_text())
-        seen = {"overall": eval.summary(records), "levels": eval.by_level(records)}
+        seen = {
+            "overall": eval.summarize_records(records),
+            "levels": eval.summarize_levels(records),
+        }
         summary["policies"]["after, seen"] = seen
         path.write_text(json.dumps(summary, indent=1))
         print(f"solved, of the tasks it was trained on: {seen['overall']['solved']:.3f}")
 
 
+# 3. The patches.
 def two_of_a_level():
     draw_from(FewTasks)
 
@@ -92,6 +99,7 @@ def ten_of_a_level():
     draw_from(TenTasks)
 
 
+# 4. What the table says beside the usual numbers, and the arms.
 def solved_of_the_seen(folder, policies):
     seen = policies.get("after, seen")
     return {"solved, seen": seen["overall"]["solved"] if seen else math.nan}

@@ -25,6 +25,8 @@ from experiments import runner
 from experiments.runner import Arm, Experiment
 
 
+# 1. What does the teacher read? train.Reinforcement asks its method hint_text for the words above a
+#    flagged turn. A placebo changes these words, and nothing else.
 class EmptyHint(train.Reinforcement):
     def hint_text(self, chain, hint):
         return ""
@@ -38,6 +40,7 @@ class WrongHint(train.Reinforcement):
         return f"Reminder: Available tools: {', '.join(tools)}."
 
 
+# 2. The patches.
 def empty_hint():
     train.STAGE["rl"] = EmptyHint
 
@@ -46,6 +49,7 @@ def wrong_hint():
     train.STAGE["rl"] = WrongHint
 
 
+# 3. The arms. Who teaches and by which divergence are flags of the recipe.
 SHORT = ("--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="Whose hints, and which divergence?",

@@ -18,6 +18,7 @@ import torch
 import eval as evaluation
 import hsdp
 import rollout
+from command import learning_curves
 from moe import Model, ModelConfig
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
@@ -47,7 +48,7 @@ def test_the_interval_holds_the_true_rate_about_95_times_in_100_also_near_its_en
     rng, inside = np.random.default_rng(0), 0
     for _ in range(400):
         solved = rng.random((24, 1)) < rate if alike else rng.random((24, 2)) < rate
-        low, high = evaluation.interval(solved.mean(1), 2)
+        low, high = evaluation.wilson_interval(solved.mean(1), 2)
         assert 0 <= low <= solved.mean() <= high <= 1
         inside += low <= rate <= high
     assert 0.92 <= inside / 400 <= 0.995
@@ -57,13 +58,13 @@ def test_the_interval_is_wilsons_where_passes_are_independent_or_always_agree():
     """By hand, of 8 solved among 10: (.8 + .1921 -+ 1.96 sqrt(.016 + .0096)) / 1.3842; and where
     all or none were solved"""
     agree = [1.0] * 8 + [0.0] * 2
-    assert evaluation.interval(agree) == pytest.approx([0.4902, 0.9433], abs=2e-3)
+    assert evaluation.wilson_interval(agree) == pytest.approx([0.4902, 0.9433], abs=2e-3)
     # four passes that agree are one
-    assert evaluation.interval(agree, 4)[0] == pytest.approx(0.4902, abs=0.03)
+    assert evaluation.wilson_interval(agree, 4)[0] == pytest.approx(0.4902, abs=0.03)
     for n in (1, 5, 24):
-        (low, one), (none, high) = evaluation.interval([1.0] * n, 2), evaluation.interval(
-            [0.0] * n, 2
-        )
+        (low, one), (none, high) = evaluation.wilson_interval(
+            [1.0] * n, 2
+        ), evaluation.wilson_interval([0.0] * n, 2)
         assert (
             one == 1
             and none == 0
@@ -74,7 +75,7 @@ def test_the_interval_is_wilsons_where_passes_are_independent_or_always_agree():
 
 def test_the_interval_is_as_wide_as_the_normal_approximation_says_where_much_is_known():
     values = np.random.default_rng(1).random(400)
-    low, high = evaluation.interval(values, 10**6)
+    low, high = evaluation.wilson_interval(values, 10**6)
     half = 1.96 * values.std() / 20
     assert (low, high) == (
         pytest.approx(values.mean() - half, abs=0.1 * half),
@@ -84,9 +85,11 @@ def test_the_interval_is_as_wide_as_the_normal_approximation_says_where_much_is_
 
 def test_dollars_by_hand():
     stats = {"total": 3_000_000, "sampled": 1_000_000}
-    assert evaluation.dollars(stats) == pytest.approx(2 * 0.5 + 1 * 2.5)
-    assert evaluation.dollars(stats, 1, 10) == pytest.approx(2 + 10)
-    assert evaluation.dollars({"total": 1200, "sampled": 200}) == pytest.approx(0.0005 + 0.0005)
+    assert evaluation.cost_in_dollars(stats) == pytest.approx(2 * 0.5 + 1 * 2.5)
+    assert evaluation.cost_in_dollars(stats, 1, 10) == pytest.approx(2 + 10)
+    assert evaluation.cost_in_dollars({"total": 1200, "sampled": 200}) == pytest.approx(
+        0.0005 + 0.0005
+    )
 
 
 def line(
@@ -119,7 +122,7 @@ RECORDS = [
 
 
 def test_a_summary_of_hand_made_records():
-    s = evaluation.summary(RECORDS)
+    s = evaluation.summarize_records(RECORDS)
     assert (s["solved"], s["tasks"], s["passes"], s["tokens"], s["effort"], s["turns"]) == (
         0.5,
         3,
@@ -145,11 +148,11 @@ def test_a_summary_of_hand_made_records():
 
 
 def test_levels_are_summarised_apart():
-    levels = evaluation.by_level(RECORDS)
+    levels = evaluation.summarize_levels(RECORDS)
     assert (
         list(levels) == [0, 3]
-        and levels[0] == evaluation.summary(RECORDS[:4])
-        and levels[3] == evaluation.summary(RECORDS[4:])
+        and levels[0] == evaluation.summarize_records(RECORDS[:4])
+        and levels[3] == evaluation.summarize_records(RECORDS[4:])
     )
     assert (levels[0]["solved"], levels[3]["solved"], levels[0]["tokens"], levels[3]["tokens"]) == (
         0.75,
@@ -161,12 +164,17 @@ def test_levels_are_summarised_apart():
 
 def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
     shuffled = [RECORDS[i] for i in (3, 5, 0, 2, 4, 1)]
-    assert evaluation.summary(shuffled)["pass@2"] == evaluation.summary(RECORDS)["pass@2"]
+    assert (
+        evaluation.summarize_records(shuffled)["pass@2"]
+        == evaluation.summarize_records(RECORDS)["pass@2"]
+    )
 
 
 def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
-    text = evaluation.write({"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1})
+    text = evaluation.write_report(
+        {"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1}
+    )
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
     assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows[
         "level 3: solved (tokens)"
@@ -176,8 +184,10 @@ def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
         "67",
     ]
     data = json.loads((tmp_path / "eval.json").read_text())
-    assert data["note"] == 1 and data["policies"]["two"]["overall"] == evaluation.summary(other)
-    assert data["policies"]["one"]["levels"]["3"] == evaluation.summary(RECORDS[4:])
+    assert data["note"] == 1 and data["policies"]["two"]["overall"] == evaluation.summarize_records(
+        other
+    )
+    assert data["policies"]["one"]["levels"]["3"] == evaluation.summarize_records(RECORDS[4:])
     assert all(
         (tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("effort.png", "score.png")
     )
@@ -192,7 +202,7 @@ def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
         rollout.Limits(10**6),
     )
     chain.solved = True
-    r = evaluation.record(chain, (1.0, 10.0))
+    r = evaluation.make_record(chain, (1.0, 10.0))
     sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
     given = sum(len(t.tokens) for t in chain.turns) - sampled
     assert (r["task"], r["level"], r["solved"], r["sampled"]) == (
@@ -229,7 +239,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
     )
     assert evaluation.compare_pairs(base, base)["p"] == 1
     assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
-    text = evaluation.table(
+    text = evaluation.format_table(
         {"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
     )
     row = next(row for row in text.split("\n") if "won, lost" in row)
@@ -237,7 +247,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
         re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"]
         and "p=0.004" in text
     )
-    assert "won, lost" not in evaluation.table({"a": base})
+    assert "won, lost" not in evaluation.format_table({"a": base})
 
 
 def test_passes_of_a_task_are_one_pair():
@@ -276,12 +286,12 @@ def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
     (tmp_path / "rl.jsonl").write_text(
         '{"step": 3.0, "x": 5}\n{"step": 4.0, "x": 1}\n{"step": 4.0, "x": 2}\n7\n{"step": 5'
     )
-    lines = evaluation.lines_of(tmp_path, "rl")
+    lines = learning_curves.read_step_log(tmp_path, "rl")
     assert [(entry["step"], entry["x"]) for entry in lines] == [(3, 5), (4, 2)]
-    assert str(evaluation.curve(lines, "x")) == "[nan, nan, 5, 2]"
+    assert str(learning_curves.curve_by_step(lines, "x")) == "[nan, nan, 5, 2]"
     assert (
-        evaluation.running([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
-        and evaluation.lines_of(tmp_path, "sft") == []
+        learning_curves.running_mean([float("nan"), 4.0, 2.0])[1:] == [4.0, 3.0]
+        and learning_curves.read_step_log(tmp_path, "sft") == []
     )
 
 
@@ -425,7 +435,7 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
     def fails(*words):
         raise RuntimeError("no font\nat all")
 
-    monkeypatch.setattr(evaluation, "draw", fails)
+    monkeypatch.setattr(evaluation, "draw_policies", fails)
     evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
     assert (
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
@@ -445,13 +455,13 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
 def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
     model, tokenizer, config = evaluation.load(run[0])
     tasks = evaluation.held_out(1, levels=(0, 1))
-    records = evaluation.attempt(model, tokenizer, config, tasks, 2)
+    records = evaluation.run_policy(model, tokenizer, config, tasks, 2)
     assert [r["task"] for r in records] == [t.instance_id for t in tasks for _ in range(2)]
     assert not any(r["solved"] for r in records) and all(
         r["sampled"] > 0 and r["turns"] <= 3 for r in records
     )
-    assert evaluation.attempt(model, tokenizer, config, tasks, 2) == records
-    assert evaluation.attempt(model, tokenizer, config, tasks, 2, seed=1) != records
+    assert evaluation.run_policy(model, tokenizer, config, tasks, 2) == records
+    assert evaluation.run_policy(model, tokenizer, config, tasks, 2, seed=1) != records
 
 
 def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_flags_and_not_at_all_from_itself(
@@ -459,11 +469,11 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
 ):
     model, tokenizer, config = evaluation.load(run[0])
     tasks = [make_task(0, 10**6 + i) for i in range(3)]
-    records = evaluation.attempt(model, tokenizer, config, tasks, 2, began=model)
+    records = evaluation.run_policy(model, tokenizer, config, tasks, 2, reference=model)
     assert all(
         abs(r["moved"]) < 1e-3 and 0 <= r["unflagged"] <= r["sampled"] for r in records
     ) and any(r["unflagged"] for r in records)
-    assert abs(evaluation.summary(records)["moved"]) < 1e-4
+    assert abs(evaluation.summarize_records(records)["moved"]) < 1e-4
     other, _, _ = evaluation.load(run[0])
     torch.nn.init.normal_(other.head.weight, std=0.3)
     chain = rollout.Chain(
@@ -487,11 +497,11 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
         .log_softmax(-1)[0]
         .gather(1, ids[0, 1:, None])[-len(body) :]
     )
-    total, count = evaluation.drift(other, chain, 0.7)
+    total, count = evaluation.kl_from_reference(other, chain, 0.7)
     assert count == len(body) and total == pytest.approx(float((-1.5 - logp).sum()), abs=1e-3)
     # now the final message is missing, and the turn is flagged
     chain.turns[-1].text = ""
-    assert evaluation.drift(other, chain, 0.7) == (0.0, 0)
+    assert evaluation.kl_from_reference(other, chain, 0.7) == (0.0, 0)
 
 
 def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_more_in_bf16(
@@ -507,7 +517,7 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
     # what begins at zero would leave every layer's output the embedding
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 and not p.any() else None
-    found = evaluation.mismatch(model, tokenizer, config, evaluation.held_out(2, range(2)))
+    found = evaluation.sampler_mismatch(model, tokenizer, config, evaluation.held_out(2, range(2)))
     replayed, own, exact = (
         found[name]
         for name in (
@@ -557,7 +567,7 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
                     ids.append(token)
                 said.append(p)
             expected.append((names[0], *said[-2:]))
-    found = evaluation.heeded(model, tokenizer, chain)
+    found = evaluation.hint_effect(model, tokenizer, chain)
     assert (
         len(expected) > 1
         and [
@@ -574,14 +584,14 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
 
 def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
     tasks = evaluation.held_out(2)
-    assert all(r["solved"] for r in evaluation.expert_records(0.0, tasks))
+    assert all(r["solved"] for r in evaluation.play_expert(0.0, tasks))
     nothing = [
         Task(**{**vars(t), "meta": {**t.meta, "targets": t.meta["targets"][:1]}})
         for t in tasks
         if t.level > 2
     ]
     # this one puts back the first function only
-    assert not any(r["solved"] for r in evaluation.expert_records(0.0, nothing))
+    assert not any(r["solved"] for r in evaluation.play_expert(0.0, nothing))
 
 
 # ---------------------------------------------------------------- the command line
@@ -636,11 +646,11 @@ def test_bad_input_gives_one_line_and_exit_code_2_and_overwrites_nothing(
 
 
 def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeypatch):
-    asked, attempt = [], evaluation.attempt
+    asked, run_policy = [], evaluation.run_policy
     monkeypatch.setattr(
         evaluation,
-        "attempt",
-        lambda *words, **more: asked.append(words[2]["max_turns"]) or attempt(*words, **more),
+        "run_policy",
+        lambda *words, **more: asked.append(words[2]["max_turns"]) or run_policy(*words, **more),
     )
     for words, levels in ((("--levels=8", "--turns=2"), 8), ((), 6)):
         evaluation.main([str(run[0]), "--number=1", "--passes=1", f"--out={tmp_path}", *words])

@@ -26,6 +26,7 @@ import rollout
 import summarize
 import synth_tasks
 import train
+from command import failures
 from experiments import __main__ as listing
 from experiments import hacking, objective, penalty, runner, sdft, summary, tables, tasks, teachers
 
@@ -569,6 +570,41 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
     asked.clear()
     runner.run_chains("objective", [list(jobs)])
     assert not asked
+
+
+def test_what_a_stopped_or_full_run_says_is_the_command_that_was_typed(
+    tmp_path, monkeypatch, capsys
+):
+    config = train.Config(out=str(tmp_path))
+    with pytest.raises(SystemExit):
+        failures.end_stopped(config, ["--stage=rl"], 15)
+    assert capsys.readouterr().err.endswith("python train.py --stage=rl --resume\n")
+    # an arm by hand
+    monkeypatch.setattr(train, "main", lambda argv: None)
+    monkeypatch.setattr(failures, "PROGRAM", failures.PROGRAM)
+    runner.run_arm("experiments.objective:overlong_masked", [])
+    expected = "python -m experiments.runner --arm=experiments.objective:overlong_masked -- --x=1"
+    assert failures.how_to_go_on(config, ["--x=1"]).endswith(f"then: {expected}")
+    # a run of an experiment
+    seen = []
+
+    def start(command, env, **more):
+        seen.append(env[failures.EXPERIMENT_COMMAND])
+        return SimpleNamespace(returncode=2, stderr="a line")
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(runner, "current_commit", lambda: "")
+    with pytest.raises(SystemExit):
+        runner.main("experiments.feedback", ["--seeds=1", f"--out={tmp_path}"])
+    command = f"python -m experiments.feedback --seeds=1 --out={tmp_path}"
+    assert seen == [command]
+    monkeypatch.setenv(failures.EXPERIMENT_COMMAND, command)
+    full = torch.OutOfMemoryError("too much")
+    for text in (
+        failures.how_to_go_on(config, ["--stage=rl"]),
+        failures.explain_full_card(config, ["--stage=rl"], full),
+    ):
+        assert command in text and "train.py" not in text and "--resume" not in text
 
 
 def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, monkeypatch, capsys):

@@ -405,15 +405,15 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
     assert logs["both"]["no_turn"] == 0 and logs["both"]["turns"] > 0
     (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in (long, short)))
     model, tokenizer, config = train.eval.load(tmp_path / "both")
-    records = train.eval.attempt(model, tokenizer, config, [long, short], 2)
+    records = train.eval.run_policy(model, tokenizer, config, [long, short], 2)
     assert [record["turns"] == 0 for record in records] == [
         True,
         True,
         False,
         False,
-    ] and train.eval.summary(records)["no_turn"] == 2
-    assert re.search(r"without room for a turn +2$", train.eval.table({"one": records}), re.M)
-    assert "without room" not in train.eval.table({"one": records[2:]})
+    ] and train.eval.summarize_records(records)["no_turn"] == 2
+    assert re.search(r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M)
+    assert "without room" not in train.eval.format_table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
@@ -1696,7 +1696,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     def fails(*words):
         raise ImportError("no backend")
 
-    monkeypatch.setattr(train.eval, "axes", fails)
+    monkeypatch.setattr(train.eval, "make_axes", fails)
     capsys.readouterr()
     train.main(
         [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]

@@ -1,0 +1,92 @@
+"""command/eval_flags.py: the command line of eval.py, and what it refuses.
+
+Wrong input is one line and exit code 2, before anything is loaded. It stands apart from eval.py
+because nobody who reads how a policy is scored needs to know how a flag is checked.
+
+Left out: flags of train.py. A run is evaluated with the configuration that it was made with.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from synth_tasks import LEVELS
+
+
+def usage_error(message):
+    """Bad input: one line, exit code 2, nothing touched."""
+    print(f"eval.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def make_parser(default_levels):
+    """default_levels: of how many levels the tasks are if nothing else is asked for"""
+    parser = argparse.ArgumentParser(
+        description="Score runs on held-out tasks.", allow_abbrev=False
+    )
+    parser.error = usage_error
+    add = parser.add_argument
+    runs = "folders of runs or of single checkpoints; the word demo: a demonstration"
+    add("runs", nargs="*", help=runs)
+
+    # Which tasks, and how they are played.
+    add("--number", type=int, default=24, help="tasks per level")
+    levels = f"levels, from 0 on, of {len(LEVELS)}"
+    add("--levels", type=int, default=default_levels, help=levels)
+    add("--passes", type=int, default=2)
+    turns = "of an episode (default: those of the run's RL)"
+    add("--turns", type=int, default=0, help=turns)
+    temperature = "of sampling (default: that of the run's RL)"
+    add("--temperature", type=float, default=None, help=temperature)
+    tasks = "tasks.jsonl of synth_tasks.py --repo instead of generated codebases"
+    add("--tasks", default="", help=tasks)
+    split = "of generated tasks; train: only seeds are new"
+    add("--split", choices=("heldout", "train"), default="heldout", help=split)
+
+    # What is reported.
+    add("--price_in", type=float, default=0.5, help="$ per million tokens")
+    add("--price_out", type=float, default=2.5)
+    gap = "also tell which wrong tools a hint would keep the policy from"
+    add("--gap", action="store_true", help=gap)
+    mismatch = "only: how far the trainer's log-probs lie from the sampler's, in bf16"
+    add("--mismatch", action="store_true", help=mismatch)
+    add("--out", default="out")
+    return parser
+
+
+def parse_arguments(argv, default_levels):
+    """-> the values of all flags"""
+    # What an earlier version did with this flag has a command of its own.
+    for word in argv:
+        flag, _, name = word.partition("=")
+        if flag == "--experiment":
+            usage_error(
+                f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
+            )
+    args, others = make_parser(default_levels).parse_known_args(argv)
+    if others:
+        usage_error(f"unknown flag {others[0]!r}")
+    check_values(args)
+    return args
+
+
+def check_values(args):
+    """A run that is named twice, and numbers out of their range"""
+    folders = [Path(run).resolve() for run in args.runs]
+    for run, folder in zip(args.runs, folders):
+        if folders.count(folder) > 1:
+            usage_error(f"{run} is named more than once: each run once")
+    if min(args.number, args.passes) < 1 or args.turns < 0:
+        usage_error("--number and --passes must be at least 1, --turns at least 0")
+    if not 0 < args.levels <= len(LEVELS):
+        usage_error(f"--levels must be from 1 to {len(LEVELS)}")
+    for name in ("temperature", "price_in", "price_out"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            usage_error(f"--{name} must be a number from 0 on")
+    if not args.runs:
+        usage_error(
+            "which runs? Name their folders: python eval.py out/run (python eval.py demo is a "
+            "demonstration)"
+        )

@@ -1,0 +1,141 @@
+"""command/evaluation.py: the stage eval of train.py, before and after its rollouts.
+
+Before: which policies does this folder hold, and was any of them made otherwise than the flags now
+say? Is the table of the same evaluation there already? After: the table on the screen, summary.json
+and figures. The rollouts themselves, and all numbers, are eval.py's.
+
+It stands apart from eval.py because who compares policies need not know how a run lays out its
+checkpoints.
+"""
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import hsdp
+from command.output_files import digest_file
+from command.learning_curves import draw_training, read_step_log
+from eval import draw_policies, draw_safely, format_table, load, unfinished, write_json
+from world.task import Refusal
+
+
+def find_policies(config, given, sizes, load_published):
+    """What a run has to evaluate: its policies before and after RL, before any training the
+    published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
+    configuration that the last one was made with, the published model as `load` gives it or None).
+
+    config: that of the command; given: the flags that were typed; sizes: names of those that are
+    the model's shape; load_published: called without arguments, gives the model of --init_from.
+    Window, turns, ... are those the policies were made with. Refusal where a flag says otherwise,
+    or where there is nothing to evaluate."""
+    out, published = Path(config.out), None
+
+    # Before RL: the run's own SFT, or the one from which its RL began.
+    trained = hsdp.exists(out / "rl")
+    before = out / "sft"
+    if not hsdp.exists(before):
+        begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
+        before = Path(config.start_from or begun or config.out) / "sft"
+    paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
+    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    if not paths and config.init_from and not config.start_from:
+        published = load_published()
+        paths = {"published": Path(config.init_from)}
+    if not paths:
+        raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
+
+    # What is shown belongs to what was run: a stage that is not at its end is called so.
+    labelled = {}
+    for name, path in paths.items():
+        label = "" if published else unfinished(path)
+        labelled[f"{name} ({label})" if label else name] = path
+
+    # One model, one window, one limit of turns, ... for all of them: those of the last one.
+    last = list(labelled.values())[-1]
+    made = published[2] if published else load(last)[2]
+    if config.init_from not in ("", made["init_from"]):
+        raise Refusal(
+            f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
+            "leave the flag away"
+        )
+    rules = ["window", "max_turns", "draft", "summarize", "trigger"]
+    shape = [] if published else sorted({*sizes, "vocab", "yarn"})
+    for name in shape + rules:
+        # A run older than a flag was made with its default.
+        before = made.get(name, getattr(type(config), name))
+        if given.get(name, before) != before:
+            raise Refusal(
+                f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
+            )
+    as_made = {name: made[name] for name in rules}
+    # This may be asked for otherwise.
+    temperature = made.get("temperature", config.temperature)
+    as_made["temperature"] = given.get("temperature", temperature)
+    return replace(config, **as_made), labelled, made, published
+
+
+def describe_origin(config, paths, published):
+    """What tells an evaluation from another: its tasks, and the very checkpoints"""
+    made_from = {}
+    # A published model is no checkpoint of ours, and says nothing about when it was saved.
+    if not published:
+        made_from = {name: when_saved(path) for name, path in paths.items()}
+    return {"file": digest_file(config.tasks), "made_from": made_from}
+
+
+def when_saved(path):
+    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    for folder in (path, f"{path}.old"):
+        manifest = Path(folder, "manifest.json")
+        if manifest.exists():
+            return str(manifest.stat().st_mtime_ns)
+    return ""
+
+
+def find_kept_table(config, origin):
+    """The table in summary.json if it is of the same evaluation of the same checkpoints, else an
+    empty text. origin: see describe_origin"""
+    path = Path(config.out, "summary.json")
+    asked = ["tasks", "temperature", "start_from"]
+    asked += ["eval_levels", "eval_tasks", "eval_samples"]
+    # A full disk may have left half of it.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        done = json.loads(path.read_text())
+        same = all(done["config"][name] == getattr(config, name) for name in asked)
+        if same and all(done[name] == value for name, value in origin.items()):
+            return done["table"]
+    return ""
+
+
+def write_evaluation(config, policies, origin, cost):
+    """Table, summary.json, figures of {name: records}"""
+    out = Path(config.out)
+    kind = "given" if config.tasks else "held-out"
+    text = format_table(policies, kind) + f"\n{cost}"
+    logs = {stage: read_step_log(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
+    extra = {
+        "table": text,
+        "config": asdict(config),
+        "stages": {stage: lines[-1] for stage, lines in logs.items() if lines},
+        **origin,
+    }
+
+    # The table first: it is what the hour was for, and a full disk or a broken matplotlib must not
+    # cost it.
+    print(f"\n{text}\n")
+    try:
+        write_json(policies, out / "summary.json", extra)
+    except OSError as error:
+        print(
+            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
+    problems = [
+        draw_safely(draw_policies, policies, out),
+        draw_safely(draw_training, logs, out),
+    ]
+    figures = ", ".join(sorted(path.name for path in out.glob("*.png")))
+    print("\n".join([f"{out}/summary.json and figures: {figures}", *filter(None, problems)]))

@@ -1,0 +1,96 @@
+"""command/learning_curves.py: the step log of a stage (command/step_log.py) read again, and drawn.
+
+A log is written a line at a time by a process that may be killed at any moment, so what is read is
+what is whole. The figures show a run from its first step to its last: the loss of the supervised
+stages, and what RL did to reward, solve rate and wrong calls.
+
+It stands apart from eval.py because an evaluation needs no log: it plays tasks.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+import eval
+
+
+def read_step_log(run, stage):
+    """The step log of one stage of a run: a dictionary for each step, in order. A step that stands
+    there twice counts once, as it was written last; a line that a kill or a full disk has cut is
+    left out."""
+    path = Path(run, f"{stage}.jsonl")
+    if not path.exists():
+        return []
+    steps = {}
+    for line in path.read_text(errors="replace").split("\n"):
+        try:
+            entry = json.loads(line)
+            steps[int(entry["step"])] = entry
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [steps[step] for step in sorted(steps)]
+
+
+def curve_by_step(lines, name):
+    """What a log says of `name`, step 1 first; nan for a step that is not in it, so that a log
+    which lost its beginning is not moved forward"""
+    by_step = {int(line["step"]): line.get(name, math.nan) for line in lines}
+    return [by_step.get(step, math.nan) for step in range(1, max(by_step, default=0) + 1)]
+
+
+def mean_known(values):
+    """The mean of the numbers that are known, nan where none is"""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+def running_mean(values, window=5):
+    """For each value the mean over the last `window` values up to it"""
+    return [mean_known(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def draw_training(logs, folder):
+    """loss.png: the supervised stages end to end; reward.png: reward, solved and wrong calls by RL
+    step. logs: {stage: its lines}"""
+    supervised = {stage: lines for stage, lines in logs.items() if stage != "rl" and lines}
+    if supervised:
+        draw_losses(supervised, Path(folder, "loss.png"))
+    if logs.get("rl"):
+        draw_rewards(logs["rl"], Path(folder, "reward.png"))
+
+
+def draw_losses(logs, path):
+    figure, ax = eval.make_axes("Loss of the supervised stages", "step", "nats per token")
+    start = 0
+    for stage, lines in logs.items():
+        steps = [start + line["step"] for line in lines]
+        ax.plot(steps, [line["loss"] for line in lines], label=stage)
+        start += int(lines[-1]["step"])
+    ax.set_yscale("log")
+    ax.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_rewards(lines, path):
+    figure, ax = eval.make_axes(
+        "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
+    )
+    steps = [line["step"] for line in lines]
+    curves = {
+        "solved": "solved",
+        "best": "best of the group",
+        "reward": "reward",
+        "bad_tool": "with a wrong tool call",
+    }
+    for key, label in curves.items():
+        ax.plot(steps, running_mean([line[key] for line in lines]), label=label)
+    # The curriculum's level has an axis of its own: the reward means little without it.
+    level_axis = ax.twinx()
+    levels = running_mean([line["level"] for line in lines])
+    level_axis.plot(steps, levels, color="gray", alpha=0.5)
+    level_axis.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
+    ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.32), ncols=2, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,27 @@
+"""command/output_files.py: two questions about files that are asked before long work.
+
+Can what is written at the end be written at all? And is a file still the one that it was?
+"""
+
+import errno
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def check_writable(folder, names):
+    """Before long work: can its results be written? folder is made. OSError if not, with the path
+    that is in the way: what is no plain file, or may not be overwritten."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    for path in (Path(folder, name) for name in names):
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EISDIR, "a file is to be written there, and it is none", str(path))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OSError(errno.EACCES, "cannot be overwritten", str(path))
+
+
+def digest_file(path):
+    """Of the bytes of a file; "" of none"""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
