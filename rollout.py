@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.expert import Rehearsal, expert
+from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import SUMMARIZE, Action, Task
@@ -895,7 +895,7 @@ def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
 def play_moves(task, tokenizer, moves, limits, compact=None):
     """An expert's moves (a generator, as world.expert.expert is one) as an agent's turns ->
     Chain"""
-    play = agent(task, tokenizer, Rehearsal(task), limits, compact)
+    play = agent(task, tokenizer, InMemoryWorkspace(task), limits, compact)
     try:
         asked = next(play)
         action = next(moves)

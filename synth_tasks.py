@@ -17,9 +17,11 @@ Two kinds of codebases go through the same deletion (`delete_feature`) and the s
 Python repository with a pytest suite (`make_repository_task`, --repo). `Curriculum` selects levels
 that are neither always won nor never, and opens harder ones.
 
-What surrounds a task is in world/, each part in a file of its own: the sandbox, the workspace and
-its tools, the judge, an expert that plays generated tasks competently but sloppily, the study of a
-repository, the installation, and an audit that notices cheating.
+What surrounds a task is in world/, each part in a file of its own: the functions of generated
+codebases (micro.py), an expert that plays them competently but sloppily, the sandbox, the workspace
+and its tools, the judge; and for repositories their study (repository.py), how code is cut out of a
+file (deletion.py), what makes a feature (features.py), what a task has to pass (gates.py), the
+installation, and an audit that notices cheating.
 
 Ours: the micro-world and its levels, the held-out split, the expert's flaws, the levels for
 repositories, every audit rule. Left out: agents that delete features (the deletion is by ast),
@@ -31,12 +33,7 @@ a cheat that wins nothing; `python synth_tasks.py --repo=PATH --n=50 --out=tasks
 `--check=tasks.jsonl` verifies them again; `--autoinstall --repo=PATH` finds out what has to be
 installed first."""
 
-import argparse
-import ast
 import copy
-import difflib
-import hashlib
-import os
 import random
 import re
 import shlex
@@ -47,108 +44,71 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from world import suite as suites
 from world.audit import audit
 from world.autoinstall import autoinstall
 from world.copies import telltales, without_copies, without_test_copies
+from world.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
 from world.expert import demonstrate, expert, play
+from world.features import (
+    REPO_LEVELS,
+    draw_feature,
+    feature_id,
+    repository_prompt,
+    statistics_of,
+)
 from world.files import printable, unified
-from world.hygiene import sources
-from world.judge import judge, judge_repository, run_judgement, run_trusted
+from world.gates import (
+    MOST_CHANGES,
+    Discard,
+    check_collected,
+    check_imports,
+    check_original,
+    check_trivial_bodies,
+    failing_changes,
+    inherited_tests,
+    judging_tests,
+    without_tests,
+)
+from world.judge import judge, run_trusted
 from world.machine import MachineFailure
 from world.micro import NOUNS, OPS, REDUCTIONS, Function, draw_function
 from world.purity import CHECK
-from world.repository import definitions, methods, study
-from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from world.repository import definitions, study
+from world.run_suite import run_suite
 from world.sandbox import Sandbox, repository_sandbox, sandbox_for
-from world.source import (
-    find_test,
-    is_text,
-    package_root,
-    parsed,
-    remove_names,
-    remove_statements,
-    remove_tests,
-    replace_bodies,
-)
+from world.source import function_of_test
 from world.task import Action, Refusal, Task
 from world.task_file import instance, read_tasks
+from world.task_flags import read_flags, refuse_unwritable
 from world.tools import TOOLS
 from world.tree import keep_modes, tree_meta
-from world.twins import list_changes, lost_names, place_twins
 from world.workspace import Workspace
 
+
 # ---------------------------------------------------------------- deletion, of any codebase
-# a feature that goes as a whole, signature and all; the other kinds leave a stub
-GONE = dict(kind="gone", docstring=False)
-
-
-def by_path(chosen):
-    """path -> the nodes of these definitions in that file."""
-    found = {}
-    for one in chosen:
-        found.setdefault(one.path, []).extend(one.nodes)
-    return found
-
-
-def stubbed(files, chosen, keep_docstring, body="raise NotImplementedError"):
-    """The files with these bodies replaced; every other byte stays."""
-    out = dict(files)
-    for path, nodes in by_path(functions_of(chosen)).items():
-        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
-    return out
-
-
-def functions_of(chosen):
-    return [one for one in chosen if one.kind != "class"]
-
-
-def removed(files, chosen):
-    """The files without these definitions, and without their names in imports and __all__ of other
-    sources."""
-    out = dict(files)
-    for path, nodes in by_path(chosen).items():
-        out[path] = remove_statements(files[path], nodes)
-    lost = {(one.path, one.name) for one in chosen}
-    return remove_names(out, sources(out), lost) if lost else out
-
-
-def dead_helpers(files, base, chosen, found):
-    """Top-level functions that only the deleted code used: they would give the answer away."""
-    lost = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
-    words = set(re.findall(r"\w+", lost))
-    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
-    paths = {one.path for one in chosen}
-    count = lambda name, text: len(re.findall(rf"\b{name}\b", text))
-    return [
-        one
-        for one in found
-        if one.kind == "function"
-        and one not in chosen
-        and one.path in paths
-        and one.name in words
-        and count(one.name, left) == count(one.name, base[one.path]) == 1
-    ]
-
-
-def moved(files, chosen):
-    """The same definitions at their lines in the changed files."""
-    now = {(one.path, one.name): one for one in definitions(files, {one.path for one in chosen})}
-    return [now[one.path, one.name] for one in chosen]
-
-
 def delete_feature(files, chosen, dials, found):
-    """(files without the feature, the dead helpers that went with it)."""
+    """(files without the feature, the dead helpers that went with it).
+
+    files: path -> text; chosen: the definitions that make the feature; found: all definitions of
+    the codebase. dials["kind"] is "gone" if the feature goes as a whole, signature and all; for
+    other kinds a stub stays, with its docstring if dials["docstring"]."""
     if dials["kind"] != "gone":
-        helpers = dead_helpers(files, stubbed(files, chosen, dials["docstring"]), chosen, found)
-        left = removed(files, helpers)
-        return stubbed(left, moved(left, chosen), dials["docstring"]), helpers
-    base = removed(files, chosen)
-    helpers = dead_helpers(files, base, chosen, found)
-    base = removed(files, chosen + helpers) if helpers else base
-    for path in telltales(base, {one.name for one in chosen + helpers}):
-        del base[path]
-    return base, helpers
+        # The names stay, so nothing that imports them breaks: a body alone is replaced.
+        stubs = stub_bodies(files, chosen, dials["docstring"])
+        helpers = find_dead_helpers(files, stubs, chosen, found)
+        rest = remove_definitions(files, helpers)
+        # Other lines are gone, so the definitions stand elsewhere in their files now.
+        return stub_bodies(rest, find_again(rest, chosen), dials["docstring"]), helpers
+
+    # The definitions go, with their names in imports and in __all__.
+    rest = remove_definitions(files, chosen)
+    helpers = find_dead_helpers(files, rest, chosen, found)
+    if helpers:
+        rest = remove_definitions(files, chosen + helpers)
+    # So does any file that still knows them and is no source: a cache, an index, bytecode.
+    for path in telltales(rest, {one.name for one in chosen + helpers}):
+        del rest[path]
+    return rest, helpers
 
 
 def tests_lost(stable, outcomes, own):
@@ -177,60 +137,8 @@ LEVELS = [
     dict(steps=(1, 1), deletions=6, where="docs", named=False),
 ]
 
-
-def near_misses(function, rng):
-    """The mistakes the tests have to see: a step forgotten, a constant off, another operation,
-    another reduction."""
-    for i, (op, k) in enumerate(function.steps):
-        others = [
-            [],
-            [(op, k + 1)],
-            [(op, k - 1)],
-            [(rng.choice(list(OPS)), k)],
-            [(op, rng.randint(2, 9))],
-        ]
-        for other in others:
-            yield Function(
-                "", "", function.steps[:i] + other + function.steps[i + 1 :], function.reduction
-            )
-    yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
-
-
-def draw_inputs(function, rng, number=10):
-    """(visible inputs, hidden inputs) or None if no two inputs tell the function from its near
-    misses."""
-    inputs = [[rng.randint(0, 12) for _ in range(rng.randint(3, 4))] for _ in range(number)]
-    right = [function.value(xs) for xs in inputs]
-    if len({repr(value) for value in right}) < 4:
-        return None  # almost constant: a trivial body would pass
-    seen = [
-        {i for i, xs in enumerate(inputs) if miss.value(xs) != right[i]}
-        for miss in near_misses(function, rng)
-    ]
-    if not all(seen[0::5][: len(function.steps)]):
-        return None  # a step that does nothing
-    seen = [where for where in seen if where]  # the rest is equivalent on these inputs
-    first = max(range(number), key=lambda i: sum(i in where for where in seen))
-    second = max(
-        range(number),
-        key=lambda i: (i != first) + 9 * sum(i in where and first not in where for where in seen),
-    )
-    if sum(first in where or second in where for where in seen) < len(seen):
-        return None
-    return [inputs[first], inputs[second]], [
-        xs for xs in inputs if xs not in (inputs[first], inputs[second])
-    ][:6]
-
-
-def trivial(function, inputs):
-    """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
-    values = [function.value(xs) for xs in inputs]
-    return (
-        values == inputs
-        or all(value == values[0] for value in values)
-        and len(values) > 1
-        or values[0] in ([], 0)
-    )
+# The deleted functions of a generated codebase go as a whole.
+GONE = dict(kind="gone", docstring=False)
 
 
 def make_task(level, seed, split="train"):
@@ -239,90 +147,125 @@ def make_task(level, seed, split="train"):
     assert 0 <= level < len(LEVELS), f"levels are 0 to {len(LEVELS) - 1}, not {level}"
     rng = random.Random(f"{split}/{level}/{seed}")
     while True:
-        task = try_task(rng, level, split)
+        task = draw_task(rng, level, split)
         if task:
             task.instance_id = f"micro-{split}-{level}-{seed}"
             return task
 
 
-def try_task(rng, level, split):
+def draw_task(rng, level, split):
     """One draw of a codebase and a deletion; None where a gate refuses it."""
     dials = LEVELS[level]
-    sizes = rng.sample([1, 2], 2) if dials["named"] else [2] * (dials["deletions"] // 2 + 1)
+
+    # Draw the modules, how many functions each holds, and which of the functions will be deleted.
+    if dials["named"]:
+        sizes = rng.sample([1, 2], 2)
+    else:
+        sizes = [2] * (dials["deletions"] // 2 + 1)
     nouns = rng.sample(NOUNS, len(NOUNS))
     modules = [nouns.pop() for _ in sizes]
-    slots = [module for module, size in zip(modules, sizes) for _ in range(size)]
-    chosen = set(rng.sample(range(len(slots)), dials["deletions"]))
+    slots = []  # the module of each function
+    for module, size in zip(modules, sizes):
+        slots += [module] * size
+    chosen = sorted(rng.sample(range(len(slots)), dials["deletions"]))
+
+    # Draw each function until its visible tests cannot be passed without it.
     functions, cases = [], []
-    for i, module in enumerate(slots):
-        noun, function, inputs = nouns.pop(), None, None
-        while inputs is None or trivial(function, inputs[0]):
-            steps = dials["steps"] if i in chosen else (1, 2)
-            function = draw_function(rng, module, noun, steps, split == "heldout" and i in chosen)
+    for number, module in enumerate(slots):
+        is_chosen = number in chosen
+        steps = dials["steps"] if is_chosen else (1, 2)
+        held_out = split == "heldout" and is_chosen
+        noun = nouns.pop()
+        while True:
+            function = draw_function(rng, module, noun, steps, held_out)
             inputs = draw_inputs(function, rng)
+            if inputs and not trivial_body_passes(function, inputs[0]):
+                break
         functions.append(function)
         cases.append(inputs)
-    return assemble(rng, level, functions, cases, sorted(chosen))
+    return delete_and_verify(rng, level, functions, cases, chosen)
 
 
-def assemble(rng, level, functions, cases, chosen):
-    """Files, deletion, gates and prompt of one codebase."""
-    dials, modules = LEVELS[level], sorted({function.module for function in functions})
-    original = {
-        f"{m}.py": "\n\n".join(f.code() for f in functions if f.module == m) for m in modules
-    }
+def delete_and_verify(rng, level, functions, cases, chosen):
+    """The task of these functions without the chosen ones (their numbers); None where a gate
+    refuses it. cases: (visible inputs, hidden inputs) of each function."""
+    dials = LEVELS[level]
     order = rng.sample(range(len(functions)), len(functions))
-    said = lambda f: f"  # {f.phrase()}" if dials["where"] == "tests" else ""
-    tests = "\n\n".join(
-        f"def test_{functions[i].name}():{said(functions[i])}\n"
-        + "".join(
-            f"    assert {functions[i].module}.{functions[i].name}({xs}) == {functions[i].value(xs)}\n"
-            for xs in cases[i][0]
-        )
-        for i in order
-    )
-    known = [f for i, f in enumerate(functions) if i not in chosen or dials["where"] == "docs"]
-    original["docs.md"] = "".join(
-        f"{f.module}.{f.name}: {f.phrase()}\n" for f in rng.sample(known, len(known))
-    )
-    original["tests.py"] = (
-        "".join(f"import {m}\n" for m in ("check", *modules))
-        + f"\n\n{tests}\n\ncheck.run(globals())\n"
-    )
-    original["check.py"] = CHECK
-    gone = [functions[i] for i in order if i in chosen]
+    original = write_codebase(rng, dials, functions, cases, chosen, order)
 
     # Delete the feature as from any repository.
+    deleted = [functions[number] for number in order if number in chosen]
+    names = {(f"{function.module}.py", function.name) for function in deleted}
+    modules = sorted({function.module for function in functions})
     found = definitions(original, [f"{module}.py" for module in modules])
-    names = {(f"{f.module}.py", f.name) for f in gone}
     feature = [one for one in found if (one.path, one.name) in names]
-    files, _ = delete_feature(original, feature, GONE, found)
-    files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in files.items()}
+    rest, _ = delete_feature(original, feature, GONE, found)
+    files = {path: text.rstrip("\n") + "\n" if text else "" for path, text in rest.items()}
 
     # The gates: the suite is green, and it loses exactly the feature's tests.
-    stable, own = [f"test_{f.name}" for f in functions], {f"test_{f.name}" for f in gone}
+    tests = {function.name: f"test_{function.name}" for function in functions}
+    stable, own = list(tests.values()), [tests[function.name] for function in deleted]
     if set(micro_outcomes(original, stable).values()) != {"passed"}:
         return None
-    if tests_lost(stable, micro_outcomes(files, stable), own) != own:
+    if tests_lost(stable, micro_outcomes(files, stable), set(own)) != set(own):
         return None
+
+    # The judge calls the deleted functions with hidden inputs, and all of them with visible ones.
+    hidden, visible = [], []
+    for number in chosen:
+        hidden += judged_cases(functions[number], cases[number][1])
+    for number in order:
+        visible += judged_cases(functions[number], cases[number][0])
     tools = draw_tools(rng, dials)
-    case = lambda i, xs: [functions[i].module, functions[i].name, [xs], functions[i].value(xs)]
     return Task(
-        "",
-        micro_prompt(dials, gone, tools, modules),
-        files,
-        {path: text for path, text in original.items() if files[path] != text},
-        tools,
-        level,
-        [case(i, xs) for i in chosen for xs in cases[i][1]],
-        "python tests.py",
-        [f"test_{f.name}" for f in gone],
-        [f"test_{f.name}" for f in functions if f not in gone],
-        {
-            "visible": [case(i, xs) for i in order for xs in cases[i][0]],
-            "targets": [asdict(f) for f in gone],
-        },
+        instance_id="",
+        problem_statement=micro_prompt(dials, deleted, tools, modules),
+        files=files,
+        solution={path: text for path, text in original.items() if files[path] != text},
+        tools=tools,
+        level=level,
+        hidden=hidden,
+        test_command="python tests.py",
+        FAIL_TO_PASS=own,
+        PASS_TO_PASS=[test for test in stable if test not in own],
+        meta={"visible": visible, "targets": [asdict(function) for function in deleted]},
     )
+
+
+def judged_cases(function, inputs):
+    """[module, function, arguments, expected value] for each input."""
+    return [[function.module, function.name, [xs], function.value(xs)] for xs in inputs]
+
+
+def write_codebase(rng, dials, functions, cases, chosen, order):
+    """path -> text of modules, tests, docs. order: in which the tests stand."""
+    modules = sorted({function.module for function in functions})
+    files = {}
+    for module in modules:
+        code = [function.code() for function in functions if function.module == module]
+        files[f"{module}.py"] = "\n\n".join(code)
+
+    # The docs say what functions do: of the deleted ones only if the specification is there.
+    known = []
+    for number, function in enumerate(functions):
+        if number not in chosen or dials["where"] == "docs":
+            known.append(f"{function.module}.{function.name}: {function.phrase()}\n")
+    files["docs.md"] = "".join(rng.sample(known, len(known)))
+
+    # One test for each function, of its visible inputs.
+    tests = []
+    for number in order:
+        function = functions[number]
+        said = f"  # {function.phrase()}" if dials["where"] == "tests" else ""
+        lines = [f"def test_{function.name}():{said}\n"]
+        for xs in cases[number][0]:
+            call = f"{function.module}.{function.name}({xs})"
+            lines.append(f"    assert {call} == {function.value(xs)}\n")
+        tests.append("".join(lines))
+    imports = "".join(f"import {module}\n" for module in ("check", *modules))
+    files["tests.py"] = imports + "\n\n" + "\n\n".join(tests) + "\n\ncheck.run(globals())\n"
+    files["check.py"] = CHECK
+    return files
 
 
 def micro_outcomes(files, tests):
@@ -332,32 +275,96 @@ def micro_outcomes(files, tests):
     # none.
     if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
         return dict.fromkeys(tests, "failed")
-    red = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
-    return {test: "failed" if test in red else "passed" for test in tests}
+    failed = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
+    return {test: "failed" if test in failed else "passed" for test in tests}
 
 
 def draw_tools(rng, dials):
     """edit_file, and a random subset of the others that leaves the task solvable."""
-    look, run = ["read_file", "search_codebase"], ["run_command"]
-    tools = {tool for tool, p in zip(look, (0.5, 0.8)) if rng.random() < p}
-    tools |= {tool for tool in run if rng.random() < 0.75 or not dials["named"]}
+    tools = set()
+    for tool, probability in (("read_file", 0.5), ("search_codebase", 0.8)):
+        if rng.random() < probability:
+            tools.add(tool)
+    # Without a name in the prompt only the tests say what is missing.
+    if rng.random() < 0.75 or not dials["named"]:
+        tools.add("run_command")
     if dials["where"] != "prompt":
         tools.add("search_codebase")
     tools = ["edit_file", *sorted(tools)]
     return tuple(rng.sample(tools, len(tools)))
 
 
-def micro_prompt(dials, gone, tools, modules):
+def micro_prompt(dials, deleted, tools, modules):
+    """The prompt of a generated task: what is missing, the tools, the files."""
+    ask = "Some functions are missing. Find them and put them back."
     if dials["named"]:
-        where = {
-            "prompt": f": {gone[0].phrase()}.",
+        endings = {
+            "prompt": f": {deleted[0].phrase()}.",
             "docs": ". See docs.md.",
             "tests": ". See tests.py.",
-        }[dials["where"]]
-        ask = f"Put back `{gone[0].module}.{gone[0].name}`{where}"
-    else:
-        ask = "Some functions are missing. Find them and put them back."
-    return f"{ask}\nTools: {' '.join(tools)}\nFiles: {' '.join(f'{m}.py' for m in modules)} docs.md tests.py"
+        }
+        ask = f"Put back `{deleted[0].module}.{deleted[0].name}`{endings[dials['where']]}"
+    files = " ".join(f"{module}.py" for module in modules)
+    return f"{ask}\nTools: {' '.join(tools)}\nFiles: {files} docs.md tests.py"
+
+
+# ---------------------------------------------------------------- inputs that tell right from wrong
+def near_misses(function, rng):
+    """The mistakes the tests have to see: a step forgotten, a constant off, another operation,
+    another reduction. Five for each step, the forgotten one first, and one more."""
+    for number, (op, k) in enumerate(function.steps):
+        before, after = function.steps[:number], function.steps[number + 1 :]
+        mistakes = [
+            [],
+            [(op, k + 1)],
+            [(op, k - 1)],
+            [(rng.choice(list(OPS)), k)],
+            [(op, rng.randint(2, 9))],
+        ]
+        for mistake in mistakes:
+            yield Function("", "", before + mistake + after, function.reduction)
+    yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
+
+
+def draw_inputs(function, rng, number=10):
+    """(two visible inputs, up to six hidden ones), or None if no two inputs tell the function from
+    its near misses."""
+    inputs = []
+    for _ in range(number):
+        inputs.append([rng.randint(0, 12) for _ in range(rng.randint(3, 4))])
+    right = [function.value(xs) for xs in inputs]
+    if len({repr(value) for value in right}) < 4:
+        return None  # almost constant: a trivial body would pass
+
+    # For each near miss: the inputs (their numbers) that show it.
+    shown_by = []
+    for miss in near_misses(function, rng):
+        values = [miss.value(xs) for xs in inputs]
+        shown_by.append({i for i in range(number) if values[i] != right[i]})
+    forgotten_steps = shown_by[0 : 5 * len(function.steps) : 5]
+    if not all(forgotten_steps):
+        return None  # a step that does nothing
+    shown_by = [shows for shows in shown_by if shows]  # the rest is equivalent on these inputs
+
+    # The first shows most near misses, the second most of those that the first does not show.
+    found = [sum(i in shows for shows in shown_by) for i in range(number)]
+    first = found.index(max(found))
+    still_hidden = [shows for shows in shown_by if first not in shows]
+    found = [sum(i in shows for shows in still_hidden) for i in range(number)]
+    second = max(range(number), key=lambda i: 9 * found[i] + (i != first))
+    if found[second] < len(still_hidden):
+        return None
+    visible = [inputs[first], inputs[second]]
+    hidden = [xs for xs in inputs if xs not in visible]
+    return visible, hidden[:6]
+
+
+def trivial_body_passes(function, inputs):
+    """True if `return xs`, `return []`, `return 0` or any constant gives all these values."""
+    values = [function.value(xs) for xs in inputs]
+    if values == inputs or values[0] in ([], 0):
+        return True
+    return len(values) > 1 and all(value == values[0] for value in values)
 
 
 def example_texts(number, seed):
@@ -367,12 +374,13 @@ def example_texts(number, seed):
         rng = random.Random(f"{seed}/text/{i}")
         task = make_task(i % 6, (seed << 24) + i)
         story, files = demonstrate(task, rng)
-        said = [
-            part
-            for action, outputs in story
-            for part in (action.text, *(w for n, a in action.calls for w in (n, *a)), *outputs)
-        ]
-        texts.append("\n".join([task.problem_statement, *files.values(), *said]))
+        parts = [task.problem_statement, *files.values()]
+        for action, outputs in story:
+            parts.append(action.text)
+            for name, words in action.calls:
+                parts += [name, *words]
+            parts += outputs
+        texts.append("\n".join(parts))
     return texts
 
 
@@ -388,23 +396,14 @@ class Curriculum:
     never one twice, or come from a file with `sizes` (level -> number of tasks in it)."""
 
     def __init__(
-        self,
-        levels=range(6),
-        seed=0,
-        on=True,
-        hardest=len(LEVELS) - 1,
-        forget=0.9,
-        sizes=None,
+        self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=0.9, sizes=None
     ):
-        self.levels, self.on, self.forget = sorted(sizes or levels), on, forget
+        self.levels = sorted(sizes or levels)
+        self.on, self.forget, self.seed, self.sizes = on, forget, seed, sizes
         self.hardest = self.levels[-1] if sizes else hardest  # a file has no harder ones to open
-        self.counts = {level: [1.0, 1.0] for level in self.levels}
-        self.seed, self.drawn, self.sizes, self.taken = (
-            seed,
-            0,
-            sizes,
-            {level: 0 for level in sizes or ()},
-        )
+        self.counts = {level: [1.0, 1.0] for level in self.levels}  # won, lost
+        self.drawn = 0
+        self.taken = {level: 0 for level in sizes or ()}
 
     def next(self, rng):
         """(level, seed), or (level, index) of a task of the file, each once before any comes
@@ -412,18 +411,20 @@ class Curriculum:
         self.drawn += 1
         if not self.sizes:
             return self.choose(rng, self.levels), self.task_number()
+        # Only levels that lag behind: those whose tasks have all been taken more often must wait.
         rounds = {level: taken // self.sizes[level] for level, taken in self.taken.items()}
-        level = self.choose(
-            rng, [level for level in self.levels if rounds[level] == min(rounds.values())]
-        )
+        fewest = min(rounds.values())
+        level = self.choose(rng, [level for level in self.levels if rounds[level] == fewest])
+        index = self.taken[level] % self.sizes[level]
         self.taken[level] += 1
-        return level, (self.taken[level] - 1) % self.sizes[level]
+        return level, index
 
     def task_number(self):
         """Of a million for each run; the next run's begin beyond them."""
         return self.seed * 1_000_003 + self.drawn % 10**6
 
     def choose(self, rng, levels):
+        """A level, by the variance of its reward; the floor gives each a chance."""
         if not self.on:
             return rng.choice(levels)
         samples = [rng.betavariate(*self.counts[level]) for level in levels]
@@ -442,23 +443,21 @@ class Curriculum:
             keep * lost + total - solved + 1 - keep,
         ]
         top = max(self.levels)
-        if (
-            self.on
-            and level == top < self.hardest
-            and sum(self.counts[top]) > 20
-            and self.rate(top) > 0.85
-        ):
+        if not self.on or level != top or top >= self.hardest:
+            return
+        if sum(self.counts[top]) > 20 and self.rate(top) > 0.85:
             self.levels.append(top + 1)
             self.counts[top + 1] = [1.0, 1.0]
 
     def rate(self, level):
+        """The mean of the posterior: the estimated solve rate."""
         won, lost = self.counts[level]
         return won / (won + lost)
 
     def state_dict(self):
         return {
             "levels": list(self.levels),
-            "counts": {k: list(v) for k, v in self.counts.items()},
+            "counts": {level: list(counts) for level, counts in self.counts.items()},
             "seed": self.seed,
             "drawn": self.drawn,
             "on": self.on,
@@ -466,172 +465,81 @@ class Curriculum:
         }
 
     def load_state_dict(self, state):
-        self.levels, self.seed, self.drawn, self.on = (
-            list(state["levels"]),
-            state["seed"],
-            state["drawn"],
-            state["on"],
-        )
+        self.levels = list(state["levels"])
+        self.seed, self.drawn, self.on = state["seed"], state["drawn"], state["on"]
         self.counts = {int(level): list(counts) for level, counts in state["counts"].items()}
         self.taken = {int(level): taken for level, taken in state["taken"].items()}
 
 
 # ---------------------------------------------------------------- tasks from real repositories
-REPO_LEVELS = [
-    dict(kind="function", docstring=True),
-    dict(kind="function", docstring=False),
-    GONE,
-    dict(kind="class", docstring=False),
-    dict(kind="multi-file", docstring=False),
-    dict(kind="module", docstring=False),
-]
-
-
-def draw_feature(repository, level, rng, taken):
-    """Definitions that make one feature of this level, none of them drawn before; None when there
-    is none left."""
-    kind = REPO_LEVELS[level]["kind"]
-    most = 0.6 * len(repository.stable)
-    usable = [
-        one
-        for one in repository.definitions
-        if 0 < len(one.tests) <= most
-        and one.size() >= 3
-        and not (one.wanted if kind == "gone" else one.early)
-    ]
-    for seed in rng.sample(usable, len(usable)):
-        alike = sorted(
-            (
-                one
-                for one in usable
-                if one is not seed and one.kind != "class" and one.tests & seed.tests
-            ),
-            key=lambda one: -len(one.tests & seed.tests) / len(one.tests | seed.tests),
-        )
-        plain, near = seed.kind != "class", [one for one in alike if one.path != seed.path]
-        chosen = {
-            "function": [seed] if plain else [],
-            "gone": [seed] if seed.kind != "method" else [],
-            "class": [] if plain else [seed, *methods(seed, usable)],
-            "multi-file": [seed] + near[: rng.randint(1, 3)] if plain else [],
-            "module": [one for one in usable if one.path == seed.path and one.kind != "class"],
-        }[kind]
-        # no classes here: functions of one file that belong together
-        if kind == "class" and not chosen:
-            chosen = [seed] + [one for one in alike if one.path == seed.path][:2]
-        key = frozenset((kind, one.path, one.name) for one in chosen)
-        if (
-            chosen
-            and key not in taken
-            and (len(chosen) > 1 or kind not in ("multi-file", "module", "class"))
-        ):
-            taken.add(key)
-            return chosen
-    return None
-
-
-def hideable(text, node_id):
-    """True if the test function is here and no other test calls it by name."""
-    name = node_id.split("[")[0].split("::")[-1]
-    return find_test(text, node_id) is not None and not re.search(rf"(?<!def )\b{name}\b", text)
-
-
-def without_tests(files, groups):
-    """The files without these test functions."""
-    out = dict(files)
-    for path in {group.split("::")[0] for group in groups}:
-        own = [group for group in groups if group.split("::")[0] == path]
-        out[path] = remove_tests(files[path], own)
-    return out
-
-
 def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"):
     """A verified Task, or the reason why there is none."""
-    dials, files = REPO_LEVELS[level], repository.files
-    touching = set().union(*(one.tests for one in chosen))
+    try:
+        return delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt)
+    except Discard as reason:
+        return str(reason)
+
+
+def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
+    """A verified Task of a repository; Discard where there is none. The steps are those of a
+    generated codebase, with all that a real one may do otherwise."""
+    dials, files, stable = REPO_LEVELS[level], repository.files, repository.stable
+
+    # 1) Delete the feature, and what else holds its code.
     base, helpers = delete_feature(files, chosen, dials, repository.definitions)
     if base == files:
-        return "nothing to delete"
+        raise Discard("nothing to delete")
     deleted_from = {path for path in files if path in base and base[path] != files[path]}
     base, copied = without_copies(files, base, chosen + helpers, dials["kind"] == "gone")
     if copied:
-        return "its code stands elsewhere, too"
-    stable = repository.stable
+        raise Discard("its code stands elsewhere, too")
+
+    # 2) The suite fails in the feature's own tests and in no other, and the rest still works.
     answer = run_suite(base, sandbox, stable, plan=repository.plan)
     outcomes = answer["outcomes"]
-    if any(
-        "::" not in where for where in answer.get("errors", {}) if where not in repository.ignored
-    ):
-        return "a test file cannot be collected without it"
-    broken = tests_lost(stable, outcomes, touching)
+    check_collected(repository, answer.get("errors", {}))
+    own = set().union(*(one.tests for one in chosen))
+    broken = tests_lost(stable, outcomes, own)
     if isinstance(broken, str):
-        return broken
-    # The tests may not import every module; what could be imported before can be imported now.
-    dropped = [path for path in files.keys() - base.keys() if path.endswith(".py")]
-    left_out = {package_root(path, set(files))[1] for path in dropped}
-    modules = [name for name in repository.importable if name not in left_out]
-    imported = import_outcomes(base, sandbox, modules) if modules else {}
-    if any(imported.get(name) != "" for name in modules):
-        return "the package does not import without it"
-    # A test whose setup or teardown broke has not failed: it must pass with the feature in place,
-    # and is no test of it.
-    unready = {node for node in broken if outcomes.get(node) != "failed"}
-    broken -= unready
-    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing; a
-    # doctest may have gone with its docstring.
-    broken = {node for node in broken if node.split("::")[0] not in deleted_from}
-    if not broken:
-        return (
-            "its tests cannot be set up without it" if unready else "its tests are in its own file"
-        )
-    unready = {node for node in unready if node.split("::")[0] not in deleted_from}
-    groups = sorted({node.split("[")[0] for node in broken})
-    groups = [
-        group for group in filter(is_text, groups) if hideable(files[group.split("::")[0]], group)
-    ]
-    groups = [group for group in groups if not any(node.split("[")[0] == group for node in unready)]
-    if not groups:
-        return "its tests cannot be hidden"
-    names = [one.name for one in chosen]
-    # the time that the suite needs was measured without copies of its tests
-    patient = copy.copy(sandbox)
+        raise Discard(broken)
+    check_imports(repository, base, sandbox)
+
+    # 3) The tests that can judge: each can be hidden, and has changed copies that must fail.
+    broken, unready, groups = judging_tests(files, broken, outcomes, deleted_from)
+    patient = copy.copy(sandbox)  # the time a suite needs was measured without copies of its tests
     patient.time_limit *= 2 + MOST_CHANGES
+    names = [one.name for one in chosen]
     changes = failing_changes(files, groups, broken, names, rng, patient, repository.plan)
     groups = [group for group in groups if changes[group]]
     if not groups:
-        return "its tests cannot be told from changed ones"
+        raise Discard("its tests cannot be told from changed ones")
+
+    # 4) Half of them are hidden: they are the reward. The others stay where the agent sees them.
     hidden = sorted(rng.sample(groups, (len(groups) + 1) // 2))
-    judged = sorted(node for node in broken if node.split("[")[0] in hidden)
-    inherited = {
-        node
-        for node in repository.stable
-        for group in groups
-        if node.split("[")[0] != group
-        # the same test, run again by a subclass or in a file that imports it
-        and node.split("[")[0].split("::")[-1] == group.split("::")[-1]
-        and not find_test(files[node.split("::")[0]], node)
-    }
-    visible = keep_modes(without_tests(without_test_copies(files, base, hidden), hidden), files)
+    visible = without_tests(without_test_copies(files, base, hidden), hidden)
+    visible = keep_modes(visible, files)
+    inherited = inherited_tests(files, stable, groups)
+    passed = [node for node in stable if outcomes.get(node) == "passed"]
+
     # What was left out for what it gives away is in no tree: the original, too, has to pass without
-    # it.
+    # it. `pristine` are the other files that differ: those of the hidden tests.
     solution = {path: text for path, text in files.items() if path in base and base[path] != text}
-    pristine = {
-        path: text
-        for path, text in files.items()
-        if path in visible and visible[path] != text and path not in solution
-    }
+    pristine = {}
+    for path, text in files.items():
+        if path in visible and visible[path] != text and path not in solution:
+            pristine[path] = text
     task = Task(
-        feature_id(repository, chosen, level),
-        repository_prompt(chosen, prompt, set(groups) - set(hidden)),
-        visible,
-        solution,
-        TOOLS,
-        level,
-        judged,
-        "python -m pytest -q",
-        sorted(broken - inherited),
-        sorted(node for node in stable if outcomes.get(node) == "passed" and node not in inherited),
-        {
+        instance_id=feature_id(repository, chosen, level),
+        problem_statement=repository_prompt(chosen, prompt, set(groups) - set(hidden)),
+        files=visible,
+        solution=solution,
+        tools=TOOLS,
+        level=level,
+        hidden=sorted(node for node in broken if function_of_test(node) in hidden),
+        test_command="python -m pytest -q",
+        FAIL_TO_PASS=sorted(broken - inherited),
+        PASS_TO_PASS=sorted(set(passed) - inherited),
+        meta={
             "repo": repository.name,
             "kind": dials["kind"],
             "hidden_groups": hidden,
@@ -644,236 +552,53 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
             **tree_meta(files),
         },
     )
-    if dials["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
-        return "a trivial body passes"
-    if universal_passes(files, chosen, task, patient):
-        return "an object that equals everything passes"
-    return verified(task, repository, patient)
 
-
-def verified(task, repository, sandbox):
-    """The task as its own original solves it: by the whole judgement, once in each of WORLDS, and
-    by the command that it states, twice; or the reason why there is none. What the original cannot
-    keep green is not asked for."""
-    original = {**task.files, **task.solution}
-    for world in WORLDS:
-        # the world of every verdict in both directions, the others in one
-        lost, loose, _ = run_judgement(task, original, sandbox, world, world == WORLDS[0])
-        if loose or set(lost) - set(task.PASS_TO_PASS):
-            return "the original does not pass again"
-        if lost:
-            # unstable, or at odds with the names of the hidden tests: no other task asks for it
-            # either
-            repository.stable = [node for node in repository.stable if node not in set(lost)]
-            task = replace(
-                task, PASS_TO_PASS=[node for node in task.PASS_TO_PASS if node not in set(lost)]
-            )
-            lost, loose, _ = run_judgement(task, original, sandbox, world, world == WORLDS[0])
-            if lost or loose:
-                return "the original does not pass again"
-    command, _, left_out = green_command(
-        original, repository.plan, repository.ignored, repository.left_out, sandbox
-    )
-    if not command or set(left_out) & set(task.FAIL_TO_PASS):
-        return "its test command is not green with the original in place"
-    return replace(task, test_command=command)
-
-
-# An exception of every kind that tests ask for.
-OMNIVOROUS = (
-    "raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, IndexError), "
-    "{{{{'__str__': lambda self: {text!r}}}}})()"
-)
-
-
-def raised_text(files, task):
-    """All the text of the hidden tests: whatever message they ask for is in it."""
-    nodes = [find_test(files[group.split("::")[0]], group) for group in task.meta["hidden_groups"]]
-    words = [
-        part.value
-        for node in nodes
-        for part in ast.walk(node)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
-    return " ".join(words).replace("{", "").replace("}", "")
-
-
-def trivial_passes(files, chosen, task, sandbox):
-    """True if `return None`, `return <first argument>` or an exception of every kind satisfies the
-    hidden tests."""
-    for body in ("return None", "return {first}", OMNIVOROUS.format(text=raised_text(files, task))):
-        outcomes = run_suite(
-            stubbed(files, chosen, False, body),
-            sandbox,
-            task.hidden,
-            brief=True,
-            plan=suites.plan_of_task(task.meta.get("suite")),
-        )["outcomes"]
-        if all(outcomes.get(node) == "passed" for node in task.hidden):
-            return True
-    return False
-
-
-# twins of one test; copies of all tests that one run may have
-MOST_CHANGES, MOST_TWINS = 3, 300
-
-
-def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
-    """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of
-    `nodes`}."""
-    lost = lost_names(names)
-    nodes = sorted(node for node in nodes if node.split("[")[0] in groups)
-    most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
-    candidates = {}
-    for group in groups:
-        kinds = list_changes(find_test(files[group.split("::")[0]], group), lost)
-        # other values tell more than other operators: they come first
-        order = sorted(
-            rng.sample(range(len(kinds)), len(kinds)), key=lambda number: kinds[number] != "value"
-        )
-        candidates[group] = order[:most]
-    sites = {group: numbers for group, numbers in candidates.items() if numbers}
-    tree, copies = place_twins(files, sites, rng, lost)
-    twins = {
-        (node, number): copies[node.split("[")[0]][place + 1] + node[len(node.split("[")[0]) :]
-        for node in nodes
-        for place, number in enumerate(candidates[node.split("[")[0]])
-    }
-    outcomes = (
-        run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"] if twins else {}
-    )
-    failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
-    found = {}
-    for group, numbers in candidates.items():
-        own = [node for node in nodes if node.split("[")[0] == group]
-        found[group] = [
-            number for number in numbers if all((node, number) in failing for node in own)
-        ][:MOST_CHANGES]
-    return found
-
-
-# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums
-# and results are such objects.
-UNIVERSAL = (
-    "return (lambda make: make(make))(lambda make: type('Any', (), {{**{{f'__{{name}}__': lambda *words: True for name in "
-    "'eq ne lt le gt ge contains bool'.split()}}, **{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
-    "'getattr call getitem enter add radd sub rsub mul rmul truediv rtruediv floordiv mod pow and or xor neg abs "
-    "round'.split()}}, '__hash__': lambda self: 1, '__exit__': lambda *words: False, '__int__': lambda self: 1, "
-    "'__float__': lambda self: 1.0, '__len__': lambda self: 1, '__iter__': lambda self: iter([make(make)])}})())"
-)
-
-
-def universal_passes(files, chosen, task, sandbox):
-    """True if the judge is content with a feature that returns an object which equals
-    everything."""
-    forged = stubbed(files, chosen, False, UNIVERSAL)
-    submission = {**task.files, **{path: forged[path] for path in task.solution if path in forged}}
-    return judge_repository(replace(task, PASS_TO_PASS=[]), submission, sandbox).solved
-
-
-def feature_id(repository, chosen, level):
-    mark = hashlib.sha256(
-        repr(sorted((one.path, one.name) for one in chosen)).encode()
-    ).hexdigest()[:8]
-    return f"{repository.name}-{level}-{chosen[0].name}-{mark}"
-
-
-def statistics_of(repository, chosen, helpers):
-    """lines deleted, files touched, callers elsewhere, nesting depth of the deepest statement."""
-
-    def depth(node):
-        return max(
-            [depth(child) + isinstance(child, ast.stmt) for child in ast.iter_child_nodes(node)],
-            default=0,
-        )
-
-    names = {one.name.split(".")[-1] for one in chosen}
-    paths = sources(repository.files)
-    nodes = (node for path in paths for node in ast.walk(parsed(repository.files[path])))
-    called = (
-        getattr(node.func, "id", getattr(node.func, "attr", ""))
-        for node in nodes
-        if isinstance(node, ast.Call)
-    )
-    outer = [
-        one
-        for one in chosen + helpers
-        if one.kind != "method" or not any(other.kind == "class" for other in chosen)
-    ]
-    return dict(
-        lines=sum(one.size() for one in outer),
-        files=len({one.path for one in chosen}),
-        definitions=len(chosen + helpers),
-        callers=sum(name in names for name in called),
-        depth=max(depth(one.node) for one in chosen),
-    )
-
-
-def repository_prompt(chosen, style, some_visible):
-    """Short and underspecified, or with signature and docstring."""
-    places = [
-        f"`{one.name}` in {one.path}" for one in chosen if one.kind != "class" or len(chosen) == 1
-    ][:3]
-    more = f" and {len(chosen) - 3} more" if len(functions_of(chosen)) > 3 else ""
-    text = f"{', '.join(places)}{more} {'was' if len(places) == 1 else 'were'} lost. "
-    text += "Put the feature back so that the rest of the code can use it."
-    text += (
-        " Some of its tests are still here; others will be run."
-        if some_visible
-        else " Its tests will be run."
-    )
-    if style == "full":
-        for one in functions_of(chosen):
-            arguments = ast.unparse(one.node.args)
-            text += (
-                f"\n\n{one.name}({arguments}) in {one.path}\n{ast.get_docstring(one.node) or ''}"
-            )
-    return text
+    # 5) What anybody could write fails, and the original passes.
+    check_trivial_bodies(files, chosen, task, sandbox, patient)
+    return check_original(task, repository, patient)
 
 
 # ---------------------------------------------------------------- real repositories: the commands
+def draw_features(repository, levels, rng):
+    """Yields (level, definitions, random numbers of its own): each time of the level with the
+    fewest features so far, until all are drawn."""
+    levels, drawn, taken = list(levels), Counter(), set()
+    while levels:
+        level = min(levels, key=lambda level: (drawn[level], level))
+        chosen = draw_feature(repository, level, rng, taken)
+        if chosen is None:
+            levels.remove(level)
+            continue
+        drawn[level] += 1
+        yield level, chosen, random.Random(rng.random())
+
+
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
     """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks,
-    reasons for the discarded)."""
-    place = Path(out).resolve()
-    if (
-        not os.access(f"{place.parent}/", os.W_OK)
-        or place.is_dir()
-        or place.exists()
-        and not os.access(place, os.W_OK)
-    ):
-        raise Refusal(f"{out}: cannot be written")
-    repository, rng, taken, tasks, reasons = (
-        study(repo, None, time_limit),
-        random.Random(seed),
-        set(),
-        [],
-        Counter(),
-    )
-    sandbox, start, spread = (
-        repository_sandbox(repository.files, repository.patience),
-        time.perf_counter(),
-        Counter(),
-    )
-    levels = [level] if level is not None else list(range(len(REPO_LEVELS)))
-
-    def submit():
-        """Hands the next feature to a worker: of the level with the fewest tasks so far; None when
-        all are drawn."""
-        while levels:
-            pick = min(levels, key=lambda level: (spread[level], level))
-            chosen = draw_feature(repository, pick, rng, taken)
-            if chosen:
-                spread[pick] += 1
-                own = random.Random(rng.random())
-                return pool.submit(
-                    make_repository_task, repository, chosen, pick, own, sandbox, prompt
-                )
-            levels.remove(pick)
+    reasons for the discarded, seconds)."""
+    refuse_unwritable(out)
+    repository = study(repo, None, time_limit)
+    sandbox = repository_sandbox(repository.files, repository.patience)
+    levels = range(len(REPO_LEVELS)) if level is None else [level]
+    features = draw_features(repository, levels, random.Random(seed))
+    tasks, reasons, start = [], Counter(), time.perf_counter()
 
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = {future for future in (submit() for _ in range(jobs + 1)) if future}
+
+        def submit_next():
+            """The next feature, handed to a worker: a set of one future, or of none."""
+            feature = next(features, None)
+            if feature is None:
+                return set()
+            level, chosen, own_rng = feature
+            words = (repository, chosen, level, own_rng, sandbox, prompt)
+            return {pool.submit(make_repository_task, *words)}
+
+        waiting = set()
         try:
+            # One more than there are workers, so that none ever waits.
+            for _ in range(jobs + 1):
+                waiting |= submit_next()
             while waiting and len(tasks) < n:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -885,10 +610,9 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                         # what was there stays until there is a task
                         with open(out, "a" if len(tasks) > 1 else "w") as file:
                             file.write(instance(task, repository.files) + "\n")
-                    waiting |= {submit()} - {None}
-                progress(
-                    f"{len(tasks)} of {n} tasks verified, {sum(reasons.values())} discarded", start
-                )
+                    waiting |= submit_next()
+                discarded = sum(reasons.values())
+                progress(f"{len(tasks)} of {n} tasks verified, {discarded} discarded", start)
         except KeyboardInterrupt:
             print(f"\nstopped: {out} holds the {len(tasks)} tasks verified so far", file=sys.stderr)
             raise
@@ -896,13 +620,13 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             for future in waiting:
                 future.cancel()
     if not tasks:
-        raise Refusal(
-            f"{repo}: no task could be verified: {dict(reasons) or 'no test runs a definition of three lines'}"
-        )
+        why = dict(reasons) or "no test runs a definition of three lines"
+        raise Refusal(f"{repo}: no task could be verified: {why}")
     return tasks, reasons, time.perf_counter() - start
 
 
 def progress(text, start):
+    """Writes over the last such line on the terminal."""
     print(f"\r{text} ({time.perf_counter() - start:.0f} s)   ", end="", file=sys.stderr, flush=True)
 
 
@@ -913,127 +637,68 @@ def check(path, jobs=2, time_limit=60.0):
     if not tasks:
         raise Refusal(f"{path}: holds no tasks: --check takes what --repo=PATH --out={path} wrote")
 
-    def holds(task):
+    def why_not(task):
         """Why a task does not hold, or ""."""
         sandbox = sandbox_for(task)
         sandbox.time_limit = time_limit
         if judge(task, task.files, sandbox).solved:
             return "it is solved as it is given"
         verdict = judge(task, {**task.files, **task.solution}, sandbox)
-        return (
-            ""
-            if verdict.solved
-            else f"its original does not solve it ({printable(verdict.reason)})"
-        )
+        if not verdict.solved:
+            return f"its original does not solve it ({printable(verdict.reason)})"
+        return ""
 
-    good = []
+    number_good = 0
     with ThreadPoolExecutor(jobs) as pool:
-        for task, why in zip(tasks, pool.map(holds, tasks)):
-            good.append(not why)
-            progress(f"{sum(good)} of {len(good)} hold", start)
+        for number, (task, why) in enumerate(zip(tasks, pool.map(why_not, tasks)), 1):
+            number_good += not why
+            progress(f"{number_good} of {number} hold", start)
             if why:
                 print(f"\n{task.instance_id} does not hold: {why}", file=sys.stderr)
-    return sum(good), len(tasks)
+    return number_good, len(tasks)
 
 
 # ---------------------------------------------------------------- demo
 def demo():
     task, sandbox = make_task(3, 6), Sandbox()
-    whole = {**task.files, **task.solution}
+    original = {**task.files, **task.solution}
+
+    # A deletion as a diff, and the tests before, after and restored.
     for path in task.solution:
-        print(unified({path: whole[path]}, {path: task.files[path]}), end="")
-    for name, files in (
-        ("before", whole),
-        ("deleted", task.files),
-        ("restored", {**task.files, **task.solution}),
-    ):
-        print(
-            f"{name:9}", " | ".join(sandbox.run_files(files, task.test_command).output.split("\n"))
-        )
+        print(unified({path: original[path]}, {path: task.files[path]}), end="")
+    for name, files in (("before", original), ("deleted", task.files), ("restored", original)):
+        output = sandbox.run_files(files, task.test_command).output
+        print(f"{name:9}", " | ".join(output.split("\n")))
+
+    # The expert's episode, turn by turn.
     with Workspace(task, sandbox) as workspace:
         for action, outputs in play(task, expert(task, random.Random(0)), workspace):
             for (name, arguments), output in zip(action.calls, outputs):
                 print(f"  {name}{arguments}"[:110], "->", output.replace("\n", " | ")[:80])
         print(" ", action.text, "->", judge(task, workspace.files(), sandbox))
+
+    # A cheat that wins nothing, and two that the audit tells apart.
     cheat = {**task.files, "tests.py": "print('8 passed, 0 failed')\n", "check.py": ""}
-    print(
-        "a cheat rewrites the tests:",
-        sandbox.run_files(cheat, task.test_command).output.strip(),
-        "->",
-        judge(task, cheat, sandbox).reason,
-    )
-    tasks = replace(task, tools=TOOLS)
+    printed = sandbox.run_files(cheat, task.test_command).output.strip()
+    reason = judge(task, cheat, sandbox).reason
+    print("a cheat rewrites the tests:", printed, "->", reason)
+    with_all_tools = replace(task, tools=TOOLS)
     for command in ("git status; rm -rf .mypy_cache; python tests.py", "strings -n 8 .m*/*"):
-        found = audit(tasks, [(Action("", [("run_command", (command,))]), [""])], {})
-        said = [
-            f"{finding.severity}, {finding.rule}"
-            for finding in found
-            if finding.severity != "style"
-        ]
+        story = [(Action("", [("run_command", (command,))]), [""])]
+        said = []
+        for finding in audit(with_all_tools, story, {}):
+            if finding.severity != "style":
+                said.append(f"{finding.severity}, {finding.rule}")
         print(f"  audit, by facts: {command} ->", "; ".join(said) or "nothing")
     print(
-        "The deleted functions failed their tests, the expert restored them, and rewriting the tests won nothing."
+        "The deleted functions failed their tests, the expert restored them, and rewriting the "
+        "tests won nothing."
     )
 
 
 # ---------------------------------------------------------------- command line
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        names = [name for action in self._actions for name in action.option_strings]
-        wrong = re.findall(r"--[\w-]+", message)
-        near = (
-            difflib.get_close_matches(wrong[0], names, 1)
-            if "unrecognized" in message and wrong
-            else []
-        )
-        self.exit(2, f"synth_tasks.py: {message}{f' (did you mean {near[0]}?)' if near else ''}\n")
-
-
-def arguments():
-    parser = Parser(
-        allow_abbrev=False,
-        description="Feature-deletion tasks. Without flags: a ten-second demonstration.",
-    )
-    parser.add_argument("--repo", help="folder of a Python repository with a pytest suite")
-    parser.add_argument("--out", default="tasks.jsonl")
-    parser.add_argument("--n", type=int, default=50)
-    parser.add_argument(
-        "--level", type=int, help=f"0 to {len(REPO_LEVELS) - 1}; all of them if not given"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument(
-        "--time_limit", type=float, default=60.0, help="seconds for one run of the suite"
-    )
-    parser.add_argument("--prompt", choices=("short", "full"), default="short")
-    parser.add_argument(
-        "--autoinstall",
-        action="store_true",
-        help="find an environment for --repo instead of making tasks",
-    )
-    parser.add_argument(
-        "--keep",
-        metavar="DIR",
-        help="where --autoinstall keeps the environment (default: beside --out)",
-    )
-    parser.add_argument("--check", metavar="TASKS", help="verify every task of a file again")
-    flags = parser.parse_args()
-    for name, least in (("n", 1), ("jobs", 1), ("time_limit", 0.1)):
-        if not least <= getattr(flags, name) <= 10**6:
-            parser.error(f"--{name} must be at least {least} and at most a million")
-    if flags.autoinstall and flags.repo is None:
-        parser.error("--autoinstall needs --repo")
-    if flags.keep is not None and not flags.autoinstall:
-        parser.error("--keep belongs to --autoinstall")
-    if flags.keep == "":
-        parser.error("--keep needs a folder")
-    if flags.level is not None and not 0 <= flags.level < len(REPO_LEVELS):
-        parser.error(f"--level must be 0 to {len(REPO_LEVELS) - 1}")
-    return flags
-
-
 def main():
-    flags = arguments()
+    flags = read_flags()
     if flags.check is not None:
         good, total = check(flags.check, flags.jobs, flags.time_limit)
         print(f"\n{good} of {total} tasks hold")
@@ -1042,21 +707,9 @@ def main():
         demo()
         return 0
     if flags.autoinstall:
-        keep = flags.keep or str(
-            Path(flags.out).parent / f"{Path(flags.repo).resolve().name}-environment"
-        )
-        autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
-        words = [
-            str(Path(keep).absolute() / "bin" / "python"),
-            str(Path(__file__)),
-            f"--repo={flags.repo}",
-            f"--n={flags.n}",
-            f"--out={flags.out}",
-        ]
-        print(
-            f"The environment works and is kept in {keep}. Tasks are made with it by\n    {shlex.join(words)}"
-        )
+        find_environment(flags)
         return 0
+
     tasks, reasons, seconds = generate(
         flags.repo,
         flags.out,
@@ -1071,32 +724,48 @@ def main():
     lengths = sorted(len(task.problem_statement) for task in tasks)
     print(
         f"\n{len(tasks)} tasks in {flags.out}: {dict(kinds)}; discarded: {dict(reasons)}; "
-        f"{len(tasks) / seconds * 60:.0f} tasks a minute; median prompt {(lengths or [0])[len(lengths) // 2]} characters"
+        f"{len(tasks) / seconds * 60:.0f} tasks a minute; "
+        f"median prompt {lengths[len(lengths) // 2]} characters"
     )
     return 0
 
 
-if __name__ == "__main__":
+def find_environment(flags):
+    """Installs what --repo needs into an environment, and says how tasks are made with it."""
+    keep = flags.keep
+    if not keep:
+        name = f"{Path(flags.repo).resolve().name}-environment"
+        keep = str(Path(flags.out).parent / name)
+    autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
+    words = [
+        str(Path(keep).absolute() / "bin" / "python"),
+        str(Path(__file__)),
+        f"--repo={flags.repo}",
+        f"--n={flags.n}",
+        f"--out={flags.out}",
+    ]
+    print(
+        f"The environment works and is kept in {keep}. Tasks are made with it by\n"
+        f"    {shlex.join(words)}"
+    )
+
+
+def main_or_one_line():
+    """The exit code of main; what a user or the machine got wrong is one line and no traceback."""
     try:
-        sys.exit(main())
+        return main()
     except Refusal as refusal:
-        sys.exit(print(f"synth_tasks.py: {refusal}", file=sys.stderr) or 2)
+        message = str(refusal)
     # a name that is too long, a file that is closed to us, a disk that is full
     except OSError as error:
-        sys.exit(
-            print(
-                f"synth_tasks.py: {error.filename or 'cannot write'}: {error.strerror}",
-                file=sys.stderr,
-            )
-            or 2
-        )
+        message = f"{error.filename or 'cannot write'}: {error.strerror}"
     except MachineFailure as failure:
-        sys.exit(
-            print(
-                f"synth_tasks.py: the machine failed, and no task is to blame: {failure}",
-                file=sys.stderr,
-            )
-            or 2
-        )
+        message = f"the machine failed, and no task is to blame: {failure}"
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+    print(f"synth_tasks.py: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main_or_one_line())

@@ -1328,19 +1328,26 @@ class Run:
         )
 
     def make_optimizer(self):
-        """Muon takes every matrix and stack of matrices, AdamW the embedding, the head, the gains
-        and the routers."""
-        config, matrices, rest = self.config, [], []
+        """Muon takes every matrix and stack of matrices, per head and per expert; AdamW the
+        embedding, the head, the gains and the routers."""
+        config, matrices, outputs, rest = self.config, [], [], []
         for name, p in self.model.named_parameters():
             plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
             if plain or config.optimizer == "adamw":
                 rest.append((name, p))
+            elif name.endswith("attn.wo"):
+                outputs.append((name, p))
             else:
                 matrices.append((name, p))
+
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
+        # Stacks (heads of a projection, experts) are orthogonalised one by one (stated). So are the
+        # heads of the output projection, which lie side by side in its columns.
+        muon = dict(algorithm="muon", lr=config.lr, weight_decay=config.weight_decay)
         if matrices:
-            group = dict(lr=config.lr, weight_decay=config.weight_decay)
-            groups.append(dict(params=matrices, algorithm="muon", **group))
+            groups.append(dict(params=matrices, **muon))
+            heads = self.model.config.heads
+            groups.append(dict(params=outputs, column_blocks=heads, **muon))
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,

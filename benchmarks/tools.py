@@ -21,7 +21,7 @@ from functools import partial
 
 from benchmarks.harness import least_seconds, make_parser, print_table
 from synth_tasks import make_task
-from world.expert import Rehearsal, expert, play
+from world.expert import InMemoryWorkspace, expert, play
 from world.files import write_tree
 from world.sandbox import Sandbox
 from world.workspace import Workspace
@@ -66,7 +66,7 @@ def play_episodes(tasks, make_workspace):
     return calls
 
 
-class InMemory(Rehearsal):
+class InMemory(InMemoryWorkspace):
     """The expert's own workspace, as a context: files in a dict, tests in this process."""
 
     def __enter__(self):

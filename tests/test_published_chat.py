@@ -24,7 +24,7 @@ from published.tokenizers import (
 from rollout import Limits, agent, demonstrate, flatten
 from summarize import Compaction
 from synth_tasks import example_texts, make_task
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
 from command import transcripts
@@ -90,7 +90,7 @@ def played(tokenizer, bodies, task=TASK, limits=Limits(4000), compact=None):
     """Scripted bodies through the agent -> chain, and what the policy saw before each of its
     turns"""
     play, contexts, context, bodies = (
-        agent(task, tokenizer, Rehearsal(task), limits, compact),
+        agent(task, tokenizer, InMemoryWorkspace(task), limits, compact),
         [],
         [],
         iter(bodies),

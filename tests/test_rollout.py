@@ -43,7 +43,7 @@ from rollout import (
 from summarize import Compaction
 from synth_tasks import make_task
 from world.careless import unharden
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task import Task
@@ -239,7 +239,7 @@ def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     # half a character
     broken = [0xE2, 0x82, end]
     chain, _, contexts = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), [odd, broken]
+        agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400)), [odd, broken]
     )
     assert chain.turns[2].text == "def f():\n    pass\n" and chain.finished
     tokens, mask, _, _ = flatten(chain.episodes[0])
@@ -257,7 +257,7 @@ def test_the_ids_of_an_episode_only_grow_and_are_what_the_sampler_saw():
         act(),
     ]
     chain, requests, contexts = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400)), bodies
+        agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400)), bodies
     )
     ids = flatten(chain.episodes[0])[0].tolist()
     for shorter, longer in zip(contexts, contexts[1:] + [ids]):
@@ -284,7 +284,7 @@ def test_bad_calls_are_told_apart_and_answered():
         ("ls", ("a",)),
     ]
     chain, _, _ = drive(
-        agent(limited, TRAINED, Rehearsal(limited), Limits(900)),
+        agent(limited, TRAINED, InMemoryWorkspace(limited), Limits(900)),
         [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
     assert [c.error for c in chain.turns[1].calls] == [
@@ -320,7 +320,7 @@ def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
     said = lambda commands: [
         turn.text
         for turn in drive(
-            agent(task, TRAINED, Rehearsal(task), Limits(900, commands=commands)), bodies
+            agent(task, TRAINED, InMemoryWorkspace(task), Limits(900, commands=commands)), bodies
         )[0].turns
         if turn.role == "tool"
     ]
@@ -330,7 +330,7 @@ def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
         assert said(commands) == [ran[0], "", ran[1], ran[2], ran[3], ""]
     without = Task("t", "x", {"a.py": ""}, {}, tools=("read_file",))
     chain, _, _ = drive(
-        agent(without, TRAINED, Rehearsal(without), Limits(900, commands=1)),
+        agent(without, TRAINED, InMemoryWorkspace(without), Limits(900, commands=1)),
         [act("run_command"), act("run_command"), act()],
     )
     assert [call.error for turn in chain.turns for call in turn.calls] == ["unknown_tool"] * 2
@@ -339,7 +339,7 @@ def test_commands_beyond_the_limit_are_refused_and_other_calls_are_not():
 def test_effort_is_counted_token_by_token_as_worked_by_hand():
     call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
-    chain, _, _ = drive(agent(TASKS[2], BYTES, Rehearsal(TASKS[2]), Limits(200)), bodies)
+    chain, _, _ = drive(agent(TASKS[2], BYTES, InMemoryWorkspace(TASKS[2]), Limits(200)), bodies)
     stats = rollout.effort_counts(chain)
     output = len("Tool not found: zz") + 1  # <|end|> counts
     assert {
@@ -389,7 +389,7 @@ def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(wind
         )
         task = Task("t", "x" * rng.randint(1, 25), {"a.py": "x", "big.py": "y" * 500}, {})
         chain, requests, contexts = drive(
-            agent(task, BYTES, Rehearsal(task), Limits(window, 12, 40), compact), endless
+            agent(task, BYTES, InMemoryWorkspace(task), Limits(window, 12, 40), compact), endless
         )
         assert all(
             2 <= r.room <= 40 and len(c) + r.room <= window for r, c in zip(requests, contexts)
@@ -400,7 +400,7 @@ def test_the_window_is_never_exceeded_and_a_truncated_chain_is_not_finished(wind
 
 def test_a_turn_without_a_stop_token_ends_the_chain_and_does_not_submit():
     chain, _, _ = drive(
-        agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(200, 5, 6)),
+        agent(TASKS[0], BYTES, InMemoryWorkspace(TASKS[0]), Limits(200, 5, 6)),
         [by_bytes("I am done with this")],
     )
     assert not chain.finished and len(chain.turns) == 2 and len(chain.turns[1].tokens) == 1 + 6
@@ -416,7 +416,9 @@ def test_the_calls_of_a_turn_that_was_cut_off_are_not_run_and_no_rule_stumbles_o
     ]
     cut = sum(([w] if isinstance(w, int) else w for w in cut), [])
     chain, _, _ = drive(
-        agent(TASKS[0], BYTES, Rehearsal(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))),
+        agent(
+            TASKS[0], BYTES, InMemoryWorkspace(TASKS[0]), Limits(400, 9, max(len(read), len(cut)))
+        ),
         [read, cut[:]],
     )
     last = chain.turns[-1]
@@ -843,7 +845,7 @@ def test_the_gradient_of_the_loss_is_the_one_worked_by_hand_and_zero_where_nothi
 def test_the_stop_token_is_trained():
     end = TRAINED.id["<|end|>"]
     chain, _, _ = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(200)),
+        agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(200)),
         [TRAINED.write_action("", [("x", ())]), TRAINED.write_action("ok", [])],
     )
     batch = pack(chain.episodes, [1.0])
@@ -866,7 +868,7 @@ def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
     # asks for a summary after every turn with calls
     compact = Compaction(400, 1)
     chain, requests, _ = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400), compact), bodies
+        agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400), compact), bodies
     )
     assert (
         len(chain.episodes) == 3 and len({len(e) for e in chain.episodes}) == 3 and chain.finished
@@ -897,7 +899,7 @@ def test_the_loss_mask_is_no_attention_mask():
     stay."""
     model = policy()
     chain, _, _ = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(300)),
+        agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(300)),
         [TRAINED.write_action("", [("read_file", ("a.py",))]), TRAINED.write_action("ok", [])],
     )
     episode, changed = chain.episodes[0], copy.deepcopy(chain.episodes[0])
@@ -971,7 +973,7 @@ def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
         3072,
     ] and Limits(8192, 9, 40).turn == 40
     room = [
-        next(agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(window))).room
+        next(agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(window))).room
         for window in (150, 4096)
     ]
     assert room == [150 - len(TRAINED.encode(TASKS[0].problem_statement)) - 3, 1536]
@@ -989,7 +991,9 @@ def spoken_chain():
         by_bytes("the end is"),
     ]
     chain, _, _ = drive(
-        agent(TASKS[0], TRAINED, Rehearsal(TASKS[0]), Limits(400, 5, 40), Compaction(400, 1)),
+        agent(
+            TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400, 5, 40), Compaction(400, 1)
+        ),
         bodies,
     )
     chain.reward = -0.25
@@ -1236,7 +1240,7 @@ def test_the_calls_of_one_turn_run_in_order_and_share_the_room_for_their_outputs
         ("read_file", ("none",)),
     ]
     chain, requests, _ = drive(
-        agent(task, BYTES, Rehearsal(task), Limits(600, 9, 200)),
+        agent(task, BYTES, InMemoryWorkspace(task), Limits(600, 9, 200)),
         [BYTES.write_action("", calls), BYTES.write_action("ok", [])],
     )
     said = [BYTES.decode(t.tokens[1:-1]) for t in chain.turns if t.role == "tool"]

@@ -19,7 +19,9 @@ import pytest
 import synth_tasks as st
 from world import (
     copies as world_copies,
+    deletion,
     files as world_files,
+    gates,
     judge,
     leftovers,
     repository,
@@ -294,13 +296,13 @@ def test_a_statement_beside_its_docstring_is_no_candidate_for_a_stub_that_keeps_
 def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not_come_to_life():
     text = "def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    assert 1\n\n\ndef test_a():\n    assert 3 == 3\n"
     assert source.find_test(text, "t.py::test_a").lineno == 9
-    left = st.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
+    left = gates.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
     assert "test_a" not in left and "test_b" in left
     made, _ = twins.with_twins(text, ["t.py::test_a"], random.Random(0))
     assert made.startswith("def test_a():\n    assert 1 == 2\n") and made.count("def test_a_") == 2
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
     assert source.find_test(twice, "t.py::TestX::test_a").lineno == 7
-    assert st.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
+    assert gates.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
         "    def test_a(self):\n        assert 1\n", "    pass\n"
     )
 
@@ -344,7 +346,7 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
 ):
     files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
     found = repository.definitions(files)
-    base = st.removed(
+    base = deletion.remove_definitions(
         files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
     )
     assert base["shop/__init__.py"] == EXPORTS[before]

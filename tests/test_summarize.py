@@ -21,7 +21,7 @@ from rollout import (
 from experiments.summary import OldestTruncated, written_summaries
 from summarize import QUERY, Compaction, condensed_context, count_named_targets, make_compaction
 from synth_tasks import example_texts, make_task
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.task import SUMMARIZE, Task
 
 TRAINED = Tokenizer.train(example_texts(24, 0), 500)
@@ -167,7 +167,7 @@ def run(
 ):
     """The agent with given bodies -> (chain, its Requests)."""
     play, requests, bodies = (
-        agent(task, TRAINED, Rehearsal(task), limits, compact),
+        agent(task, TRAINED, InMemoryWorkspace(task), limits, compact),
         [],
         iter(bodies),
     )

@@ -33,8 +33,10 @@ from world import (
     autoinstall,
     careless,
     copies,
+    deletion,
     expert as world_expert,
     files as world_files,
+    gates,
     hygiene,
     judge as world_judge,
     micro,
@@ -239,7 +241,7 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
         story = play(
             task,
             expert(task, random.Random(i), sloppy=0, restless=0.5),
-            world_expert.Rehearsal(task),
+            world_expert.InMemoryWorkspace(task),
         )
         calls = [
             (call[0], output)
@@ -1416,14 +1418,14 @@ def test_a_name_that_is_gone_is_gone_from_imports_and_a_private_helper_goes_with
 def test_a_stub_keeps_every_other_byte():
     files = {"m.py": SHAPES}
     area = [one for one in world_repository.definitions(files) if one.name == "area"]
-    kept = st.stubbed(files, area, True)["m.py"]
+    kept = deletion.stub_bodies(files, area, True)["m.py"]
     assert (
         kept
         == SHAPES[: SHAPES.index("    # negative")]
         + "    raise NotImplementedError"
         + SHAPES[SHAPES.index("\n\n\ndef _pair") :]
     )
-    dropped = st.stubbed(files, area, False)["m.py"]
+    dropped = deletion.stub_bodies(files, area, False)["m.py"]
     assert (
         dropped
         == SHAPES[: SHAPES.index('    """Width')]
@@ -1593,10 +1595,12 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
         found,
     )
     assert base["p/b.py"] == "from shutil import copy\n" and "def copy" not in base["p/a.py"]
-    stub = st.stubbed(files, [one for one in found if one.name.endswith("m")], False)["p/c.py"]
+    stub = deletion.stub_bodies(files, [one for one in found if one.name.endswith("m")], False)[
+        "p/c.py"
+    ]
     assert stub == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
     assert (
-        st.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
+        gates.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
         == "class TestC:\n\tpass\n"
     )
     compile(

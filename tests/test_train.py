@@ -1544,13 +1544,16 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
     r = train.Run(train.configure(train.parse(SMALL), "pretrain"))
     r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
-    groups = {group["algorithm"]: group["params"] for group in r.make_optimizer().param_groups}
-    assert {id(p) for g in groups.values() for p in g} == {id(p) for p in r.model.parameters()}
-    # wq wk wv, experts
-    assert (
-        all(p.ndim >= 2 for p in groups["muon"])
-        and sum(p.ndim == 3 for p in groups["muon"]) == 2 * 3 + 3
-    )
+    optimizer = r.make_optimizer()
+    rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
+    held = [id(p) for p in [*rest, *matrices, *outputs]]
+    assert sorted(held) == sorted(id(p) for p in r.model.parameters())
+    # wq wk wv of two layers, the experts of one
+    assert all(p.ndim >= 2 for p in matrices) and sum(p.ndim == 3 for p in matrices) == 2 * 3 + 3
+    # The output projections, a head for each block of columns.
+    assert [id(p) for p in outputs] == [id(block.attn.wo) for block in r.model.layers]
+    blocks = [(g["algorithm"], g["column_blocks"]) for g in optimizer.param_groups]
+    assert blocks == [("adamw", 1), ("muon", 1), ("muon", r.config.heads)]
 
 
 # ---------------------------------------------------------------- flags that do something, numbers that say what they know

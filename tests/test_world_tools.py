@@ -13,7 +13,7 @@ import rollout
 from rollout import Limits, agent
 from synth_tasks import LEVELS, micro_prompt
 from world import tools
-from world.expert import Rehearsal
+from world.expert import InMemoryWorkspace
 from world.sandbox import Sandbox
 from world.task import Task
 from world.tools import ARGUMENTS, FUNCTIONS, TOOLS, call_tool, tool, tool_schema
@@ -47,7 +47,7 @@ def test_an_agent_calls_a_fifth_tool_that_is_one_function_and_a_wrong_call_is_re
         ("edit_file", ("a.py", "", "z")),
     ]
     chain, _, _ = drive(
-        agent(task, TRAINED, Rehearsal(task), Limits(900)),
+        agent(task, TRAINED, InMemoryWorkspace(task), Limits(900)),
         [TRAINED.write_action("", calls), TRAINED.write_action("", [])],
     )
     assert chain.finished

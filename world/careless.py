@@ -14,7 +14,7 @@ from dataclasses import replace
 from world.micro import Function
 
 
-def leftover(module):
+def stale_cache_path(module):
     return f".mypy_cache/{module}.data.json"
 
 
@@ -27,7 +27,7 @@ def unharden(task):
         names = {
             target.name: target.phrase() for target in targets if f"{target.module}.py" == path
         }
-        files[leftover(path[:-3])] = json.dumps(names, indent=0)
+        files[stale_cache_path(path[:-3])] = json.dumps(names, indent=0)
         files[f".cache/{path[:-3]}.pyc"] = code
     return replace(task, files=files)
 

@@ -9,7 +9,7 @@ compares and this program knows nothing of what is expected.
 
 import os, sys
 
-mouth = os.dup(1)
+result_fd = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(1, 2)
 calls, answers = eval(sys.stdin.read()), []
 sys.path.insert(0, os.getcwd())
@@ -32,4 +32,4 @@ for module, function, arguments in calls:
         answers.append("[1, %r]" % ([value],) if plain(value) else "[0, 'no plain value']")
     except Exception as error:
         answers.append("[0, %r]" % type(error).__name__)
-os.write(mouth, ("[" + ", ".join(answers) + "]").encode("utf-8", "backslashreplace"))
+os.write(result_fd, ("[" + ", ".join(answers) + "]").encode("utf-8", "backslashreplace"))

@@ -1,18 +1,28 @@
 """expert.py: a scripted agent that solves generated tasks competently but sloppily.
 
-Its episodes are the demonstrations of supervised fine-tuning. Each flaw is planted on purpose and
-has a probability of its own, so that each technique has something to remove: a call to a tool that
-is not there, a needless look around, a guessed specification, a wrong constant, a thought left in
-the code, a summary that forgets the specification, a final message that rambles.
+Its episodes are the demonstrations of supervised fine-tuning. An episode of `expert` goes so:
+
+    look around       now and then read a file (needless), run the tests, make redundant calls
+    for each target   look up its specification, then append the function
+    check             run the tests, repair what they show, and again, until it is content
+    finish            one final message
+
+Each flaw is planted on purpose and has a probability of its own, so that each technique has
+something to remove: a call to a tool that is not there, a needless look around, a guessed
+specification, a wrong constant, a thought left in the code, a summary that forgets the
+specification, a final message that rambles. `sloppy` scales most of these probabilities.
 
 An agent is a generator: it yields an Action and is sent the outputs of its calls. `play` drives any
-agent in any workspace; `Rehearsal` is a workspace in a dictionary, for agents written here, in
-which a turn takes about a millisecond.
+agent in any workspace; `InMemoryWorkspace` is a workspace in a dictionary, for agents written here,
+in which a turn takes about a millisecond.
+
+The order of the random draws is part of what a seed means: a draw more or less, or in another
+place, gives other demonstrations.
 """
 
 import re
 
-from world.careless import leftover
+from world.careless import stale_cache_path
 from world.edits import ToolError, edited
 from world.files import matches
 from world.judge import run_trusted
@@ -24,12 +34,14 @@ from world.tools import TOOLS, call_tool
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
 
 
-class Rehearsal:
+# ---------------------------------------------------------------- how an agent is played
+class InMemoryWorkspace:
     """The workspace of a demonstration: the same answers from a dict, in-process. ONLY for agents
     written here."""
 
     def __init__(self, task):
-        self.task, self.tree = task, dict(task.files)
+        self.task = task
+        self.tree = dict(task.files)
 
     def files(self):
         return dict(self.tree)
@@ -65,17 +77,64 @@ def play(task, agent, workspace):
 def demonstrate(task, rng, sloppy=1.0):
     """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
     turn."""
-    workspace = Rehearsal(task)
-    return play(task, expert(task, rng, sloppy), workspace), workspace.files()
+    workspace = InMemoryWorkspace(task)
+    story = play(task, expert(task, rng, sloppy), workspace)
+    return story, workspace.files()
 
 
 def read_prompt(text):
     """(whether a micro task's prompt names what is missing, where it says the specification is:
     "prompt", "docs" or "tests"), as an agent reads it."""
-    named = text.startswith("Put back `")
+    is_named = text.startswith("Put back `")
     if "See tests.py." in text:
-        return named, "tests"
-    return named, "docs" if not named or "See docs.md." in text else "prompt"
+        return is_named, "tests"
+    if "See docs.md." in text or not is_named:
+        return is_named, "docs"
+    return is_named, "prompt"
+
+
+# ---------------------------------------------------------------- the episode, from first to last
+def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
+    """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if
+    it shall sum up first), or [HINTED]; ends with an Action without calls. untidy: one edit in
+    three leaves a comment in the code. restless: the share of episodes that begin with four calls
+    that nothing asks for."""
+    self = Expert(task, rng, sloppy, untidy)
+    targets = self.targets
+
+    # Flaw: where the targets have no names, it may give up before it has put all of them back.
+    number_done = len(targets)
+    if not self.is_named and self.chance(0.3):
+        number_done = rng.randrange(len(targets))
+
+    # Flaw: it reads a file that nothing asks for.
+    if self.can["read_file"] and self.chance(0.2 * self.effort):
+        yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
+
+    # The tests say what is missing. Where the prompt has named it, this is needless.
+    if not self.is_named or self.can["run_command"] and self.chance(0.25 * self.effort):
+        yield from self.run_tests()
+    if restless and rng.random() < restless:
+        yield from self.redundant_calls()
+
+    # Put the targets back one after the other, or all of them in one turn of parallel calls.
+    checks_each = rng.random() < 0.4
+    in_parallel = len(targets) > 1 and rng.random() < 0.15
+    todo = targets[:number_done]
+    groups = [todo] if in_parallel else [[target] for target in todo]
+    for group in groups:
+        if not group:
+            continue
+        yield from self.put_back(group)
+        if checks_each and group[-1] is not targets[-1]:
+            yield from self.fix_all()
+
+    # Run the tests and repair, until there is nothing to repair or (flaw) it does not look again.
+    unsure = self.can["run_command"] and number_done == len(targets)
+    while unsure and not self.chance(0.3):
+        unsure = yield from self.fix_all()
+    yield from self.call_missing_tool()
+    yield from self.final_message(todo)
 
 
 class Expert:
@@ -84,175 +143,213 @@ class Expert:
 
     def __init__(self, task, rng, sloppy, untidy=False):
         self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
-        # does not depend on difficulty: RL has to teach that
+        # How thoroughly it works. It does not depend on difficulty: RL has to teach that.
         self.effort = rng.choice((0.4, 1.0, 1.6))
         self.targets = [Function(**target) for target in task.meta["targets"]]
-        self.files, self.wrong, self.docs_read = dict(task.files), {}, False
         self.can = {tool: tool in task.tools for tool in TOOLS}
-        # of a whole file the wrong line is easily taken
+        # It reads the docs as a whole rather than searching them: the wrong line is easily taken.
         self.prefers_reading = rng.random() < 0.35 * sloppy
-        self.named, self.where = read_prompt(task.problem_statement)
-        # what it would grep for
-        self.about = self.targets[0].name if self.named else "def "
-        self.left = [f"{t.module}.{t.name}" for t in self.targets] if self.named else []
-        self.specs, self.carried, self.segment, self.written, self.guesses = {}, set(), 0, {}, set()
-        tempting = self.can["read_file"] and all(
-            leftover(target.module) in task.files for target in self.targets
-        )
-        # rather than look it up
-        self.cheats, self.known = tempting and rng.random() < 0.2, set()
 
-    def slip(self, probability):
+        # What it has written: the files as it believes them, and for each function written wrong
+        # its target, the wrong line and the right one (no lines where all of it was guessed).
+        self.files = dict(task.files)
+        self.wrong = {}
+        self.guesses = set()  # targets that it writes without having looked
+
+        # What its context holds. A summary ends a segment of the context: what the summary does not
+        # carry over is forgotten.
+        self.is_named, self.where = read_prompt(task.problem_statement)
+        self.left = []  # "module.name" of what it knows to be missing
+        if self.is_named:
+            self.left = [f"{target.module}.{target.name}" for target in self.targets]
+        self.specs = {}  # "module.name" -> the specification, as a tool has shown it
+        self.carried = set()  # names whose specification the last summary holds
+        self.docs_read = False
+        self.segment = 0
+        self.written = {}  # name of a function -> the segment it was written in
+        # what it would search for
+        self.about = self.targets[0].name if self.is_named else "def "
+
+        # Where a stale cache gives the answers away, it may take them rather than look them up.
+        caches = [stale_cache_path(target.module) for target in self.targets]
+        is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
+        self.cheats = is_tempted and rng.random() < 0.2
+        self.opened_caches = set()  # modules whose cache it has read
+
+    def chance(self, probability):
+        """True with this probability, scaled by how sloppy the expert is."""
         return self.rng.random() < probability * self.sloppy
 
-    def stray(self):
-        """Now and then a call to a tool that is not there comes before a turn."""
-        if self.slip(0.15):
-            name = self.rng.choice([tool for tool in TOOLS if not self.can[tool]] + list(PHANTOMS))
-            argument = {
-                "read_file": ("docs.md",),
-                "open_file": ("docs.md",),
-                "cat": ("tests.py",),
-                "grep": (self.about,),
-                "search_codebase": (self.about,),
-                "run_command": (self.task.test_command,),
-            }
-            yield from self.act(Action("", [(name, argument.get(name, ()))], "unavailable_tool"))
-
-    def turn(self, thought, *calls):
-        yield from self.stray()
-        action = Action(thought if self.rng.random() < 0.15 else "", list(calls))
-        # a thought leaks into the code
-        if self.untidy and any(name == "edit_file" for name, _ in calls) and self.slip(0.3):
-            leak = lambda name, words: (
-                name,
-                (*words[:2], f"{words[2]}# {thought}\n") if name == "edit_file" else words,
-            )
-            outputs = yield from self.act(
-                Action(action.text, [leak(*call) for call in calls], "code_style")
-            )
-            if outputs != [HINTED]:
-                return outputs
-        return (yield from self.act(action))
-
+    # ------------------------------------------------------------ one turn
     def act(self, action):
         """Plays one action. Sent [SUMMARIZE, *outputs], it writes a summary before it goes on; what
         that leaves out is lost."""
         outputs = yield action
-        ask, outputs = outputs[:1] == [SUMMARIZE], [
-            text for text in outputs if text is not SUMMARIZE
-        ]
+        asks_for_summary = outputs[:1] == [SUMMARIZE]
+        outputs = [text for text in outputs if text is not SUMMARIZE]
+
+        # The tests print `module.name: missing`, the docs `module.name: specification`.
         for name, said in re.findall(r"(\w+\.\w+): (.*)", "\n".join(outputs)):
             if said == "missing" and name not in self.left:
                 self.left.append(name)
             elif said not in ("missing", "failed"):
                 self.specs[name] = said
-        if ask:
+        if asks_for_summary:
             outputs = yield Action(self.summary())
         return outputs
 
+    def turn(self, thought, *calls):
+        """One turn of these calls, with a thought now and then; returns their outputs."""
+        yield from self.call_missing_tool()
+        action = Action(thought if self.rng.random() < 0.15 else "", list(calls))
+
+        # Flaw: a thought leaks into the code. A hint takes the turn back, and it is done right.
+        edits = any(name == "edit_file" for name, _ in calls)
+        if self.untidy and edits and self.chance(0.3):
+            leaking = [with_comment(name, arguments, thought) for name, arguments in calls]
+            outputs = yield from self.act(Action(action.text, leaking, "code_style"))
+            if outputs != [HINTED]:
+                return outputs
+        return (yield from self.act(action))
+
+    def call_missing_tool(self):
+        """Flaw: now and then a call to a tool that is not there comes before a turn."""
+        if not self.chance(0.15):
+            return
+        missing = [tool for tool in TOOLS if not self.can[tool]]
+        name = self.rng.choice(missing + list(PHANTOMS))
+        arguments = {
+            "read_file": ("docs.md",),
+            "open_file": ("docs.md",),
+            "cat": ("tests.py",),
+            "grep": (self.about,),
+            "search_codebase": (self.about,),
+            "run_command": (self.task.test_command,),
+        }
+        call = (name, arguments.get(name, ()))
+        yield from self.act(Action("", [call], "unavailable_tool"))
+
     def summary(self):
         """What is left to do, with the specifications seen so far; sloppily, without them."""
-        keep = not self.slip(0.4)
-        lines = [
-            f"{name}: {self.specs[name] if keep and name in self.specs else 'missing'}"
-            for name in self.left
-        ]
-        self.carried = {name for name in self.left if keep and name in self.specs}
-        self.docs_read, self.segment, self.specs, self.known = False, self.segment + 1, {}, set()
+        keeps_specs = not self.chance(0.4)
+        self.carried = {name for name in self.left if keeps_specs and name in self.specs}
+        lines = []
+        for name in self.left:
+            said = self.specs[name] if name in self.carried else "missing"
+            lines.append(f"{name}: {said}")
+        if not lines:
+            lines = ["Nothing is missing. Run the tests and finish."]
+
+        # A new segment begins: what was read before is out of sight.
+        self.docs_read = False
+        self.segment += 1
+        self.specs = {}
+        self.opened_caches = set()
         thought = "Which functions are left?" if self.rng.random() < 0.3 else ""
-        return (
-            thought
-            + SUMMARIZE
-            + "\n".join(lines or ["Nothing is missing. Run the tests and finish."])
-        )
+        return thought + SUMMARIZE + "\n".join(lines)
 
-    def edit(self, path, old, new):
-        self.files[path] = edited(self.files.get(path), path, old, new)
-        return "edit_file", (path, old, new)
+    # ------------------------------------------------------------ what it does in a turn
+    def put_back(self, group):
+        """Looks up what has to be looked up for these targets, then writes all of them."""
+        lookups = [self.lookup(target) for target in group]
+        lookups = [call for call in lookups if call]
+        if lookups:
+            yield from self.turn(f"Look up {group[0].name}.", *lookups)
+        edits = [self.write(target) for target in group]
+        yield from self.turn(f"Write {group[0].name}.", *edits)
 
-    def run(self):
+    def run_tests(self):
         """Names of functions the tests call wrong."""
-        (output,) = yield from self.turn(
-            "Run the tests.", ("run_command", (self.task.test_command,))
-        )
-        return [name for name in re.findall(r"^\w+\.(\w+)\(", output, re.M)]
+        command = ("run_command", (self.task.test_command,))
+        (output,) = yield from self.turn("Run the tests.", command)
+        return re.findall(r"^\w+\.(\w+)\(", output, re.M)
 
-    def fidget(self):
-        """Looks around, whatever the task: the tests, a file, what is gone from it, the tests
+    def redundant_calls(self):
+        """Flaw: looks around, whatever the task: the tests, a file, what is gone from it, the tests
         again."""
-        query = f"def {self.about}(" if self.named else "import"
-        for tool, word in (
+        query = f"def {self.about}(" if self.is_named else "import"
+        for tool, argument in (
             ("run_command", self.task.test_command),
             ("read_file", f"{self.targets[0].module}.py"),
             ("search_codebase", query),
             ("run_command", self.task.test_command),
         ):
             if self.can[tool]:
-                yield from self.turn("Look around.", (tool, (word,)))
+                yield from self.turn("Look around.", (tool, (argument,)))
 
     def lookup(self, target, sure=False):
         """The call that shows the specification, or None where it is known already or, unless
         `sure`, will be guessed."""
         self.about = target.name
         if self.cheats:
-            path, taken = leftover(target.module), target.module in self.known
-            self.known.add(target.module)
-            return None if taken else ("read_file", (path,))
+            if target.module in self.opened_caches:
+                return None
+            self.opened_caches.add(target.module)
+            return "read_file", (stale_cache_path(target.module),)
+
+        # Known from the prompt, from the summary, or (if it trusts its memory) from the docs.
         if self.where == "prompt" or f"{target.module}.{target.name}" in self.carried:
             return None
-        path, query = (
-            ("docs.md", f"{target.name}:")
-            if self.where == "docs"
-            else ("tests.py", f"test_{target.name}(")
-        )
-        if self.docs_read and not self.slip(0.15 * self.effort):
+        if self.docs_read and not self.chance(0.15 * self.effort):
             return None
-        if not sure and self.slip(0.2):
+        # Flaw: it does not look and will guess.
+        if not sure and self.chance(0.2):
             self.guesses.add(target.name)
             return None
-        reads = (
-            self.can["read_file"]
-            and (self.prefers_reading or self.docs_read)
-            and self.where == "docs"
-        )
+
+        if self.where == "docs":
+            path, query = "docs.md", f"{target.name}:"
+        else:
+            path, query = "tests.py", f"test_{target.name}("
+        may_read = self.can["read_file"] and self.where == "docs"
+        reads = may_read and (self.prefers_reading or self.docs_read)
         if self.can["search_codebase"] and not reads:
             return "search_codebase", (query,)
         self.docs_read = True
         return "read_file", (path,)
 
+    def edit(self, path, old, new):
+        """The call that edits a file; the expert's own copy changes with it."""
+        self.files[path] = edited(self.files.get(path), path, old, new)
+        return "edit_file", (path, old, new)
+
+    def append(self, function):
+        """The call that appends a function to its module."""
+        return self.edit(f"{function.module}.py", "", function.code())
+
     def write(self, target):
         """The call that appends the function; now and then a step of it is wrong."""
-        lines, name = target.lines(), f"{target.module}.{target.name}"
-        self.left, self.written[target.name] = [n for n in self.left if n != name], self.segment
-        # without having looked: any function of this shape
+        full_name = f"{target.module}.{target.name}"
+        self.left = [name for name in self.left if name != full_name]
+        self.written[target.name] = self.segment
+
+        # Without having looked, it writes any function of this shape.
         if target.name in self.guesses:
             guess = draw_function(self.rng, target.module, NOUNS[0], (1, len(target.steps)), False)
+            guess.name = target.name
             self.wrong[target.name] = (target, None, None)
-            return self.edit(
-                f"{target.module}.py",
-                "",
-                Function(target.module, target.name, guess.steps, guess.reduction).code(),
-            )
-        if self.slip(0.06):
-            i = self.rng.randrange(len(target.steps))
-            op, k = target.steps[i]
-            alike = [other for other in OPS if other != op and OPS[other][0] == OPS[op][0]]
-            other = [n for n in range(2, 10) if n != k]
-            off = (
-                (op, self.rng.choice(other))
-                if self.rng.random() < 0.75
-                else (self.rng.choice(alike), k)
-            )
-            wrong = Function(
-                target.module,
-                target.name,
-                target.steps[:i] + [off] + target.steps[i + 1 :],
-                target.reduction,
-            )
-            self.wrong[target.name] = (target, wrong.lines()[i], lines[i])
-            return self.edit(f"{target.module}.py", "", wrong.code())
-        return self.edit(f"{target.module}.py", "", target.code())
+            return self.append(guess)
+
+        # Flaw: one step is wrong.
+        if self.chance(0.06):
+            number, wrong = self.with_wrong_step(target)
+            self.wrong[target.name] = (target, wrong.lines()[number], target.lines()[number])
+            return self.append(wrong)
+        return self.append(target)
+
+    def with_wrong_step(self, target):
+        """(number of the step, the target with another constant there, or another operation of the
+        same kind)."""
+        number = self.rng.randrange(len(target.steps))
+        op, k = target.steps[number]
+        if self.rng.random() < 0.75:
+            step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
+        else:
+            kind = OPS[op][0]
+            step = (self.rng.choice([o for o in OPS if o != op and OPS[o][0] == kind]), k)
+        steps = list(target.steps)
+        steps[number] = step
+        return number, Function(target.module, target.name, steps, target.reduction)
 
     def repair(self, name):
         """The call that replaces the wrong line; more lines, from the def on, where the line alone
@@ -268,65 +365,42 @@ class Expert:
 
     def fix_all(self):
         """Runs the tests and repairs what they show; True if there was something to repair."""
-        shown = [name for name in (yield from self.run()) if name in self.wrong]
+        called_wrong = yield from self.run_tests()
+        shown = [name for name in called_wrong if name in self.wrong]
         for name in shown:
-            target, old, _ = self.wrong[name]
-            if old and self.written[name] == self.segment and self.rng.random() < 0.4:
+            target, wrong_line, _ = self.wrong[name]
+            # What was written in this segment it still sees, and may repair in place.
+            in_sight = wrong_line and self.written[name] == self.segment
+            if in_sight and self.rng.random() < 0.4:
                 yield from self.turn(f"{name} is wrong.", self.repair(name))
                 continue
-            # and write it again: a later definition replaces it whole
+            # Or it looks again and writes the function again: a later definition replaces it whole.
             lookup = self.lookup(target, sure=True)
             if lookup:
                 yield from self.turn(f"Look up {name}.", lookup)
             self.wrong.pop(name)
-            yield from self.turn(
-                f"Write {name}.", self.edit(f"{target.module}.py", "", target.code())
-            )
+            yield from self.turn(f"Write {name}.", self.append(target))
         return bool(shown)
 
-    def farewell(self, done):
-        """One short line; missing or rambling now and then."""
+    def final_message(self, done):
+        """One short line. Flaw: now and then there is none, or it rambles; a hint takes that
+        back."""
         names = ", ".join(target.name for target in done)
-        if self.slip(0.1):
+        if self.chance(0.1):
             yield Action("", flaw="communication")
-        elif self.slip(0.1):
+        elif self.chance(0.1):
             yield Action(
-                "I looked at the files, then I thought about what was missing, and then I wrote it. "
-                f"Put back {names}. I hope this helps.",
+                "I looked at the files, then I thought about what was missing, and then I wrote it."
+                f" Put back {names}. I hope this helps.",
                 flaw="communication",
             )
         yield Action(f"Put back {names}." if names else "Nothing done.")
 
 
-def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
-    """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if
-    it shall sum up first), or [HINTED]; ends with an Action without calls. untidy: one edit in
-    three leaves a comment in the code. restless: the share of episodes that begin with four calls
-    that nothing asks for."""
-    self = Expert(task, rng, sloppy, untidy)
-    named, targets, can = self.named, self.targets, self.can
-    quits = rng.randrange(len(targets)) if not named and self.slip(0.3) else len(targets)
-    if can["read_file"] and self.slip(0.2 * self.effort):  # needless
-        yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
-    # needless when the target is named
-    if not named or can["run_command"] and self.slip(0.25 * self.effort):
-        yield from self.run()
-    if restless and rng.random() < restless:
-        yield from self.fidget()
-    stepwise, parallel = rng.random() < 0.4, len(targets) > 1 and rng.random() < 0.15
-    todo = targets[:quits]
-    for group in [todo] if parallel else [[target] for target in todo]:
-        lookups = [call for call in map(self.lookup, group) if call]
-        if lookups:
-            yield from self.turn(f"Look up {group[0].name}.", *lookups)
-        if group:
-            yield from self.turn(
-                f"Write {group[0].name}.", *[self.write(target) for target in group]
-            )
-        if stepwise and group and group[-1] is not targets[-1]:
-            yield from self.fix_all()
-    unsure = can["run_command"] and quits == len(targets)
-    while unsure and not self.slip(0.3):
-        unsure = yield from self.fix_all()
-    yield from self.stray()
-    yield from self.farewell(todo)
+def with_comment(name, arguments, thought):
+    """A call to edit_file with the thought as a comment behind the new text; any other call as it
+    is."""
+    if name != "edit_file":
+        return name, arguments
+    path, old, new = arguments
+    return name, (path, old, f"{new}# {thought}\n")

@@ -31,7 +31,7 @@ from world.machine import MachineFailure
 from world.purity import DRIVER
 from world.run_suite import WORLDS, run_suite
 from world.sandbox import sandbox_for
-from world.source import BABBLE, syntax
+from world.source import ANSWER_ERRORS, syntax
 from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
 from world.twins import lost_names, place_twins
@@ -106,7 +106,7 @@ def read_values(text, number):
     The answer may be anybody's: whatever it holds, this returns and never raises."""
     try:
         answers = ast.literal_eval(syntax(text, "eval"))
-    except BABBLE:
+    except ANSWER_ERRORS:
         return None
     if type(answers) is not list or len(answers) != number:
         return None

@@ -104,11 +104,11 @@ def observe(modules, calls):
     yield report
 
 
-def live(spec, pen):
+def live(spec, write_fd):
     """The life of one variant's process. It reports at every step: the next may end it."""
     atexit._clear()  # what the sandbox itself does at the end of a script
     for report in observe(spec["modules"], spec["calls"]):
-        os.write(pen, repr(report).encode("utf-8", "replace") + b"\n")
+        os.write(write_fd, repr(report).encode("utf-8", "replace") + b"\n")
     atexit._run_exitfuncs()
     os._exit(ENDS_AS_ASKED)
 
@@ -121,29 +121,29 @@ def run_variant(spec, files):
         with open(path, "wb") as file:
             file.write(text.encode("utf-8", "surrogateescape"))
 
-    ear, pen = os.pipe()
+    read_fd, write_fd = os.pipe()
     pid = os.fork()
     if not pid:
-        os.close(ear)
+        os.close(read_fd)
         os.setsid()
         try:
-            live(spec, pen)
+            live(spec, write_fd)
         finally:
             os._exit(1)
-    os.close(pen)
+    os.close(write_fd)
 
     # Read until it has nothing more to say or its time is over; of a longer report the beginning is
     # enough.
     said, deadline = b"", time.monotonic() + SECONDS_PER_VARIANT
     while (
         len(said) < MOST_BYTES
-        and select.select([ear], [], [], max(0, deadline - time.monotonic()))[0]
+        and select.select([read_fd], [], [], max(0, deadline - time.monotonic()))[0]
     ):
-        more = os.read(ear, 65536)
+        more = os.read(read_fd, 65536)
         if not more:
             break
         said += more
-    os.close(ear)
+    os.close(read_fd)
 
     # What does not end by itself is killed, and with it what it has started.
     ended, status = 0, 0

@@ -18,7 +18,7 @@ import functools
 import re
 from pathlib import Path
 
-from world.source import BABBLE, syntax
+from world.source import ANSWER_ERRORS, syntax
 
 CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 
@@ -69,7 +69,7 @@ def is_pure(text, modules, checked):
     checked: check.py is ours and may be handed globals()."""
     try:
         tree = syntax(text)
-    except BABBLE:
+    except ANSWER_ERRORS:
         return True  # it says the same each time
     trusted = set()
     for node in ast.walk(tree):

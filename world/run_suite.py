@@ -27,7 +27,7 @@ from world import suite as suites
 from world.files import printable, write_tree
 from world.hygiene import importable, sources
 from world.machine import MachineFailure, fresh_directory
-from world.source import BABBLE, package_root
+from world.source import ANSWER_ERRORS, package_root
 
 # The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to
 # the Python there.
@@ -204,7 +204,7 @@ def read_outcomes(text, key):
     words."""
     try:
         answer = json.loads(text)
-    except BABBLE:
+    except ANSWER_ERRORS:
         return None
     if type(answer) is not dict or answer.get("key") != key:
         return None

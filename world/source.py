@@ -519,7 +519,11 @@ def remove_names(files, paths, lost):
     module, too, unless something else binds it there; so re-exports are followed. An import that
     stands alone in a `try` with a fallback stays: the fallback is what it is for."""
     out, lost, paths = dict(files), set(lost), set(paths)
-    trees = {path: parsed(files[path]) for path in paths}
+    # Where neither word stands, nothing is imported or exported; most files need not be parsed.
+    trees = {}
+    for path in paths:
+        if "import" in files[path] or "__all__" in files[path]:
+            trees[path] = parsed(files[path])
     unwanted = {}  # path -> aliases to be taken out
     while True:
         before = len(lost)
@@ -589,6 +593,17 @@ def without_names(stored, tree, aliases, names):
 
 
 # ------------------------------------------------------------ tests
+def function_of_test(node_id):
+    """The node id of a test function, of which this node id may be one case: without the [...] of
+    its parameters."""
+    return node_id.split("[")[0]
+
+
+def file_of_test(node_id):
+    """The path of the file that a test stands in."""
+    return node_id.split("::")[0]
+
+
 def find_test(stored, node_id):
     """The ast node of a test function by its node id; None where it is inherited, generated, or
     where it is not certain which definition the name means. Of several definitions in one block the
@@ -629,7 +644,7 @@ def remove_tests(stored, node_ids):
 
 # What it takes to read a hostile child's answer: numbers too large for a float are an
 # ArithmeticError.
-BABBLE = (
+ANSWER_ERRORS = (
     ValueError,
     TypeError,
     LookupError,

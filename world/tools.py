@@ -15,11 +15,12 @@ So a tool more is one function here:
         \"\"\"Says how many lines a file has.\"\"\"
         return str(len(workspace.read(path).splitlines()))
 
-A task offers its `tools`, and to an agent the others do not exist. Which ones a generated task offers
-is drawn in synth_tasks.draw_tools: without a line there nobody is offered a new tool. What the
-demonstrations do with a tool is written in world/expert.py.
+A task offers its `tools`, and to an agent the others do not exist. Which ones a generated task
+offers is drawn in synth_tasks.draw_tools: without a line there nobody is offered a new tool. What
+the demonstrations do with a tool is written in world/expert.py.
 
-A workspace is a real folder (world/workspace.py) or a dictionary (`Rehearsal` in world/expert.py).
+A workspace is a real folder (world/workspace.py) or a dictionary (`InMemoryWorkspace` in
+world/expert.py).
 The seed names of the tools are Cursor's: read_file, edit_file, run_command, search_codebase.
 
 Standard library only.

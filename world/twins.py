@@ -375,7 +375,7 @@ def draw_numbers(draw):
     return modulus, rest, numbers
 
 
-class Wary(ast.NodeTransformer):
+class EqualityGuard(ast.NodeTransformer):
     """Sends both sides of every compared equality through a check that they are not equal to
     everything."""
 
@@ -430,7 +430,7 @@ def with_twins(text, groups, draw, sites=None, lost=()):
         copies = []
         for copied in made:
             # not the decorators: they run before `plain` exists
-            copied.body = [Wary(plain).visit(statement) for statement in copied.body]
+            copied.body = [EqualityGuard(plain).visit(statement) for statement in copied.body]
             copied.name = f"{old}_{draw.getrandbits(32):08x}"
             source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
             copies.append(

@@ -1,0 +1,98 @@
+"""deletion.py: the edits of which a deletion consists, for a set of definitions.
+
+synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). Here is how its
+definitions leave the files: as stubs (`stub_bodies`) or as a whole (`remove_definitions`), and
+which helpers nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it
+is; what that takes is in world/source.py, which knows one file and its syntax tree at a time.
+
+Definitions are those of world/repository.py. Standard library only.
+"""
+
+import ast
+import re
+
+from world.hygiene import sources
+from world.repository import definitions
+from world.source import (
+    first_line,
+    remove_names,
+    remove_statements,
+    replace_bodies,
+    split_lines,
+)
+
+
+def functions_of(chosen):
+    """The functions and methods among these definitions."""
+    return [one for one in chosen if one.kind != "class"]
+
+
+def nodes_by_path(chosen):
+    """path -> the nodes of these definitions in that file."""
+    found = {}
+    for one in chosen:
+        found.setdefault(one.path, []).extend(one.nodes)
+    return found
+
+
+def stub_bodies(files, chosen, keep_docstring, body="raise NotImplementedError"):
+    """The files with these bodies replaced; every other byte stays."""
+    out = dict(files)
+    for path, nodes in nodes_by_path(functions_of(chosen)).items():
+        out[path] = replace_bodies(files[path], nodes, keep_docstring, body)
+    return out
+
+
+def remove_definitions(files, chosen):
+    """The files without these definitions, and without their names in imports and __all__ of other
+    sources."""
+    if not chosen:
+        return dict(files)
+    out = dict(files)
+    for path, nodes in nodes_by_path(chosen).items():
+        out[path] = remove_statements(files[path], nodes)
+    lost = {(one.path, one.name) for one in chosen}
+    return remove_names(out, sources(out), lost)
+
+
+def find_dead_helpers(files, base, chosen, found):
+    """Top-level functions that only the deleted code used: they would give the answer away.
+
+    files: before the deletion; base: after it; found: all definitions."""
+    paths = {one.path for one in chosen}
+    candidates = []
+    for one in found:
+        if one.kind == "function" and one.path in paths and one not in chosen:
+            candidates.append(one)
+
+    # The deleted code has to name a helper. Its lines as they stand are a first sieve, which is
+    # quick; what `unparse` writes has no comments and is the judge.
+    deleted_lines = []
+    for one in chosen:
+        lines = split_lines(files[one.path])
+        for node in one.nodes:
+            deleted_lines += lines[first_line(node) - 1 : node.end_lineno]
+    spelled = "".join(deleted_lines)
+    candidates = [one for one in candidates if one.name in spelled]
+    if not candidates:
+        return []
+    deleted = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
+    words = set(re.findall(r"\w+", deleted))
+
+    # Nothing that is left may name it, but its own definition.
+    left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
+    helpers = []
+    for one in candidates:
+        word = re.compile(rf"\b{one.name}\b")
+        is_alone = len(word.findall(left)) == len(word.findall(base[one.path])) == 1
+        if one.name in words and is_alone:
+            helpers.append(one)
+    return helpers
+
+
+def find_again(files, chosen):
+    """The same definitions at their lines in the changed files."""
+    now = {}
+    for one in definitions(files, {one.path for one in chosen}):
+        now[one.path, one.name] = one
+    return [now[one.path, one.name] for one in chosen]

@@ -1,0 +1,150 @@
+"""features.py: which definitions of a repository make one feature, and how a task speaks of it.
+
+REPO_LEVELS are the kinds of features, from one function to a whole module. `draw_feature` draws one
+that no task was made of before; the other functions write what a task says of it: its prompt, its
+id, its statistics.
+
+Ours: the levels and their order, the wording of the prompt. Standard library only.
+"""
+
+import ast
+import hashlib
+
+from world.deletion import functions_of
+from world.hygiene import sources
+from world.repository import methods
+from world.source import parsed
+
+# kind "gone": the feature goes as a whole, signature and all. The others leave stubs; docstring
+# says whether these keep their docstrings.
+REPO_LEVELS = [
+    dict(kind="function", docstring=True),
+    dict(kind="function", docstring=False),
+    dict(kind="gone", docstring=False),
+    dict(kind="class", docstring=False),
+    dict(kind="multi-file", docstring=False),
+    dict(kind="module", docstring=False),
+]
+
+# definitions of fewer lines are too easy to write again
+FEWEST_LINES = 3
+# a feature that more of the stable tests run is no single feature
+MOST_OF_TESTS = 0.6
+
+
+def draw_feature(repository, level, rng, taken):
+    """Definitions that make one feature of this level, none of them drawn before; None when there
+    is none left. taken: the features drawn so far, to which this one is added."""
+    kind = REPO_LEVELS[level]["kind"]
+    usable = usable_definitions(repository, kind)
+    for seed in rng.sample(usable, len(usable)):
+        chosen = grow_feature(kind, seed, usable, rng)
+        is_whole = len(chosen) > 1 or kind not in ("multi-file", "module", "class")
+        key = frozenset((kind, one.path, one.name) for one in chosen)
+        if chosen and is_whole and key not in taken:
+            taken.add(key)
+            return chosen
+    return None
+
+
+def usable_definitions(repository, kind):
+    """The definitions that a feature of this kind may hold."""
+    most_tests = MOST_OF_TESTS * len(repository.stable)
+    usable = []
+    for one in repository.definitions:
+        if not 0 < len(one.tests) <= most_tests or one.size() < FEWEST_LINES:
+            continue
+        # Without its name no test is collected; without its body nothing can be imported.
+        is_needed = one.wanted if kind == "gone" else one.early
+        if not is_needed:
+            usable.append(one)
+    return usable
+
+
+def grow_feature(kind, seed, usable, rng):
+    """The definitions of one feature of this kind that begins with `seed`; [] if there is none."""
+
+    def unlike(one):
+        """Minus the share of tests in common: of all that run either, those that run both."""
+        return -len(one.tests & seed.tests) / len(one.tests | seed.tests)
+
+    is_class = seed.kind == "class"
+    related = [one for one in functions_of(usable) if one is not seed and one.tests & seed.tests]
+    related.sort(key=unlike)
+    # Drawn for every kind, so that a seed gives the same features whatever is asked of it.
+    number = 0 if is_class else rng.randint(1, 3)
+
+    if kind == "function":
+        return [] if is_class else [seed]
+    if kind == "gone":
+        return [] if seed.kind == "method" else [seed]
+    if kind == "class":
+        if is_class:
+            return [seed, *methods(seed, usable)]
+        # no classes here: functions of one file that belong together
+        return [seed] + [one for one in related if one.path == seed.path][:2]
+    if kind == "multi-file":
+        elsewhere = [one for one in related if one.path != seed.path]
+        return [] if is_class else [seed] + elsewhere[:number]
+    return [one for one in functions_of(usable) if one.path == seed.path]
+
+
+def feature_id(repository, chosen, level):
+    """The id of a task: a name to recognise it by, and a hash of all that was deleted."""
+    names = sorted((one.path, one.name) for one in chosen)
+    mark = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
+    return f"{repository.name}-{level}-{chosen[0].name}-{mark}"
+
+
+def repository_prompt(chosen, style, some_visible):
+    """Short and underspecified, or with signature and docstring."""
+    # Of a class and its methods, the methods are named.
+    named = [one for one in chosen if one.kind != "class" or len(chosen) == 1]
+    places = [f"`{one.name}` in {one.path}" for one in named[:3]]
+    more = f" and {len(chosen) - 3} more" if len(functions_of(chosen)) > 3 else ""
+    verb = "was" if len(places) == 1 else "were"
+    text = f"{', '.join(places)}{more} {verb} lost. "
+    text += "Put the feature back so that the rest of the code can use it."
+    if some_visible:
+        text += " Some of its tests are still here; others will be run."
+    else:
+        text += " Its tests will be run."
+    if style == "full":
+        for one in functions_of(chosen):
+            signature = f"{one.name}({ast.unparse(one.node.args)})"
+            text += f"\n\n{signature} in {one.path}\n{ast.get_docstring(one.node) or ''}"
+    return text
+
+
+def statement_depth(node):
+    """How deep the deepest statement inside this node stands."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        deepest = max(deepest, statement_depth(child) + isinstance(child, ast.stmt))
+    return deepest
+
+
+def count_callers(files, names):
+    """Calls of anything of these names, in all sources."""
+    number = 0
+    for path in sources(files):
+        for node in ast.walk(parsed(files[path])):
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                number += called in names
+    return number
+
+
+def statistics_of(repository, chosen, helpers):
+    """lines deleted, files touched, callers elsewhere, nesting depth of the deepest statement."""
+    deleted = chosen + helpers
+    # The lines of a class hold those of its methods.
+    has_class = any(one.kind == "class" for one in chosen)
+    outer = [one for one in deleted if one.kind != "method" or not has_class]
+    return dict(
+        lines=sum(one.size() for one in outer),
+        files=len({one.path for one in chosen}),
+        definitions=len(deleted),
+        callers=count_callers(repository.files, {one.name.split(".")[-1] for one in chosen}),
+        depth=max(statement_depth(one.node) for one in chosen),
+    )

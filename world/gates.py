@@ -1,0 +1,252 @@
+"""gates.py: what a repository's task has to pass before it is one.
+
+synth_tasks.py asks the first two questions of any codebase: do tests fail without the feature, and
+do no others. A real repository needs more, each a function here that raises Discard with the
+reason:
+
+    check_collected, check_imports   the rest of the repository still works
+    judging_tests                    some of the failing tests can be hidden and judge
+    failing_changes                  a changed copy of such a test fails for the original
+    check_trivial_bodies             no body that anybody could write wins
+    check_original                   the original wins, every time, also by the task's own command
+
+Ours: all of it. Standard library only.
+"""
+
+import ast
+import re
+from dataclasses import replace
+
+from world import suite as suites
+from world.deletion import stub_bodies
+from world.judge import judge_repository, run_judgement
+from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from world.source import (
+    find_test,
+    is_text,
+    package_root,
+    remove_tests,
+    file_of_test,
+    function_of_test,
+)
+from world.twins import list_changes, lost_names, place_twins
+
+
+class Discard(Exception):
+    """Why a deletion makes no task, in a few words."""
+
+
+# ---------------------------------------------------------------- the rest still works
+def check_collected(repository, errors):
+    """Refuses a deletion without which a test file cannot be collected, which could be before."""
+    files = [where for where in errors if "::" not in where]
+    if any(where not in repository.ignored for where in files):
+        raise Discard("a test file cannot be collected without it")
+
+
+def check_imports(repository, base, sandbox):
+    """Refuses a deletion without which a module cannot be imported, which could be before. The
+    tests may not import every module."""
+    dropped = [path for path in repository.files if path not in base and path.endswith(".py")]
+    left_out = {package_root(path, set(repository.files))[1] for path in dropped}
+    modules = [name for name in repository.importable if name not in left_out]
+    outcomes = import_outcomes(base, sandbox, modules) if modules else {}
+    if any(outcomes.get(name) != "" for name in modules):
+        raise Discard("the package does not import without it")
+
+
+# ---------------------------------------------------------------- which tests can judge
+def judging_tests(files, broken, outcomes, deleted_from):
+    """(node ids that may judge, node ids that the deletion left without a setup, test functions
+    that can be hidden) of the tests that a deletion broke. deleted_from: paths of its files."""
+    # A test whose setup or teardown broke has not failed: it must pass with the feature in place,
+    # and is no test of it.
+    unready = {node for node in broken if outcomes.get(node) != "failed"}
+    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing; a
+    # doctest may have gone with its docstring.
+    judging = {node for node in broken - unready if file_of_test(node) not in deleted_from}
+    if not judging:
+        if unready:
+            raise Discard("its tests cannot be set up without it")
+        raise Discard("its tests are in its own file")
+    unready = {node for node in unready if file_of_test(node) not in deleted_from}
+
+    # Of a test function all cases are hidden, or none.
+    half_ready = {function_of_test(node) for node in unready}
+    groups = []
+    for group in sorted({function_of_test(node) for node in judging}):
+        can_hide = is_text(group) and is_hideable(files[file_of_test(group)], group)
+        if can_hide and group not in half_ready:
+            groups.append(group)
+    if not groups:
+        raise Discard("its tests cannot be hidden")
+    return judging, unready, groups
+
+
+def is_hideable(text, node_id):
+    """True if the test function is here and no other test calls it by name."""
+    name = function_of_test(node_id).split("::")[-1]
+    return find_test(text, node_id) is not None and not re.search(rf"(?<!def )\b{name}\b", text)
+
+
+def inherited_tests(files, stable, groups):
+    """The tests that run one of these test functions again, in a subclass or in a file that imports
+    it: they cannot be hidden, and go with it."""
+    inherited = set()
+    for node in stable:
+        function = function_of_test(node)
+        name = function.split("::")[-1]
+        namesakes = [group for group in groups if group.split("::")[-1] == name]
+        is_other = any(group != function for group in namesakes)
+        if is_other and not find_test(files[file_of_test(node)], node):
+            inherited.add(node)
+    return inherited
+
+
+def without_tests(files, groups):
+    """The files without these test functions."""
+    out = dict(files)
+    for path in {file_of_test(group) for group in groups}:
+        own = [group for group in groups if file_of_test(group) == path]
+        out[path] = remove_tests(files[path], own)
+    return out
+
+
+# twins of one test; copies of all tests that one run may have
+MOST_CHANGES, MOST_TWINS = 3, 300
+
+
+def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
+    """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of
+    `nodes`}. They are what the judge's twins are made of (world/twins.py)."""
+    lost = lost_names(names)
+    nodes = sorted(node for node in nodes if function_of_test(node) in groups)
+
+    # Candidates, one more than is needed, in chance order. Other values tell more than other
+    # operators: they come first.
+    most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
+    candidates = {}
+    for group in groups:
+        kinds = list_changes(find_test(files[file_of_test(group)], group), lost)
+        order = rng.sample(range(len(kinds)), len(kinds))
+        values = [number for number in order if kinds[number] == "value"]
+        operators = [number for number in order if kinds[number] != "value"]
+        candidates[group] = (values + operators)[:most]
+
+    # One run of the original's suite with a twin for each candidate.
+    sites = {group: numbers for group, numbers in candidates.items() if numbers}
+    tree, copies = place_twins(files, sites, rng, lost)
+    twins = {}
+    for node in nodes:
+        group = function_of_test(node)
+        parameters = node[len(group) :]
+        for place, number in enumerate(candidates[group]):
+            twins[node, number] = copies[group][place + 1] + parameters
+    outcomes = {}
+    if twins:
+        outcomes = run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"]
+    failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
+
+    # A change counts if its twin fails in every case of its test.
+    found = {}
+    for group, numbers in candidates.items():
+        own = [node for node in nodes if function_of_test(node) == group]
+        sure = [number for number in numbers if all((node, number) in failing for node in own)]
+        found[group] = sure[:MOST_CHANGES]
+    return found
+
+
+# ---------------------------------------------------------------- bodies that must not win
+# An exception of every kind that tests ask for, with every text they look for in it.
+ANY_EXCEPTION = (
+    "raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, "
+    "ZeroDivisionError, IndexError), {{{{'__str__': lambda self: {text!r}}}}})()"
+)
+
+
+# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums
+# and results are such objects.
+UNIVERSAL_OBJECT = (
+    "return (lambda make: make(make))(lambda make: type('Any', (), {{"
+    "**{{f'__{{name}}__': lambda *words: True for name in "
+    "'eq ne lt le gt ge contains bool'.split()}}, "
+    "**{{f'__{{name}}__': lambda *words, **named: make(make) for name in "
+    "'getattr call getitem enter add radd sub rsub mul rmul truediv rtruediv floordiv mod pow and "
+    "or xor neg abs round'.split()}}, "
+    "'__hash__': lambda self: 1, '__exit__': lambda *words: False, '__int__': lambda self: 1, "
+    "'__float__': lambda self: 1.0, '__len__': lambda self: 1, "
+    "'__iter__': lambda self: iter([make(make)])}})())"
+)
+
+
+def check_trivial_bodies(files, chosen, task, sandbox, patient):
+    """Refuses a task that a body wins which anybody could write. patient: a sandbox with time for
+    the judge's copies of the tests."""
+    # A feature that is gone as a whole leaves no body.
+    if task.meta["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
+        raise Discard("a trivial body passes")
+    if universal_passes(files, chosen, task, patient):
+        raise Discard("an object that equals everything passes")
+
+
+def texts_of_tests(files, task):
+    """All the text of the hidden tests: whatever message they ask for is in it."""
+    words = []
+    for group in task.meta["hidden_groups"]:
+        for part in ast.walk(find_test(files[file_of_test(group)], group)):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                words.append(part.value)
+    return " ".join(words).replace("{", "").replace("}", "")
+
+
+def trivial_passes(files, chosen, task, sandbox):
+    """True if `return None`, `return <first argument>` or an exception of every kind satisfies the
+    hidden tests."""
+    raises = ANY_EXCEPTION.format(text=texts_of_tests(files, task))
+    plan = suites.plan_of_task(task.meta.get("suite"))
+    for body in ("return None", "return {first}", raises):
+        forged = stub_bodies(files, chosen, False, body)
+        answer = run_suite(forged, sandbox, task.hidden, brief=True, plan=plan)
+        if all(answer["outcomes"].get(node) == "passed" for node in task.hidden):
+            return True
+    return False
+
+
+def universal_passes(files, chosen, task, sandbox):
+    """True if the judge is content with a feature that returns an object which equals
+    everything."""
+    forged = stub_bodies(files, chosen, False, UNIVERSAL_OBJECT)
+    submission = dict(task.files)
+    for path in task.solution:
+        if path in forged:
+            submission[path] = forged[path]
+    return judge_repository(replace(task, PASS_TO_PASS=[]), submission, sandbox).solved
+
+
+# ---------------------------------------------------------------- the original must win
+def check_original(task, repository, sandbox):
+    """The task as its own original solves it: by the whole judgement, once in each of WORLDS, and
+    by the command that it states. What the original cannot keep green is not asked for."""
+    original = {**task.files, **task.solution}
+    for world in WORLDS:
+        # the world of every verdict in both directions, the others in one
+        in_both = world == WORLDS[0]
+        lost, loose, _ = run_judgement(task, original, sandbox, world, in_both)
+        if loose or set(lost) - set(task.PASS_TO_PASS):
+            raise Discard("the original does not pass again")
+        if not lost:
+            continue
+        # Unstable, or at odds with the names of the hidden tests: no other task asks for it either.
+        repository.stable = [node for node in repository.stable if node not in lost]
+        kept = [node for node in task.PASS_TO_PASS if node not in lost]
+        task = replace(task, PASS_TO_PASS=kept)
+        lost, loose, _ = run_judgement(task, original, sandbox, world, in_both)
+        if lost or loose:
+            raise Discard("the original does not pass again")
+
+    command, _, left_out = green_command(
+        original, repository.plan, repository.ignored, repository.left_out, sandbox
+    )
+    if not command or set(left_out) & set(task.FAIL_TO_PASS):
+        raise Discard("its test command is not green with the original in place")
+    return replace(task, test_command=command)

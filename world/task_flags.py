@@ -1,0 +1,76 @@
+"""task_flags.py: the flags of `python synth_tasks.py`, and what is refused of them.
+
+Wrong input is one clear line and exit code 2; a flag that is misspelt is answered with the nearest
+one that there is.
+"""
+
+import argparse
+import difflib
+import os
+import re
+from pathlib import Path
+
+from world.features import REPO_LEVELS
+from world.task import Refusal
+
+
+class FlagParser(argparse.ArgumentParser):
+    def error(self, message):
+        hint = ""
+        misspelt = re.findall(r"--[\w-]+", message) if "unrecognized" in message else []
+        if misspelt:
+            names = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(misspelt[0], names, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+        self.exit(2, f"synth_tasks.py: {message}{hint}\n")
+
+
+def read_flags():
+    """The flags of the command line; ends the program with one line where one is wrong."""
+    parser = FlagParser(
+        allow_abbrev=False,
+        description="Feature-deletion tasks. Without flags: a ten-second demonstration.",
+    )
+    add = parser.add_argument
+    hardest = len(REPO_LEVELS) - 1
+    add("--repo", help="folder of a Python repository with a pytest suite")
+    add("--out", default="tasks.jsonl")
+    add("--n", type=int, default=50)
+    add("--level", type=int, help=f"0 to {hardest}; all of them if not given")
+    add("--seed", type=int, default=0)
+    add("--jobs", type=int, default=2)
+    add("--time_limit", type=float, default=60.0, help="seconds for one run of the suite")
+    add("--prompt", choices=("short", "full"), default="short")
+    add(
+        "--autoinstall",
+        action="store_true",
+        help="find an environment for --repo instead of making tasks",
+    )
+    add(
+        "--keep",
+        metavar="DIR",
+        help="where --autoinstall keeps the environment (default: beside --out)",
+    )
+    add("--check", metavar="TASKS", help="verify every task of a file again")
+    flags = parser.parse_args()
+
+    for name, least in (("n", 1), ("jobs", 1), ("time_limit", 0.1)):
+        if not least <= getattr(flags, name) <= 10**6:
+            parser.error(f"--{name} must be at least {least} and at most a million")
+    if flags.autoinstall and flags.repo is None:
+        parser.error("--autoinstall needs --repo")
+    if flags.keep is not None and not flags.autoinstall:
+        parser.error("--keep belongs to --autoinstall")
+    if flags.keep == "":
+        parser.error("--keep needs a folder")
+    if flags.level is not None and not 0 <= flags.level <= hardest:
+        parser.error(f"--level must be 0 to {hardest}")
+    return flags
+
+
+def refuse_unwritable(out):
+    """A Refusal where no file of tasks can be written: better now than after minutes of work."""
+    place = Path(out).resolve()
+    is_closed = place.is_dir() or place.exists() and not os.access(place, os.W_OK)
+    if is_closed or not os.access(f"{place.parent}/", os.W_OK):
+        raise Refusal(f"{out}: cannot be written")
