@@ -12,7 +12,6 @@ does anything. Checkpoints themselves (saving, loading, checksums) are hsdp.py's
 from dataclasses import asdict
 from pathlib import Path
 
-import eval
 import hsdp
 from command import source_files
 from command.flags import usage_error, write_value
