@@ -560,9 +560,9 @@ def divergence(
         entries = t.exp() * (t - s)
     else:
         assert kind == "jsd", f"kind must be reverse, forward or jsd, not {kind!r}"
-        m_minus_s = log_mixture(t - s, alpha)
-        m_minus_t = m_minus_s - (t - s)
-        entries = (1 - alpha) * s.exp() * -m_minus_s + alpha * t.exp() * -m_minus_t
+        d = t - s
+        m_minus_s = log_mixture(d, alpha)
+        entries = (1 - alpha) * s.exp() * -m_minus_s + alpha * t.exp() * (d - m_minus_s)
 
     if entry_clip is not None:
         entries = entries.clamp(max=entry_clip)

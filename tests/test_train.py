@@ -1109,13 +1109,13 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
                 {},
             )
         )
-        assert (fine.adam_lr, fine.balance_rate, fine.grow) == (
+        assert (fine.adam_lr, fine.balance_rate, fine.seq_len_warmup) == (
             1e-6 if stage == "rl" else 1e-5,
             0,
             0,
         ) and fine.lr < noise.lr / 50
         assert (
-            (own.adam_lr, own.balance_rate, own.grow) == (0.1, 0.2, 0.5)
+            (own.adam_lr, own.balance_rate, own.seq_len_warmup) == (0.1, 0.2, 0.5)
             and noise.adam_lr > 100 * fine.adam_lr
             and noise.balance_rate
         )
