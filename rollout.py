@@ -2,9 +2,9 @@
 sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
-message; hidden tests give the reward. This file holds the tokenizer, the transcript, the tools, the
-agent, a sampler in its plain form (one agent after the other, one token at a time) and the
-policy-gradient objective.
+message; hidden tests give the reward. This file holds the tokenizer, the transcript (turns,
+episodes, chains), the agent as one coroutine, a sampler in its plain form (one agent after the
+other, one token at a time), group rollouts, and the policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
@@ -57,11 +57,11 @@ from synth_tasks import make_task
 from world.audit import audit, changes
 from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
+from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
 from world.task import SUMMARIZE, Action, Task
 from world.tools import call_tool
 from world.workspace import Workspace
-from world.machine import MachineFailure, is_machine_failure, try_again
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -78,9 +78,10 @@ CONTROLS = (
     # <|text|> separates documents in pretraining
     "<|text|>",
 )
-# Single digits, so that numbers can be copied; words with the space or underscore before them; `def
-# ` with the space after it, so that a name is the same tokens where it is defined and where it is
-# used; a newline with its indentation; runs of signs.
+# How a text is cut before its pieces are encoded. Single digits, so that numbers can be copied;
+# words with the space or underscore before them; "def" with the space after it, so that a name is
+# the same tokens where it is defined and where it is used; a newline with its indentation; runs of
+# signs.
 SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
 
 
@@ -136,7 +137,7 @@ def merge_pair(piece, pair):
 
 class Tokenizer:
     """tiktoken.Encoding with this project's control tokens, and the form in which a conversation is
-    written with them. Text never encodes to a control token.
+    written with them. Text never encodes to a control token. ranks: {bytes: id}.
 
     The tokenizer of a published model is a subclass with other control tokens and another form: all
     that a turn looks like is asked of the tokenizer."""
@@ -462,8 +463,7 @@ class Work:
 
 def leaves_room(tokenizer, task, limits):
     """Is there room for a first turn, two tokens at least, behind the task's opening?"""
-    episode = Episode([opening_turn(tokenizer, task)])
-    return limits.window - len(context_tokens(tokenizer, episode)) >= 2
+    return limits.window - len(context_tokens(tokenizer, [opening_turn(tokenizer, task)])) >= 2
 
 
 def agent(task, tokenizer, workspace, limits, compact=None):
@@ -475,48 +475,45 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     the summary is then sampled in the same context, and a new episode starts from task + summary
     (or, where it truncates, at once from task + newest turns)."""
     chain = Chain(task, [Episode([opening_turn(tokenizer, task)])])
-    pending = context_tokens(tokenizer, chain.episodes[-1])  # what the sampler has not read yet
-    restart = True  # the pending tokens begin a new context
+    restart = True  # the episode begins a new context
+    added = []  # else: its turns that the sampler has not read yet
     summarizing = False  # the next turn is a summary
-    call_number = 0  # calls that stand in the context
-    commands_run = 0
-
+    call_number = commands_run = 0  # calls that stand in the context, commands in all
     for _ in range(limits.turns):
-        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) writes it.
+        # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) reads what is
+        #    new and writes the turn, which is kept token for token.
         episode = chain.episodes[-1]
-        prompt = tokenizer.generation_prompt(episode.turns[-1].role)
+        unread = episode.turns if restart else added
+        prompt = tokenizer.generation_prompt(unread[-1].role)
         room = limits.window - len(episode) - len(prompt)
         if room < 2:
             break
+        tokens = context_tokens(tokenizer, unread)
         most = min(limits.turn, room)
-        answer = yield Request(pending, restart, most, summarizing, call_number)
-        restart = False
-
-        # 2) It is kept token for token.
+        answer = yield Request(tokens, restart, most, summarizing, call_number)
         turn = sampled_turn(tokenizer, prompt, room, *answer)
         episode.turns.append(turn)
+        restart = False
 
-        # 3) A turn without a stop token ran out of room: none of its calls is run, and the agent
-        #    has submitted nothing.
+        # 2) A turn without a stop token ran out of room: nothing of it is run or submitted.
         if turn.tokens[-1] not in tokenizer.ends:
             cut_off = [] if summarizing else turn.calls
             turn.calls = [replace(call, output="", error="failed") for call in cut_off]
             break
 
-        # 4) A summary ends the episode, and the next one starts from it.
+        # 3) A summary ends the episode, and the next one starts from it.
         if summarizing:
             turn.calls = []
             chain.episodes.append(Episode(compact.turns_after_summary(tokenizer, chain, turn)))
-            pending = context_tokens(tokenizer, chain.episodes[-1])
             restart, summarizing, call_number = True, False, 0
             continue
 
-        # 5) A turn without calls is the final message: the work is submitted.
+        # 4) A turn without calls is the final message: the work is submitted.
         if not turn.calls:
             chain.finished = True
             break
 
-        # 6) The tools run outside the model. Where the machine fails at one, what the tools say is
+        # 5) The tools run outside the model. Where the machine fails at one, what the tools say is
         #    not what this agent's work does.
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
@@ -524,33 +521,19 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         yield tool_work(workspace, turn.calls, chain, slow=commands > 0)
         if chain.failure:
             break
-
-        # 7) Their outputs share a third of the window at most.
-        room = limits.window // 3
-        if compact:
-            room = min(room, compact.room_for_outputs(tokenizer, chain))
-        added = output_turns(tokenizer, turn.calls, room)
+        added = output_turns(tokenizer, chain, limits, compact)
         episode.turns += added
 
-        # 8) Is the context nearly full? Then a summary is asked for, or the oldest turns are left
-        #    out.
+        # 6) Is the context nearly full? Then a summary is asked for, or the oldest turns go.
         query = compact(tokenizer, chain) if compact else None
         if query and compact.truncate:
             chain.episodes.append(Episode(compact.newest_turns(tokenizer, chain)))
-            pending = context_tokens(tokenizer, chain.episodes[-1])
             restart = True
-            continue
-        if query:
+        elif query:
             episode.turns.append(query)
             added.append(query)
             summarizing = True
-        pending = context_tokens(tokenizer, Episode(added))
-
-    leave_out_unread(chain, limits)
-    try:
-        chain.files = workspace.files()
-    except MachineFailure as failure:
-        chain.failure = str(failure)
+    end_chain(chain, workspace, limits)
     return chain
 
 
@@ -576,21 +559,26 @@ def tool_work(workspace, calls, chain, slow):
     return Work(calls, lambda: run_tools(workspace, calls, chain), slow)
 
 
-def output_turns(tokenizer, calls, room):
-    """A turn for the output of each call; each has an equal share of the room."""
+def output_turns(tokenizer, chain, limits, compact):
+    """A turn for the output of each call of the last turn. All together have a third of the window
+    at most, and each an equal share."""
+    room = limits.window // 3
+    if compact:
+        room = min(room, compact.room_for_outputs(tokenizer, chain))
     turns = []
+    calls = chain.episodes[-1].turns[-1].calls
     for i, call in enumerate(calls):
         answers = call.name, i, len(calls), call.id
         turns.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
     return turns
 
 
-def context_tokens(tokenizer, episode):
+def context_tokens(tokenizer, turns):
     """The tokens of these turns, and what the harness writes before the policy's next turn"""
     tokens = []
-    for turn in episode.turns:
+    for turn in turns:
         tokens += turn.tokens
-    return tokens + tokenizer.generation_prompt(episode.turns[-1].role)
+    return tokens + tokenizer.generation_prompt(turns[-1].role)
 
 
 def refuse_calls(task, limits, calls, commands_run):
@@ -610,8 +598,9 @@ def refuse_calls(task, limits, calls, commands_run):
     return len(commands)
 
 
-def leave_out_unread(chain, limits):
-    """A chain ends with turns that the policy has read or written itself."""
+def end_chain(chain, workspace, limits):
+    """A chain ends with turns that the policy has read or written itself, and with the files that
+    it leaves."""
     # Outputs that overflowed the context were never fed.
     for episode in chain.episodes:
         while len(episode) > limits.window and len(episode.turns) > 1:
@@ -620,6 +609,10 @@ def leave_out_unread(chain, limits):
     roles = [turn.role for turn in chain.episodes[-1].turns]
     if len(chain.episodes) > 1 and "assistant" not in roles:
         chain.episodes.pop()
+    try:
+        chain.files = workspace.files()
+    except MachineFailure as failure:
+        chain.failure = str(failure)
 
 
 # ---------------------------------------------------------------- sampling
@@ -787,14 +780,15 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
         return Chain(task, [Episode([opening_turn(tokenizer, task)])], failure=str(failure))
     with workspace:
         chain = yield from agent(task, tokenizer, workspace, limits, compact)
+        # What the tools did is seen only as long as the workspace stands.
         chain.facts = workspace.recorder.seen
         return chain
 
 
 def grade_chain(chain, sandbox):
-    """The hidden tests of the task judge what was submitted: chain.solved and chain.reward, 1 or 0. The
-    audit looks for cheats. (Training makes its reward of both from chain.solved: compute_reward in
-    train.py.)"""
+    """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
+    0. The audit looks for cheats. (Training makes its reward of both from chain.solved:
+    compute_reward in train.py.)"""
     chain.stats = effort_counts(chain)
     if chain.failure:
         return
@@ -862,12 +856,16 @@ def effort_counts(chain):
     def count_tokens(turns):
         return sum(len(turn.tokens) - turn.head for turn in turns)
 
+    # The policy's turns: those that act, and those that only speak (summaries, the final message).
     own = [turn for turn in chain.turns if turn.role == "assistant"]
     acting = [turn for turn in own if turn.calls]
-    silent = [turn for turn in own if not turn.calls]  # summaries and the final message
+    silent = [turn for turn in own if not turn.calls]
     final = silent[-1:] if chain.finished else []
     outputs = [turn for turn in chain.turns if turn.role == "tool"]
-    calls = [call for turn in own for call in turn.calls]
+    calls = [call for turn in acting for call in turn.calls]
+    lengths = [len(episode) for episode in chain.episodes]
+
+    # Thinking is what stands before the first call of a turn, and every summary.
     thinking = sum(turn.thinking for turn in acting)
     return dict(
         thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
@@ -878,8 +876,8 @@ def effort_counts(chain):
         turns=len(own),
         sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
-        context=max(len(episode) for episode in chain.episodes),
-        total=sum(len(episode) for episode in chain.episodes),
+        context=max(lengths),
+        total=sum(lengths),
         bad_tools=sum(call.error == "unknown_tool" for call in calls),
         bad_arguments=sum(call.error == "bad_arguments" for call in calls),
         finished=chain.finished,
@@ -1065,8 +1063,8 @@ def draw_estimates(path, n=200_000):
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
-    for name, variance in zip(("k1, kept", "k2, biased", "k3"), zip(*variances)):
-        ax.plot(kl, variance, label=name)
+    for i, name in enumerate(("k1, kept", "k2, biased", "k3")):
+        ax.plot(kl, [row[i] for row in variances], label=name)
     ax.set(
         yscale="log",
         xlabel="KL divergence, nats",

@@ -59,9 +59,6 @@ import summarize
 import synth_tasks
 from moe import ModelConfig, balance, count_draft_hits, mtp_loss
 from muon import Muon, check_parameters, newton_schulz
-from published.export import export_model
-from published.families import read_config
-from published.grouped_query import config_of
 from published.loading import load_model
 from published.tokenizers import make_tokenizer, read_tokenizer
 from command import (
@@ -76,6 +73,7 @@ from command import (
     launch,
     old_flags,
     output_files,
+    published_model,
     rollout_statistics,
     source_files,
     step_log,
@@ -97,7 +95,8 @@ class Config:
     out: str = "out/run"
     # folder of the run whose previous stage this stage starts from (default: out)
     start_from: str = ""
-    # go on with the run in out; an error if there is none (the same command goes on without it, too)
+    # go on with the run in out, and refuse to begin a new one (the same command without it goes on,
+    # too)
     resume: bool = False
     # folder of Python files to pretrain on (default: the standard library of this Python)
     data: str = ""
@@ -120,7 +119,7 @@ class Config:
     # 1: compile the blocks with torch.compile in pretrain and long. On an H100 a step takes 14 %
     # less time, and compiling takes 80 s
     compile: bool = False
-    # 1: use the plain form of every part and nothing of fast/. The curves are the same; it is slower
+    # 1: use the plain form of every part and nothing of fast/. Slower; the curves are the same
     plain: bool = False
     # on CPU: number of training processes that are started. Each has its share of the cores and of
     # the batch; there is at most one per core
@@ -435,7 +434,7 @@ def model_config(config, vocab):
     return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
 
 
-# ---------------------------------------------------------------- where batches and losses come from
+# ---------------------------------------------------------------- a stage: its batches, its losses
 
 
 def accumulate(sums, key, value):
@@ -460,7 +459,45 @@ def train_tokenizer(config):
     )
 
 
-class Text:
+def seq_len_divisor(step, config):
+    """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
+    heads that look back and copy form several times sooner where there is less to look at; without
+    it they came late in some runs and in one not at all."""
+    if not config.seq_len_warmup:
+        return 1
+    # 0 in the first half of the warm-up, 1 in the second, more after it
+    phase = int(2 * step / (config.seq_len_warmup * config.steps))
+    return 4 >> min(2, phase)
+
+
+class Source:
+    """What the loop asks of a stage. Most stages need only some of it."""
+
+    def losses(self, step, log):
+        """Yields the micro-batch losses of one step. They sum to the loss over the whole batch of
+        all ranks. Numbers for the log are added to `log`."""
+        raise NotImplementedError
+
+    def after_step(self):
+        """After each update of the weights"""
+
+    def validate(self):
+        """After the last step: numbers for the log, of held-out data"""
+        return {}
+
+    def state_dict(self):
+        """What a checkpoint keeps, so that the next batch is the same after a restart"""
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def tensors(self):
+        """Weights that a checkpoint keeps beside the model's"""
+        return {}
+
+
+class Text(Source):
     """pretrain and long: windows of one long stream. The batch of a step is a function of (seed,
     stage, step) alone."""
 
@@ -468,7 +505,7 @@ class Text:
         self.run, config = run, run.config
         self.window = text_window(config)
         train, held = source_files.python_sources(config.data)
-        self.data = source_files.digest_texts(train, held)
+        self.data_digest = source_files.digest_texts(train, held)
         self.train, self.held = self.make_stream(train), self.make_stream(held)
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
@@ -486,19 +523,23 @@ class Text:
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
         config = self.run.config
-        # At first a quarter of the window, then half; the ranks of --cp share it in 2 * cp parts.
+        # At first a quarter of the window, then half; rounded down to what the ranks of --cp can
+        # share, who cut a sequence in 2 * cp parts.
         parts = 2 * config.cp
-        window = self.window // seq_len_divisor(step, config) // parts * parts or self.window
+        window = self.window // seq_len_divisor(step, config)
+        window = window // parts * parts or self.window
+
         # The windows begin anywhere in the stream.
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
-        number = self.rows(config.batch_tokens // window)
+        number = self.round_up_to_ranks(config.batch_tokens // window)
         starts = rng.integers(0, len(self.train) - window - 1, number)
         yield from self.cross_entropy(self.train, starts, window, log)
 
-    def rows(self, n):
-        """n windows, or a few more: as many for each rank, since all have to run the same number of
-        forwards."""
-        return max(1, -(-n // self.run.data)) * self.run.data
+    def round_up_to_ranks(self, number):
+        """That many windows, or a few more: as many for each rank, since all have to run the same
+        number of forwards."""
+        per_rank = max(1, -(-number // self.run.data_ranks))
+        return per_rank * self.run.data_ranks
 
     def cross_entropy(self, stream, starts, window, log):
         """Yields the losses of the windows of `stream` that begin at `starts`, a micro-batch at a
@@ -508,9 +549,11 @@ class Text:
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
+            # The targets are the tokens one place later.
             rows = torch.stack([stream[s : s + window + 1] for s in mine[i : i + size]])
             rows = rows.to(run.device, non_blocking=True)
-            batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+            batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})  # (B, T) each
+
             hidden = run.hidden(batch)
             loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
             accumulate(log, "loss", loss.detach())
@@ -523,8 +566,9 @@ class Text:
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         self.run.model.eval()  # the routers count no load
-        last, number = len(self.held) - self.window - 2, max(8, 32768 // self.window)
-        starts = np.linspace(0, last, self.rows(number)).astype(int)
+        number = self.round_up_to_ranks(max(8, 32768 // self.window))
+        last = len(self.held) - self.window - 2
+        starts = np.linspace(0, last, number).astype(int)
         log = {}
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
@@ -535,141 +579,11 @@ class Text:
             found["draft_accepted"] = self.run.sum(log["draft_hits"]) / places
         return found
 
-    after_step = lambda self: None
-    tensors = lambda self: {}
-
     def state_dict(self):
-        return {"data": self.data}
+        return {"data": self.data_digest}
 
     def load_state_dict(self, state):
-        checkpoints.check_same_data(self.run.config, state, self.data)
-
-
-# Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
-# learned from them too.
-CONTEXT_LOSS = 0.3
-
-
-class Demonstrations:
-    """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have
-    sampled."""
-
-    def __init__(self, run):
-        self.run, config = run, run.config
-        # Every rank writes its share of the demonstrations, and gets those of all.
-        numbers = run.share(range(config.demos))
-        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
-        made = sorted(run.gather(mine), key=lambda pair: pair[0])
-        self.episodes = [episode for _, episodes in made for episode in episodes]
-        if not self.episodes:
-            usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
-        left_out = sum(not episodes for _, episodes in made)
-        if left_out:
-            run.say(
-                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
-                "and are left out"
-            )
-        self.batches = self.plan_batches()
-        self.names = self.mark_tokens(WORDS - CONSTANTS)
-        self.constants = self.mark_tokens(CONSTANTS)
-
-    def plan_batches(self):
-        """For each step two groups of indices of episodes, of half of the batch's tokens each.
-        While the window is short, episodes that fit it."""
-        config, batches = self.run.config, []
-        lengths = np.array([len(episode) for episode in self.episodes])
-        divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
-        for divisor in sorted(set(divisors), reverse=True):
-            fits = np.flatnonzero(lengths <= max(lengths.max() // divisor, lengths.min()))
-            number, seed = 2 * divisors.count(divisor), (config.seed, divisor)
-            groups = length_groups(lengths[fits], config.batch_tokens // 2, number, seed)
-            for first, second in zip(groups[::2], groups[1::2]):
-                batches.append([fits[first], fits[second]])
-        return batches
-
-    def mark_tokens(self, words):
-        """(vocab,) True for each token that is one of these words, whatever stands around it"""
-        marked = torch.zeros(self.run.model.config.vocab, dtype=torch.bool)
-        for text, token in self.run.tokenizer.ranks.items():
-            # a published tokenizer may know more tokens than its model
-            if token < len(marked):
-                marked[token] = text.decode(errors="ignore").strip(" ._`") in words
-        return marked.to(self.run.device)
-
-    def losses(self, step, log):
-        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
-        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
-        config, run = self.run.config, self.run
-        groups = [[self.episodes[i] for i in group] for group in self.batches[step]]
-        episodes = [episode for group in groups for episode in group]
-        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
-
-        # The ranks take turns in a group, so that each has short and long episodes; in the second
-        # group the next rank begins.
-        mine = []
-        for g, group in enumerate(groups):
-            for j, episode in enumerate(group):
-                if (2 * j + g) % run.data == run.meshes.data_rank:
-                    mine.append((episode, 1.0))
-
-        for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
-            hidden, targets = run.hidden(batch), batch["targets"]
-            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)
-
-            # What the expert wrote weighs 1, names and constants more while the window is short;
-            # what it read weighs CONTEXT_LOSS.
-            mask = batch["mask"]
-            copied = (self.names | self.constants)[targets] & (seq_len_divisor(step, config) > 1)
-            weight = torch.where(copied, config.copy_loss, 1.0) * mask
-            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
-            loss = -(logp * weight).sum() * batch["real"] / total
-            reported = (logp.detach() * mask).sum() * batch["real"] / total
-            accumulate(log, "loss", -reported)
-            accumulate(log, "tokens", batch["real_tokens"])
-            if config.mtp:
-                places = sum(len(episode) - 1 for episode in episodes)
-                loss = loss + run.draft_loss(batch, hidden, places, log)
-            yield loss
-
-    @torch.no_grad()
-    def validate(self):
-        """Are names and constants copied? Their mean probabilities where a careful expert writes
-        them, in held-out tasks."""
-        config, run, limits = self.run.config, self.run, agent_limits(self.run.config)
-        run.model.eval()  # the routers count no load
-        episodes = []
-        for task in run.share(eval.held_out(12, range(config.levels))):
-            rng, careful = random.Random(task.instance_id), 0.0
-            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
-            episodes += [(e, 1.0) for e in chain.episodes if len(e) <= config.window]
-
-        # The sum of the probabilities and the number of the places, of each kind.
-        kinds = {"names": self.names, "constants": self.constants}
-        total = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
-        for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
-            p = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()
-            for name, marked in kinds.items():
-                where = marked[batch["targets"]] & (batch["mask"] > 0)
-                counted = torch.stack([p[where].sum(), where.sum()]).cpu()
-                total[name] = total[name] + counted * batch["real"]
-        sums = {name: [run.sum(x) for x in pair] for name, pair in total.items()}
-        return {name: p / count for name, (p, count) in sums.items() if count}
-
-    after_step = lambda self: None
-    state_dict = lambda self: {}
-    load_state_dict = lambda self, state: None
-    tensors = lambda self: {}
-
-
-def seq_len_divisor(step, config):
-    """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
-    heads that look back and copy form several times sooner where there is less to look at; without
-    it they came late in some runs and in one not at all."""
-    return (
-        4 >> min(2, int(2 * step / (config.seq_len_warmup * config.steps)))
-        if config.seq_len_warmup
-        else 1
-    )
+        checkpoints.check_same_data(self.run.config, state, self.data_digest)
 
 
 def padded_length(length):
@@ -746,7 +660,141 @@ def make_task(config, level, seed):
     return synth_tasks.make_task(level, seed)
 
 
-class Reinforcement:
+# Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
+# learned from them too.
+CONTEXT_LOSS = 0.3
+
+
+class Demonstrations(Source):
+    """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have
+    sampled."""
+
+    def __init__(self, run):
+        self.run, config = run, run.config
+        # Every rank writes its share of the demonstrations, and gets those of all.
+        numbers = run.share(range(config.demos))
+        mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
+        made = sorted(run.gather(mine), key=lambda pair: pair[0])
+        self.episodes = []
+        for _, episodes in made:
+            self.episodes += episodes
+        if not self.episodes:
+            usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
+        left_out = sum(not episodes for _, episodes in made)
+        if left_out:
+            run.say(
+                f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
+                "and are left out"
+            )
+        self.batches = self.plan_batches()
+        self.names = self.mark_tokens(WORDS - CONSTANTS)
+        self.constants = self.mark_tokens(CONSTANTS)
+
+    def plan_batches(self):
+        """For each step two groups of indices of episodes, of half of the batch's tokens each.
+        While the window is short, episodes that fit it."""
+        config, batches = self.run.config, []
+        lengths = np.array([len(episode) for episode in self.episodes])
+        divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
+
+        # The steps with the shortest window come first.
+        for divisor in sorted(set(divisors), reverse=True):
+            window = max(lengths.max() // divisor, lengths.min())
+            fitting = np.flatnonzero(lengths <= window)
+            number = 2 * divisors.count(divisor)
+            groups = length_groups(
+                lengths[fitting], config.batch_tokens // 2, number, seed=(config.seed, divisor)
+            )
+            for first, second in zip(groups[::2], groups[1::2]):
+                batches.append([fitting[first], fitting[second]])
+        return batches
+
+    def mark_tokens(self, words):
+        """(vocab,) True for each token that is one of these words, whatever stands around it"""
+        marked = torch.zeros(self.run.model.config.vocab, dtype=torch.bool)
+        for text, token in self.run.tokenizer.ranks.items():
+            # a published tokenizer may know more tokens than its model
+            if token < len(marked):
+                marked[token] = text.decode(errors="ignore").strip(" ._`") in words
+        return marked.to(self.run.device)
+
+    def losses(self, step, log):
+        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
+        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
+        config, run = self.run.config, self.run
+        short_window = seq_len_divisor(step, config) > 1
+        groups = []
+        for indices in self.batches[step]:
+            groups.append([self.episodes[i] for i in indices])
+        episodes = groups[0] + groups[1]
+        # flatten gives (tokens, mask, ...): the mask marks what the expert wrote.
+        total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
+
+        # The ranks take turns in a group, so that each has short and long episodes; in the second
+        # group the next rank begins.
+        mine = []
+        for g, group in enumerate(groups):
+            for j, episode in enumerate(group):
+                if (2 * j + g) % run.data_ranks == run.meshes.data_rank:
+                    mine.append((episode, 1.0))
+
+        # In a batch: mask is 1 where the expert wrote a token, inside where there is one at all.
+        for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
+            hidden, targets = run.hidden(batch), batch["targets"]
+            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)  # (B, T)
+
+            # What the expert wrote weighs 1, names and constants more while the window is short;
+            # what it read weighs CONTEXT_LOSS.
+            mask = batch["mask"]
+            copied = (self.names | self.constants)[targets] & short_window
+            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
+            loss = -(logp * weight).sum() * batch["real"] / total
+
+            # The log has the plain loss of what the expert wrote.
+            accumulate(log, "loss", (logp.detach() * mask).sum() * batch["real"] / -total)
+            accumulate(log, "tokens", batch["real_tokens"])
+            if config.mtp:
+                places = sum(len(episode) - 1 for episode in episodes)
+                loss = loss + run.draft_loss(batch, hidden, places, log)
+            yield loss
+
+    @torch.no_grad()
+    def validate(self):
+        """Are names and constants copied? Their mean probabilities where a careful expert writes
+        them, in held-out tasks."""
+        config, run = self.run.config, self.run
+        run.model.eval()  # the routers count no load
+
+        # What the expert would do there without a mistake.
+        limits, careful = agent_limits(config), 0.0
+        episodes = []
+        for task in run.share(eval.held_out(12, range(config.levels))):
+            rng = random.Random(task.instance_id)
+            chain = rollout.demonstrate(task, run.tokenizer, rng, limits, careful, run.compact)
+            for episode in chain.episodes:
+                if len(episode) <= config.window:
+                    episodes.append((episode, 1.0))
+
+        # Of each kind of token: the sum of the probabilities, and the number of places.
+        kinds = {"names": self.names, "constants": self.constants}
+        totals = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
+        for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
+            probability = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()  # (B, T)
+            for name, marked in kinds.items():
+                where = marked[batch["targets"]] & (batch["mask"] > 0)
+                counted = torch.stack([probability[where].sum(), where.sum()]).cpu()
+                totals[name] = totals[name] + counted * batch["real"]
+
+        found = {}
+        for name, pair in totals.items():
+            probability, places = [run.sum(x) for x in pair]
+            if places:
+                found[name] = probability / places
+        return found
+
+
+class Reinforcement(Source):
     """rl: sample groups of rollouts, reward them, one update per batch. Without workers the
     sampling policy is the policy. With them the policy that sampled a token is up to `staleness`
     updates older; that is kept small, not corrected (stated): no ratio, no clip either way."""
@@ -789,7 +837,7 @@ class Reinforcement:
             policy = run.model.config.build_model().to(device).compute(run.dtype)
             self.workers = self.publisher = rollout.InTurn(policy, **settings)
             return
-        tasks_per_rank = -(-config.tasks_per_step // run.data)
+        tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
         settings |= dict(
             folder=self.folder.name,
             config=run.model.config,
@@ -1150,7 +1198,7 @@ class Reinforcement:
         return found
 
 
-# ---------------------------------------------------------------- a run
+# ---------------------------------------------------------------- what the stages share
 
 STAGE = {"pretrain": Text, "long": Text, "sft": Demonstrations, "rl": Reinforcement}
 
@@ -1174,7 +1222,7 @@ class Run:
             )
         except ValueError as error:
             usage_error(str(error))
-        self.data = self.meshes.layout.data
+        self.data_ranks = self.meshes.layout.data
         # nothing is cut: every rank holds all
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1
         self.dtype = hardware.dtype_of(config)
@@ -1191,22 +1239,36 @@ class Run:
             with contextlib.suppress(OSError):  # whoever read along is gone
                 tqdm.write(text)
 
-    # ranks
+    def say_configuration(self, sources):
+        """At the start of a stage: the values in force, and where those come from that are no
+        defaults"""
+        stage = self.config.stage
+        idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
+        text = flags.describe_configuration(self.config, sources or {}, idle)
+        self.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
+
+    # ---- ranks
+
     def share(self, rows):
-        return rows[self.meshes.data_rank :: self.data]
+        """What of a list belongs to this data rank; the ranks take turns."""
+        return rows[self.meshes.data_rank :: self.data_ranks]
 
     def sum(self, number):
-        return float(
-            hsdp.all_reduce_sum(torch.as_tensor(number, dtype=torch.float64, device="cpu"))
-        )
+        """The sum of a number over all ranks, in float64"""
+        number = torch.as_tensor(number, dtype=torch.float64, device="cpu")
+        return float(hsdp.all_reduce_sum(number))
 
     def gather(self, items):
         """The items of all data ranks, on every rank."""
-        if self.data == 1:
+        if self.data_ranks == 1:
             return items
         lists = [None] * self.world
         dist.all_gather_object(lists, items)
-        return [item for part in lists[:: self.config.cp] for item in part]
+        # The ranks of --cp hold the same items: those of every cp-th rank are all of them.
+        gathered = []
+        for part in lists[:: self.config.cp]:
+            gathered += part
+        return gathered
 
     def shard(self, batch):
         """This rank's part of the sequence, and where it stands in it."""
@@ -1224,14 +1286,17 @@ class Run:
         short episodes together. Every rank makes as many: one that has fewer goes on with `spare`
         at weight zero."""
         # The longest ones first, as many as fit when padded to the longest.
-        items, batches = sorted(items, key=lambda item: len(item[0])), []
+        items = sorted(items, key=lambda item: len(item[0]))
+        batches = []
         while items:
-            n = max(1, self.config.micro_tokens // padded_length(len(items[-1][0])))
-            batches.append(items[-n:])
-            del items[-n:]
+            longest, _ = items[-1]
+            number = max(1, self.config.micro_tokens // padded_length(len(longest)))
+            batches.append(items[-number:])
+            del items[-number:]
 
         most = max(self.gather([len(batches)]))
         for i in range(most):
+            # Pack this rank's next batch, or the spare.
             real = i < len(batches)
             part = batches[i] if real else [spare]
             episodes = [episode for episode, _ in part]
@@ -1247,8 +1312,10 @@ class Run:
             batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
             yield batch
 
-    # model
+    # ---- the model
+
     def hidden(self, batch):
+        """(B, T, D) Hidden states; with the experts of sampling where these are replayed"""
         replay = batch.get("experts") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
@@ -1263,46 +1330,65 @@ class Run:
         return loss
 
     def clip_gradients(self):
-        """Cuts the gradient at --grad_clip -> its norm before. The head that drafts has another loss,
-        and is cut by itself: together, its gradient would shorten the model's."""
+        """Scales the gradient down to the norm --grad_clip -> its norm before. The head that drafts
+        has another loss and is clipped by itself: together, its gradient would shorten the
+        model's."""
+        model, limit = self.model, self.config.grad_clip
         if not self.config.mtp:
-            return hsdp.clip_grad_norm(self.model, self.config.grad_clip)
-        head = list(self.model.mtp.parameters())
-        rest = [p for name, p in self.model.named_parameters() if not name.startswith("mtp.")]
-        hsdp.clip_grad_norm(self.model, self.config.grad_clip, head)
-        return hsdp.clip_grad_norm(self.model, self.config.grad_clip, rest)
+            return hsdp.clip_grad_norm(model, limit)
+        head = list(model.mtp.parameters())
+        rest = [p for name, p in model.named_parameters() if not name.startswith("mtp.")]
+        hsdp.clip_grad_norm(model, limit, head)
+        return hsdp.clip_grad_norm(model, limit, rest)
 
     def full_state(self):
         return hsdp.full_state(self.model)
 
-    def build(self, tokenizer, shape=None):
+    def build(self, tokenizer, published=None):
         """The same weights on every rank and in every layout, drawn on the CPU from the seed.
-        shape: a published model's; where it is cut nothing is drawn, since a checkpoint will fill
-        it."""
+        published: the ModelConfig of a published model, in a run that a checkpoint will fill"""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        with torch.device("meta" if shape and not self.replicas else "cpu"):
-            model = (shape or model_config(self.config, tokenizer.vocab)).build_model()
-        if not shape and self.config.stage != "pretrain":
+        # Where a published model is cut over ranks nothing is drawn: one rank may not hold it all.
+        on_meta = published is not None and not self.replicas
+        with torch.device("meta" if on_meta else "cpu"):
+            model = (published or model_config(self.config, tokenizer.vocab)).build_model()
+        if not published and self.config.stage != "pretrain":
             model.extend(self.config.yarn)
-        if not next(model.parameters()).is_meta:
-            self.model = self.lay_out(model.to(self.device))
-        else:
-            self.model = self.lay_out(model).to_empty(device=self.device)
-            # its table of angles was on the meta device, too
-            self.model.extend(shape.yarn_factor)
+        if not on_meta:
+            self.model = self.prepare_model(model.to(self.device))
+            return
+        self.model = self.prepare_model(model).to_empty(device=self.device)
+        # its table of angles was on the meta device, too
+        self.model.extend(published.yarn_factor)
 
-    def lay_out(self, model):
-        """Its fast twins, the dtype of its products and of its weights, its compiled blocks, its cut
-        over the ranks."""
-        if not self.config.plain:
+    def read_published(self, folder, published):
+        """A published model, of which each rank reads its own part; the tokenizer first, since it
+        is there that folders differ."""
+        self.tokenizer = read_tokenizer(folder, published.vocab)
+        self.model = load_model(
+            folder,
+            getattr(torch, self.config.weight_dtype),
+            self.device,
+            lambda model: hsdp.own_parts(self.prepare_model(model)),
+        )
+
+    def prepare_model(self, model):
+        """Puts a model in the form that trains: the fast twins of its parts, the dtypes, compiled
+        blocks, and its weights cut over the ranks."""
+        config = self.config
+        if not config.plain:
             fast.accelerate(model)
-        model.compute(self.dtype).recompute = self.config.recompute
-        for p in model.parameters() if self.config.weight_dtype == "bfloat16" else ():
+
+        # The dtype of the products, and that of the weights.
+        model.compute(self.dtype).recompute = config.recompute
+        if config.weight_dtype == "bfloat16":
             # not model.bfloat16(): the routers' counts are numbers, too
-            p.data = p.data.bfloat16()
-        # elsewhere every batch has another shape
-        if self.config.compile and self.config.stage in ("pretrain", "long"):
+            for p in model.parameters():
+                p.data = p.data.bfloat16()
+
+        # In sft and rl every batch has another shape, and would be compiled anew.
+        if config.compile and config.stage in ("pretrain", "long"):
             # Variants (dense or with experts, short windows and long) are counted over the whole
             # process, and from the eighth on torch gives up without a word: each stage begins to
             # count anew.
@@ -1311,23 +1397,11 @@ class Run:
             warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
             for block in model.layers:
                 block.compile()
-        wire = None if self.dtype == torch.float32 else self.dtype
-        return (
-            hsdp.same_weights(model)
-            if self.replicas
-            else hsdp.parallelize(model, self.meshes, wire)
-        )
 
-    def read(self, folder, shape):
-        """A published model, of which each rank reads its own part; the tokenizer first, since it
-        is there that folders differ."""
-        self.tokenizer = read_tokenizer(folder, shape.vocab)
-        self.model = load_model(
-            folder,
-            getattr(torch, self.config.weight_dtype),
-            self.device,
-            lambda model: hsdp.own_parts(self.lay_out(model)),
-        )
+        if self.replicas:
+            return hsdp.same_weights(model)
+        comm_dtype = None if self.dtype == torch.float32 else self.dtype
+        return hsdp.parallelize(model, self.meshes, comm_dtype)
 
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, per head and per expert; AdamW the
@@ -1363,90 +1437,55 @@ class Run:
         return optimizer
 
 
-def schedule(step, config):
-    """Share of the peak learning rate: a linear warm-up, a plateau, a linear fall to a tenth."""
-    up = (step + 1) / max(1, config.warmup * config.steps)
-    down = (config.steps - step) / max(1, config.decay * config.steps)
-    return min(1.0, up, max(0.1, down))
-
-
-def published_shape(config, given=None):
-    """The sizes of the published model, which has positions for windows up to its own. given: a
-    checkpoint of a run from it"""
-    shape = (
-        config_of(given["model"])
-        if given
-        else read_config(Path(config.init_from, "config.json"))[0]
-    )
-    flag = {"pretrain": "--context", "long": "--context times --yarn"}.get(config.stage, "--window")
-    window = {"pretrain": config.context, "long": int(config.context * config.yarn)}.get(
-        config.stage, config.window
-    )
-    if window > shape.window:
-        raise ValueError(
-            f"{flag} is {window}, but {config.init_from} has positions for {shape.window} tokens: at most so many"
-        )
-    # of fine-tuning it is 0: someone has asked for it
-    if config.balance_rate and not shape.balances:
-        raise ValueError(
-            f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no biases; leave the flag away"
-        )
-    return shape
+# ---------------------------------------------------------------- the loop
 
 
 def train(config, interrupted, sources=None):
-    """One stage: build, load, loop, save. True if it ran to its end. sources: where the values of
-    config come from, see merge_flags"""
-    # Where does it go on? With its own checkpoint (begun), else with that of the stage before.
+    """One stage: build, load, loop, save. True if it ran to its end, False if a signal ended it.
+    interrupted: the list of signals that have come; sources: where the values of config come from,
+    see merge_flags"""
+    # 1) It goes on with its own checkpoint (begun), or starts from that of the stage before
+    #    (previous). Either must fit what was asked for.
     stage = config.stage
     out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
-    begun = checkpoints.open_checkpoint(out) if hsdp.exists(out) else None
-    saved = begun
-    if not begun and origin and hsdp.exists(origin):
-        saved = checkpoints.open_checkpoint(origin)
-
-    # Does what is there fit what was asked for? In the same model, by the same command, from the
-    # same data.
-    if not begun:
-        checkpoints.check_origin(config, origin, saved)
-    if saved and not config.init_from:
-        if not begun:
-            checkpoints.check_same_model(config, origin, saved, SIZES)
-        checkpoints.check_same_gates(config, out if begun else origin, saved)
+    begun = previous = None
+    if hsdp.exists(out):
+        begun = checkpoints.open_checkpoint(out)
+    else:
+        if origin and hsdp.exists(origin):
+            previous = checkpoints.open_checkpoint(origin)
+        checkpoints.check_previous(config, origin, previous, SIZES)
+    saved = begun or previous
     run = Run(config)
     if begun:
-        tasks = output_files.digest_file(config.tasks)
-        checkpoints.check_same_values(config, out, origin, begun, tasks)
-        checkpoints.check_patch(out, begun, PATCH)
-        # finished or not: a result is called by what it was made from
-        if config.data and stage in ("pretrain", "long"):
-            texts = source_files.digest_texts(*source_files.python_sources(config.data))
-            checkpoints.check_same_data(config, begun["source"], texts)
+        checkpoints.check_begun(config, out, origin, begun, PATCH)
         if begun["step"] == config.steps:
             start = begun["config"]["start_from"]
             run.say(f"{stage}: finished already ({out})" + f", begun from {start}" * bool(start))
             return True
-    say_configuration(run, config, sources)
+    run.say_configuration(sources)
 
-    # The model: of a checkpoint, of a published folder, or from noise.
+    # 2) The model: of a checkpoint, of a published folder, or with random weights.
     try:
-        shape = published_shape(config, saved) if config.init_from else None
+        published = None
+        if config.init_from:
+            published = published_model.published_config(config, saved)
         if saved:
-            run.build(make_tokenizer(**saved["tokenizer"]), shape)
-        elif shape:
-            run.read(config.init_from, shape)
+            run.build(make_tokenizer(**saved["tokenizer"]), published)
+        elif published:
+            run.read_published(config.init_from, published)
         else:
             run.build(train_tokenizer(config))
     except (ValueError, OSError) as error:
         usage_error(str(error))
     optimizer = run.make_optimizer()
 
-    # The weights, and where the batches and the losses come from.
-    label = eval.unfinished(origin) if saved and not begun else ""
+    # 3) The weights, and where the batches and the losses come from.
+    label = eval.unfinished(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
-        if saved and not begun:
+        if previous:
             hsdp.load(origin, run.model)
         source = STAGE[stage](run)
         if begun:
@@ -1454,57 +1493,18 @@ def train(config, interrupted, sources=None):
             hsdp.load(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
+
+    # 4) The loop.
+    first_step = begun["step"] if begun else 0
     with hsdp.report_rank_failure():
-        return loop(run, source, optimizer, begun["step"] if begun else 0, interrupted, out)
-
-
-def say_configuration(run, config, sources):
-    """At the start of a stage: the values in force, and where those come from that are no
-    defaults"""
-    stage = config.stage
-    idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
-    text = flags.describe_configuration(config, sources or {}, idle)
-    run.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
-
-
-def export(config, given):
-    """A stage of the run as the folder of a published model, weights as the run kept them or in
-    --weights; what else belongs to it from where it began, or, of a run from noise, its own
-    tokenizer."""
-    for name in sorted(set(given) - {"export", "out", "stage", "weight_dtype"}):
-        usage_error(
-            f"--{name} does nothing beside --export, which takes --out, --stage and --weight_dtype"
-        )
-    target = Path(config.export)
-    try:
-        stage = (
-            eval.last_stage(config.out) if config.stage == "all" else Path(config.out, config.stage)
-        )
-        label = eval.unfinished(stage)
-        model, tokenizer, saved = eval.load(stage)
-        dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
-        source = Path(saved["init_from"]) if saved["init_from"] else None
-        export_model(target, model, tokenizer, source, dtype)
-    except (ValueError, OSError) as error:
-        usage_error(str(error))
-    print(
-        f"{target}: "
-        + ", ".join(sorted(p.name for p in target.iterdir()))
-        + f"\n{stage} is {label}" * bool(label)
-    )
-
-
-# more than there are signals on all ranks together
-LOG_FAILED = 10**9
-# of the log: each rank adds its part
-SUMMED = {"loss", "tokens", "draft_kl"}
-# whose peak is a group's rate, by its algorithm
-RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
+        return loop(run, source, optimizer, first_step, interrupted, out)
 
 
 def loop(run, source, optimizer, step, interrupted, out):
-    """From `step` to the stage's last one. True if it came there, False if a signal ended it."""
-    config, log_file = run.config, run.out / f"{run.config.stage}.jsonl"
+    """From `step` to the stage's last one. True if it came there, False if a signal ended it.
+    source: the stage's batches and losses; out: the folder of its checkpoint"""
+    config = run.config
+    log_file = run.out / f"{config.stage}.jsonl"
     save_every = config.save_every or max(1, config.steps // 10)
     if run.rank == 0:
         step_log.keep_lines(log_file, step)
@@ -1539,18 +1539,13 @@ def loop(run, source, optimizer, step, interrupted, out):
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            worst = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
+            max_load_ratio = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
-            # 5) The log. Loss and tokens are summed over the ranks; at the end held-out data, too.
-            summed = {k: run.sum(v) if k in SUMMED else v for k, v in log.items()}
-            log = {"step": step, **summed, "norm": float(norm), "load": worst}
-            for group in optimizer.param_groups:
-                log[RATE_FLAGS[group["algorithm"]]] = group["lr"]
-            log["seconds"] = time.time() - start
-            log["tokens_per_s"] = log["tokens"] / log["seconds"]
-            log["memory"] = run.sum(hardware.peak_memory())
+            # 5) The log, at the end with numbers of held-out data.
+            log = complete_log(run, optimizer, log, step, start)
+            log.update(norm=float(norm), load=max_load_ratio)
             if step == config.steps:
                 # once: without gradients a block would be compiled again
                 with torch.compiler.set_stance("force_eager"):
@@ -1561,32 +1556,71 @@ def loop(run, source, optimizer, step, interrupted, out):
             except OSError as error:
                 problem = checkpoint_files.explain_write_error(error)
 
-            # 6) Stop? A signal may reach one rank only, and only the first one writes the log: one
-            #    sum tells all ranks of both.
-            code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
-            if code >= LOG_FAILED:
-                raise checkpoint_files.SaveFailed(
-                    f"{log_file}: step {step} could not be written: {problem}; what was saved "
-                    "before is whole"
-                )
-            stopping = code > 0
-
-            # 7) A checkpoint: all that the next step depends on.
+            # 6) A checkpoint: all that the next step depends on.
+            stopping = agree_to_stop(run, interrupted, problem, f"{log_file}: step {step}")
             if step % save_every == 0 or step == config.steps or stopping:
-                extra = {
-                    "config": asdict(config),
-                    "model": vars(run.model.config),
-                    "tokenizer": run.tokenizer.state_dict(),
-                    "step": step,
-                    "source": source.state_dict(),
-                    "patch": PATCH,
-                }
-                hsdp.save(out, run.model, optimizer, extra, source.tensors())
+                save_checkpoint(run, source, optimizer, step, out)
             if step % 20 == 0 or log["seconds"] > 2:
                 hardware.release_memory()
             if stopping:
                 return False
     return True
+
+
+def schedule(step, config):
+    """Share of the peak learning rate: a linear warm-up, a plateau, a linear fall to a tenth."""
+    rising = (step + 1) / max(1, config.warmup * config.steps)
+    falling = (config.steps - step) / max(1, config.decay * config.steps)
+    return min(1.0, rising, max(0.1, falling))
+
+
+# numbers of the log to which each rank adds its part
+SUMMED = {"loss", "tokens", "draft_kl"}
+# the flag with the peak rate of a group of parameters, by the group's algorithm
+RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
+
+
+def complete_log(run, optimizer, log, step, start):
+    """-> the numbers of a step, summed over the ranks where each has a part, with the learning
+    rates, the speed and the memory. start: when the step began"""
+    completed = {"step": step}
+    for key, value in log.items():
+        completed[key] = run.sum(value) if key in SUMMED else value
+    for group in optimizer.param_groups:
+        completed[RATE_FLAGS[group["algorithm"]]] = group["lr"]
+    completed["seconds"] = time.time() - start
+    completed["tokens_per_s"] = completed["tokens"] / completed["seconds"]
+    completed["memory"] = run.sum(hardware.peak_memory())
+    return completed
+
+
+# more than there are signals on all ranks together
+LOG_FAILED = 10**9
+
+
+def agree_to_stop(run, interrupted, problem, line):
+    """Has any rank got a signal? It may reach one rank only, and only the first one writes the log:
+    one sum tells all ranks of both. problem: why the log could not be written, or an empty text,
+    with which every rank ends here; line: what was to be written"""
+    code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
+    if code >= LOG_FAILED:
+        raise checkpoint_files.SaveFailed(
+            f"{line} could not be written: {problem}; what was saved before is whole"
+        )
+    return code > 0
+
+
+def save_checkpoint(run, source, optimizer, step, out):
+    """All that the next step depends on"""
+    extra = {
+        "config": asdict(run.config),
+        "model": vars(run.model.config),
+        "tokenizer": run.tokenizer.state_dict(),
+        "step": step,
+        "source": source.state_dict(),
+        "patch": PATCH,
+    }
+    hsdp.save(out, run.model, optimizer, extra, source.tensors())
 
 
 def bias_rate(run):
@@ -1601,18 +1635,6 @@ def bias_rate(run):
 # ---------------------------------------------------------------- evaluation and the command
 
 
-def load_published(config, device):
-    """As eval.load, of the folder of a published model: whole on every rank"""
-    try:
-        shape = published_shape(config)
-        tokenizer = read_tokenizer(config.init_from, shape.vocab)
-        model = load_model(config.init_from, getattr(torch, config.weight_dtype), device)
-        model = model if config.plain else fast.accelerate(model)
-        return model.requires_grad_(False), tokenizer, asdict(config)
-    except (ValueError, OSError) as error:
-        usage_error(str(error))
-
-
 def evaluate(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
@@ -1622,11 +1644,11 @@ def evaluate(config, given, sources):
     run = Run(config)
     try:
         config, paths, made, published = evaluation.find_policies(
-            config, given, SIZES, lambda: load_published(config, run.device)
+            config, given, SIZES, lambda: published_model.load_published(config, run.device)
         )
     except ValueError as error:
         usage_error(str(error))
-    say_configuration(run, config, sources)
+    run.say_configuration(sources)
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
     run.say(f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.exists(trained)))
 
@@ -1650,7 +1672,7 @@ def main(argv):
     check_stage(given.get("stage", "all"))
     stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
     if "export" in given:
-        return export(configure(given, stages[0]), given)
+        return published_model.export_run(configure(given, stages[0]), given)
     if hardware.uses_card(given):
         try:
             hsdp.check_cards()
@@ -1670,7 +1692,7 @@ def main(argv):
 
     # What the stages to come will read and write is tried now, and not when those before are done.
     checks.check_tasks(config)
-    checkpoints.check_positions(configs, published_shape)
+    checkpoints.check_positions(configs)
     checks.check_outputs(config.out, stages)
     chosen = given.get("scale", "auto") == "auto" and not config.init_from
     if hardware.uses_card(given) and chosen and flags.is_first_rank():

@@ -163,11 +163,11 @@ class StaticBatching(Sampler):
     def padded_batch_size(self, active, rows):
         return len(rows) + -len(rows) % 8
 
-    def turn(self, rows, queue, done, on_end):
+    def handle_turns(self, rows, queue, done, on_end):
         if not any(row.sampling for row in rows):
-            rows = super().turn(rows, [] if rows else queue, done, on_end)
+            rows = super().handle_turns(rows, [] if rows else queue, done, on_end)
             while any(row.tool for row in rows):
-                rows = super().turn(rows, [], done, on_end)
+                rows = super().handle_turns(rows, [], done, on_end)
         return rows
 
 

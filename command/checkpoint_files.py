@@ -7,7 +7,7 @@ anything of it is loaded:
 
     size, checksum      every file holds the bytes that were written
     names               nothing outside the folder is part of a checkpoint
-    .metadata           a pickle could run any program, so only classes that describe tensors come out
+    .metadata           a pickle could run any program: only classes that describe tensors are read
 
 It stands apart from hsdp.py, which saves and loads across layouts: none of this knows of a mesh.
 Left out: signatures. Who can write the folder can also write its checksums.
@@ -86,7 +86,8 @@ def validated_folder(directory):
         # Nothing outside the folder is part of a checkpoint, whatever a manifest says.
         if not name or name != Path(name).name or "\\" in name or "\0" in name or name == "..":
             raise DamagedCheckpoint(
-                f"{directory}: manifest.json names {name!r}, which is no file of this folder: not to be trusted"
+                f"{directory}: manifest.json names {name!r}, which is no file of this "
+                "folder: not to be trusted"
             )
         size, path = entry["bytes"], folder / name
         there = path.stat().st_size if path.is_file() else 0
@@ -105,7 +106,8 @@ def validated_folder(directory):
 def check_sum(directory, folder, name, manifest):
     if "crc32" in manifest[name] and describe_file(folder / name) != manifest[name]:
         raise DamagedCheckpoint(
-            f"{directory}: {name} holds other bytes than were written (checksum): the checkpoint is damaged"
+            f"{directory}: {name} holds other bytes than were written (checksum): the "
+            "checkpoint is damaged"
         )
 
 

@@ -13,8 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hsdp
+from command import source_files
 from command.flags import usage_error, write_value
 from command.old_flags import OLD_FLAGS
+from command.output_files import digest_file
+from command.published_model import published_config
 
 PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
 # What may change when a stage goes on: where and how it is computed, not what.
@@ -168,6 +171,27 @@ def check_patch(out, saved, patch):
         usage_error(f"{out} was made by {how}: go on with that, or take another --out")
 
 
+def check_previous(config, origin, previous, sizes):
+    """May a stage start from the stage before? previous: what that one's checkpoint in `origin`
+    says, or None; sizes: the fields that are the model's shape"""
+    check_origin(config, origin, previous)
+    if previous and not config.init_from:
+        check_same_model(config, origin, previous, sizes)
+        check_same_gates(config, origin, previous)
+
+
+def check_begun(config, out, origin, begun, patch):
+    """May a stage go on with its own checkpoint? Also a finished one: a result is called by what it
+    was made from. begun: what its checkpoint in `out` says"""
+    if not config.init_from:
+        check_same_gates(config, out, begun)
+    check_same_values(config, out, origin, begun, digest_file(config.tasks))
+    check_patch(out, begun, patch)
+    if config.data and config.stage in ("pretrain", "long"):
+        train, held = source_files.python_sources(config.data)
+        check_same_data(config, begun["source"], source_files.digest_texts(train, held))
+
+
 def check_origin(config, origin, saved):
     """The stage before must be there, where there is one, and must have begun from the same
     published model."""
@@ -183,9 +207,9 @@ def check_origin(config, origin, saved):
         )
 
 
-def check_positions(configs, published_shape):
+def check_positions(configs):
     """A published model has positions for so many tokens: each stage's window is looked at before
-    the first one begins. published_shape: the function that refuses a window that is too long"""
+    the first one begins."""
     for stage, config in configs.items():
         if not config.init_from or stage == "eval":
             continue
@@ -195,6 +219,6 @@ def check_positions(configs, published_shape):
             # of another model: the stage refuses it by name
             continue
         try:
-            published_shape(config, saved)
+            published_config(config, saved)
         except (ValueError, OSError) as error:
             usage_error(str(error))

@@ -27,77 +27,74 @@ from moe import fast_dtype
 from world.task import Refusal
 from world.task_file import read_tasks
 
+# {flag: the words that it takes}
+CHOICES = {
+    "optimizer": ("muon", "adamw"),
+    "divergence": ("forward", "reverse", "jsd"),
+    "device": ("auto", "cpu", "cuda"),
+    "teacher": ("current", "ema", "frozen"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "weight_dtype": ("float32", "bfloat16"),
+    "precision": ("dtype", "mxfp8", "nvfp4"),
+}
+AT_LEAST_ONE = (
+    "steps context batch_tokens micro_tokens tasks_per_step group_size cp ep dp_replicate dim "
+    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora qk_nope v_dim yarn window "
+    "max_turns demos eval_tasks eval_samples"
+).split()
+ABOVE_ZERO = ("grad_clip", "loss_norm_length", "rope_theta", "temperature")
+SHARES = ("hints", "neutral_hints", "seq_len_warmup", "trigger", "teacher_rate", "warmup", "decay")
+
 
 def check_values(config):
     """Each flag by itself"""
-    for name, allowed in dict(
-        optimizer=("muon", "adamw"),
-        divergence=("forward", "reverse", "jsd"),
-        device=("auto", "cpu", "cuda"),
-        teacher=("current", "ema", "frozen"),
-        dtype=("auto", "float32", "bfloat16"),
-        weight_dtype=("float32", "bfloat16"),
-        precision=("dtype", "mxfp8", "nvfp4"),
-    ).items():
-        if getattr(config, name) not in allowed:
-            usage_error(
-                f"--{name} takes one of {', '.join(allowed)}, not {getattr(config, name)!r}"
-            )
-    for name in (
-        "steps",
-        "context",
-        "batch_tokens",
-        "micro_tokens",
-        "tasks_per_step",
-        "group_size",
-        "cp",
-        "ep",
-        "dp_replicate",
-        "dim",
-        "layers",
-        "heads",
-        "num_experts_per_tok",
-        "expert_ffn",
-        "dense_ffn",
-        "kv_lora",
-        "qk_nope",
-        "v_dim",
-        "yarn",
-        "window",
-        "max_turns",
-        "demos",
-        "eval_tasks",
-        "eval_samples",
-    ):
+    for name, allowed in CHOICES.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            usage_error(f"--{name} takes one of {', '.join(allowed)}, not {value!r}")
+    for name in AT_LEAST_ONE:
         if getattr(config, name) < 1:
             usage_error(f"--{name} must be at least 1")
-    # temperature: who never varies has nothing to learn from
-    for name in ("grad_clip", "loss_norm_length", "rope_theta", "temperature"):
+    for name in ABOVE_ZERO:
         if getattr(config, name) == 0:
-            usage_error(
-                f"--{name} must be above 0"
-                + " (python eval.py RUN --temperature=0 is for greedy evaluation)"
-                * (name == "temperature")
-            )
-    # whatever the dtype: a run may be read in another one
-    for name in ("dim", "expert_ffn"):
-        if getattr(config, name) % 8 and not config.init_from:
-            usage_error(
-                f"--{name}={getattr(config, name)}: a multiple of 8, grouped products of experts "
-                "read rows of 16 bytes"
-            )
-    for name in ("dim", "expert_ffn"):
-        if config.precision != "dtype" and getattr(config, name) % 32:
-            usage_error(
-                f"--{name}={getattr(config, name)}: a multiple of 32 with --precision="
-                f"{config.precision}, which scales numbers in blocks of so many"
-            )
+            # A policy that never varies has nothing to learn from.
+            greedy = " (python eval.py RUN --temperature=0 is for greedy evaluation)"
+            usage_error(f"--{name} must be above 0" + greedy * (name == "temperature"))
+    for name in SHARES:
+        if getattr(config, name) > 1:
+            usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
+    check_model_sizes(config)
+    check_hardware(config)
+    check_levels(config)
     # an update is divided by it
     if config.temperature < 1e-3:
         usage_error(
             f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN "
             f"--temperature={config.temperature:g} samples colder)"
         )
+    if config.seed >= 1 << 32:
+        usage_error(f"--seed={config.seed}: below 2^32")
+    if not set(config.habits.split(",")) <= set(feedback_distill.RULES):
+        usage_error(
+            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.RULES)}"
+        )
+
+
+def check_model_sizes(config):
+    """Sizes that the products, the number formats and the rotary embedding can work with"""
+    for name in ("dim", "expert_ffn"):
+        size = getattr(config, name)
+        # whatever the dtype: a run may be read in another one
+        if size % 8 and not config.init_from:
+            usage_error(
+                f"--{name}={size}: a multiple of 8, grouped products of experts read rows of 16 "
+                "bytes"
+            )
+        if config.precision != "dtype" and size % 32:
+            usage_error(
+                f"--{name}={size}: a multiple of 32 with --precision={config.precision}, which "
+                "scales numbers in blocks of so many"
+            )
     if config.rope_theta < 1.1:
         usage_error(
             f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
@@ -105,44 +102,29 @@ def check_values(config):
         )
     if config.qk_rope % 2:
         usage_error(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
-    if config.seed >= 1 << 32:
-        usage_error(f"--seed={config.seed}: below 2^32")
+
+
+def check_hardware(config):
+    """Is there such a device, and can it compute in this dtype?"""
     if config.device == "cuda" and not torch.cuda.is_available():
         usage_error("--device=cuda: there is no such device here")
-    if (
-        config.dtype == "bfloat16"
-        and uses_card({"device": config.device})
-        and fast_dtype("cuda") == torch.float32
-    ):
+    card = uses_card({"device": config.device})
+    if config.dtype == "bfloat16" and card and fast_dtype("cuda") == torch.float32:
         usage_error(
             f"--dtype=bfloat16: {this_card().name} has no bf16 (compute capability 8.0 has): leave "
             "the flag away, for float32"
         )
-    for name in (
-        "hints",
-        "neutral_hints",
-        "seq_len_warmup",
-        "trigger",
-        "teacher_rate",
-        "warmup",
-        "decay",
-    ):
-        if getattr(config, name) > 1:
-            usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
-    if config.max_level >= len(synth_tasks.LEVELS):
-        usage_error(
-            f"--max_level={config.max_level}: levels go from 0 to {len(synth_tasks.LEVELS) - 1}"
-        )
+
+
+def check_levels(config):
+    """Levels of difficulty that exist"""
+    number = len(synth_tasks.LEVELS)
+    if config.max_level >= number:
+        usage_error(f"--max_level={config.max_level}: levels go from 0 to {number - 1}")
     for name in ("levels", "eval_levels"):
-        if not 0 < getattr(config, name) <= len(synth_tasks.LEVELS):
-            usage_error(
-                f"--{name}={getattr(config, name)}: at least 1, and there are "
-                f"{len(synth_tasks.LEVELS)} levels"
-            )
-    if not set(config.habits.split(",")) <= set(feedback_distill.RULES):
-        usage_error(
-            f"--habits={config.habits}: a list, with commas, of {', '.join(feedback_distill.RULES)}"
-        )
+        value = getattr(config, name)
+        if not 0 < value <= number:
+            usage_error(f"--{name}={value}: at least 1, and there are {number} levels")
 
 
 def check_together(config, given, stage, sizes, window):
@@ -180,8 +162,8 @@ def check_together(config, given, stage, sizes, window):
         )
     if stage == "rl" and config.group_size == 1 and not config.feedback:
         usage_error(
-            "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less the "
-            "group's mean; take more, or --feedback"
+            "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less "
+            "the group's mean; take more, or --feedback"
         )
     if stage == "rl" and config.cp > 1:
         usage_error(
@@ -207,7 +189,8 @@ def check_together(config, given, stage, sizes, window):
     check_windows(config, stage, window)
     if config.num_experts_per_tok > config.experts:
         usage_error(
-            f"--num_experts_per_tok={config.num_experts_per_tok}: at most --experts={config.experts}"
+            f"--num_experts_per_tok={config.num_experts_per_tok}: at most all of "
+            f"--experts={config.experts}"
         )
 
 

@@ -23,7 +23,8 @@ STAGES_AND_FLAGS = {
     "sft": "demos sloppy hints neutral_hints copy_loss",
     "sft rl": "levels habits",
     "rl": "tasks_per_step group_size kl_coef loss_norm_length router_replay workers staleness "
-    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum max_level",
+    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum "
+    "max_level",
     "rl eval": "tasks temperature draft",
     "sft rl eval": "window max_turns summarize trigger",
     "eval": "eval_levels eval_tasks eval_samples",
@@ -82,29 +83,22 @@ def say_idle_flags(stages, configs, given):
     """One line about the flags that change nothing in any of the stages to come, and one for each
     in which a rate does not reach."""
     idle = {stage: idle_flags(configs[stage], given) for stage in stages}
-    nowhere = {
-        name: why
-        for name, why in idle[stages[0]].items()
-        if all(name in idle[stage] for stage in stages)
-    }
-    lines = (
-        [
-            "in no stage of this command: "
-            + ", ".join(f"--{name} ({why})" for name, why in nowhere.items())
-        ]
-        if nowhere
-        else []
-    )
+    nowhere = {}
+    for name, why in idle[stages[0]].items():
+        if all(name in idle[stage] for stage in stages):
+            nowhere[name] = why
+    lines = []
+    if nowhere:
+        words = ", ".join(f"--{name} ({why})" for name, why in nowhere.items())
+        lines.append(f"in no stage of this command: {words}")
+
+    # Elsewhere a flag of another stage is no surprise, but that a rate does nothing in rl is one.
     for stage in stages:
-        rates = [
-            name
-            for name in ("lr", "weight_decay")
-            if name in idle[stage] and name not in nowhere and stage != "eval"
-        ]
-        lines += (
-            [f"not in {stage}: " + ", ".join(f"--{name} ({idle[stage][name]})" for name in rates)]
-            if rates
-            else []
-        )
+        words = []
+        for name in ("lr", "weight_decay"):
+            if name in idle[stage] and name not in nowhere and stage != "eval":
+                words.append(f"--{name} ({idle[stage][name]})")
+        if words:
+            lines.append(f"not in {stage}: " + ", ".join(words))
     if lines and is_first_rank():
         tqdm.write("\n".join(f"flags that change nothing {line}" for line in lines))

@@ -283,7 +283,10 @@ class Workers:
 
     def collect(self, dealt):
         """-> groups, in the order of the tasks"""
-        parts = [future.result() if self.n else self.generator(*job) for future, job in dealt]
+        parts = []
+        for future, job in dealt:
+            parts.append(future.result() if self.n else self.generator(*job))
+        # The tasks were dealt in turns: task i went to part i % n.
         total = sum(len(part) for part in parts)
         return [parts[i % len(parts)][i // len(parts)] for i in range(total)]
 
@@ -315,21 +318,21 @@ class Workers:
                     future.set_result(pipe.recv())
                     break
                 except (EOFError, OSError):
+                    # The process died. When all of them are being closed, that is meant.
                     if self.closed:
                         return
                     self.restarts += 1
                     pipe = None
-                # What cannot be sent or read is no reason to wait for ever.
                 except Exception as error:
+                    # What cannot be sent or read is no reason to wait for ever.
                     future.set_exception(error)
                     break
             else:
-                future.set_exception(
-                    RuntimeError(
-                        "a generation process died three times on the same tasks; "
-                        "its own words are above"
-                    )
+                message = (
+                    "a generation process died three times on the same tasks; "
+                    "its own words are above"
                 )
+                future.set_exception(RuntimeError(message))
 
     def close(self):
         self.closed = True

@@ -69,6 +69,8 @@ class Chat:
     def marks(self):
         """The control tokens of a call by what they do: {name: "begin", "end", "inside" or
         "section"}"""
+        # The first and the last control token of one call are its ends. A later entry replaces an
+        # earlier one: a token that stands in both places is the call's.
         begin, *inside, end = re.findall(CONTROL, self.call.item)
         section = re.findall(CONTROL, self.call.before + self.call.between + self.call.after)
         return {
@@ -300,11 +302,17 @@ def find_thought(tokenizer, body):
     that it begins with"""
     if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
         return 0
-    close = tokenizer.mark_controls(body).find("</think>") + len("</think>")
-    if close < len("</think>"):
+    closing = tokenizer.mark_controls(body).find("</think>")
+    if closing < 0:
+        # The thought is not closed: all of the body is thought.
         return len(body)
-    length = lambda i: len(tokenizer.mark_controls(body[: i + 1]))
-    return bisect(range(len(body)), close - 1, key=length) + 1
+
+    def text_length(i):
+        return len(tokenizer.mark_controls(body[: i + 1]))
+
+    # The token that holds the last character of </think> is the last of the thought.
+    last_character = closing + len("</think>") - 1
+    return bisect(range(len(body)), last_character, key=text_length) + 1
 
 
 def find_calls(tokenizer, body):
@@ -312,42 +320,38 @@ def find_calls(tokenizer, body):
     its first token, where the template has given that) holds none, whatever it drafts. A call may
     stand without its section's token. What belongs to a call and is no whole call is a Block with
     an error: never nothing, or the turn would be taken for a final word."""
-    chat, names = tokenizer.chat, {i: name for name, i in tokenizer.special.items()}
-    marks = chat.marks()
-    # first: where the calls begin. block: the one that is open. drafts: did the thought hold calls?
-    blocks, first, block, drafts = [], None, None, False
+    names = {i: name for name, i in tokenizer.special.items()}
+    marks = tokenizer.chat.marks()
     skipped = find_thought(tokenizer, body)
-    thinking, may_close = skipped == len(body) > 0, skipped == 0
-
-    def close(stop, whole):
-        block.text = tokenizer.mark_controls(body[block.inside : stop], marks)
-        # Qwen's parsers read a call to the end of the turn, too
-        if whole or not chat.reads:
-            read_block(chat, block)
-        else:
-            block.error = UNREADABLE
-        blocks.append(block)
+    blocks = []
+    first = None  # where the calls begin
+    block = None  # the call that is open
+    drafts = False  # did the thought hold calls?
+    thinking = skipped == len(body) > 0
+    may_close = skipped == 0  # a </think> may say that all before it was thought
 
     for i, token in enumerate(body):
         name = names.get(token)
         mark = marks.get(name)
-        # 1) inside of a thought nothing counts but its end
+        # 1) Inside of a thought nothing counts but its end.
         if i < skipped or thinking:
             drafts = drafts or mark is not None
             if name == "</think>" and thinking:
                 thinking, may_close, drafts = False, False, False
             continue
-        # 2) a thought begins, or the end of one shows that all before it was thought
+
+        # 2) A thought begins, or the end of one shows that all before it was thought.
         if block is None and name == "<think>":
             thinking = True
         elif block is None and name == "</think>" and may_close:
             blocks, first, may_close = [], None, False
         if mark is None:
             continue
-        # 3) a control token of calls: it closes the open call, or stands outside of one
+
+        # 3) A control token of calls closes the open call, or stands outside of one.
         first = i if first is None else first
         if block is not None and mark != "inside":
-            close(i, mark == "end")
+            blocks.append(close_block(tokenizer, body, block, i, mark == "end"))
             block = None
         elif mark in ("inside", "end"):
             if block is None:  # its beginning is missing
@@ -355,9 +359,10 @@ def find_calls(tokenizer, body):
             continue
         if mark == "begin":
             block = Block(i, i + 1)
-    # 4) what the end of the turn cuts off is an error, if not all of it is a call
+
+    # 4) What the end of the turn cuts off is an error, if not all of it is a call.
     if block is not None:
-        close(len(body), False)
+        blocks.append(close_block(tokenizer, body, block, len(body), False))
     if thinking and drafts and not blocks:
         blocks.append(Block(0, 0, error=ONLY_THOUGHT))
     elif first is not None and not blocks:
@@ -365,6 +370,18 @@ def find_calls(tokenizer, body):
     if blocks and first is not None:
         blocks[0].start = first  # with what stands before all calls
     return blocks
+
+
+def close_block(tokenizer, body, block, stop, whole):
+    """Fill in a call that ends before the token number `stop`; whole: by its own control token"""
+    chat = tokenizer.chat
+    block.text = tokenizer.mark_controls(body[block.inside : stop], chat.marks())
+    # Qwen's parsers read a call to the end of the turn, too.
+    if whole or not chat.reads:
+        read_block(chat, block)
+    else:
+        block.error = UNREADABLE
+    return block
 
 
 def replace_surrogates(text):
@@ -378,23 +395,27 @@ def take_arguments(call, given):
     call.name = replace_surrogates(call.name)
     call.given = given if isinstance(given, dict) else {}
     wanted = ARGUMENTS.get(call.name)
-    # whatever it takes, there is no such tool
+
+    # There is no such tool, so whatever it was given is taken.
     if wanted is None:
         for value in call.given.values():
             text = replace_surrogates(value) if isinstance(value, str) else json.dumps(value)
             call.args.append(text)
         return
-    missing = [f"`{name}` is missing" for name in wanted if name not in call.given]
-    unknown = [
-        f"there is no `{replace_surrogates(name)[:40]}`"
-        for name in call.given
-        if name not in wanted
-    ]
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+
+    problems = []
+    for name in wanted:
+        if name not in call.given:
+            problems.append(f"`{name}` is missing")
+    for name in call.given:
+        if name not in wanted:
+            problems.append(f"there is no `{replace_surrogates(name)[:40]}`")
+    are_strings = all(isinstance(value, str) for value in call.given.values())
+    if not isinstance(given, dict) or not are_strings:
         call.output, call.error = NOT_STRINGS, "bad_arguments"
-    elif missing or unknown:
+    elif problems:
         signature = f"{call.name}({', '.join(wanted)})"
-        call.output = f"{signature}: {', '.join(missing + unknown)}."
+        call.output = f"{signature}: {', '.join(problems)}."
         call.error = "bad_arguments"
     else:
         call.args = [replace_surrogates(given[name]) for name in wanted]
@@ -403,5 +424,9 @@ def take_arguments(call, given):
 def find_character(tokenizer, body, block, character):
     """The token of a body that a character of a call's text falls into"""
     marks = tokenizer.chat.marks()
-    length = lambda i: len(tokenizer.mark_controls(body[block.inside : i + 1], marks))
-    return bisect(range(block.inside, len(body)), character, key=length) + block.inside
+
+    def text_length(i):
+        return len(tokenizer.mark_controls(body[block.inside : i + 1], marks))
+
+    places = range(block.inside, len(body))
+    return block.inside + bisect(places, character, key=text_length)

@@ -125,9 +125,16 @@ class PublishedTokenizer(Tokenizer):
 
     def encode(self, text):
         pieces = [unicodedata.normalize("NFC", text) if self.nfc else text]
+        # Each pattern cuts every piece that the one before it has left.
         for pattern in self.before:
-            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
-        return [token for piece in pieces for token in self.encoding.encode_ordinary(piece)]
+            cut = []
+            for piece in pieces:
+                cut += [match[0] for match in regex.finditer(pattern, piece)]
+            pieces = cut
+        tokens = []
+        for piece in pieces:
+            tokens += self.encoding.encode_ordinary(piece)
+        return tokens
 
     def state_dict(self):
         return {
@@ -145,13 +152,17 @@ class PublishedTokenizer(Tokenizer):
     def count_thought(self, body):
         """How many tokens of a body in our own form are a thought: through </think>, where <think>
         comes before the first call"""
-        opens, closes = (self.special.get(name, -1) for name in ("<think>", "</think>"))
-        if opens not in body:
+        opening = self.special.get("<think>", -1)
+        closing = self.special.get("</think>", -1)
+        if opening not in body:
             return 0
-        start = body.index(opens)
+        start = body.index(opening)
         if self.id["<|call|>"] in body[:start]:
             return 0
-        return body.index(closes, start) + 1 if closes in body[start:] else len(body)
+        if closing not in body[start:]:
+            # it is not closed
+            return len(body)
+        return body.index(closing, start) + 1
 
 
 class ChatTokenizer(PublishedTokenizer):
@@ -200,15 +211,17 @@ class ChatTokenizer(PublishedTokenizer):
 
     def write_turn(self, role, tokens, text, answers=("", 0, 1, "")):
         name, i, n, call_id = answers
+        is_last = role == "tool" and i == n - 1
         template = self.chat.user
         if role == "tool":
             before, item, between, after = self.chat.tool
-            template = (before if i == 0 else "") + item + (between if i < n - 1 else after)
-        # rendered as one text, as the model has seen it
+            template = item + (after if is_last else between)
+            if i == 0:
+                template = before + template
+        # Words and template are rendered as one text, as the model has seen it.
         words = self.decode(tokens)
         call_id = call_id or f"functions.{name}:{i}"
         tokens = self.render_template(template, words=words, name=name, i=i, id=call_id)
-        is_last = role == "tool" and i == n - 1
         return Turn(role, tokens, words, open=is_last and not self.generation_prompt("tool"))
 
     def written_text(self, turn):
@@ -226,17 +239,20 @@ class ChatTokenizer(PublishedTokenizer):
         before, item, between, after = self.chat.call
         body = []
         for i, (name, args) in enumerate(calls):
-            if i == 0:
-                lead = "{text}" + (before or "\n" * bool(text))
-            else:
+            if i > 0:
                 lead = between
+            elif before:
+                lead = "{text}" + before
+            else:
+                lead = "{text}\n" if text else "{text}"
+            arguments = json.dumps(name_arguments(name, args), ensure_ascii=False)
             body += self.render_template(
                 lead + item,
                 text=text,
                 name=name,
                 quoted=json.dumps(name),
                 i=number + i,
-                arguments=json.dumps(name_arguments(name, args), ensure_ascii=False),
+                arguments=arguments,
             )
         return body + self.render_template(after) + [self.id["<|end|>"]]
 
@@ -311,12 +327,26 @@ def read_json(path, missing=None):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+# What reading a file can raise that does not hold what it should
+WRONG_FILE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OSError,
+    RecursionError,
+    regex.error,
+)
+
+
 def read_tokenizer(folder, vocab):
     """The tokenizer in the folder of a published model whose embedding has `vocab` rows:
     tiktoken.model, tokenizer.json, or vocab.json with merges.txt. Anything that could give other
     ids than the original is refused with a ValueError."""
     folder = Path(folder)
     try:
+        # 1) The vocabulary, by its format
         named = read_named_tokens(folder)
         if (folder / "tiktoken.model").is_file():
             found = read_tiktoken(folder, named)
@@ -324,23 +354,14 @@ def read_tokenizer(folder, vocab):
             found = read_tokenizer_json(folder, named)
         else:
             found = read_vocab_and_merges(folder, named)
+
+        # 2) Control tokens for the transcript, and the tokens that end a turn
         special = complete_special(found["ranks"], found["special"], vocab)
         ends = read_ends(folder)
-        require(
-            all(type(i) is int and 0 <= i < vocab for i in ends),
-            f"eos_token_id {ends!r:.60}: ids below {vocab}",
-        )
+        are_rows = all(type(i) is int and 0 <= i < vocab for i in ends)
+        require(are_rows, f"eos_token_id {ends!r:.60}: ids below {vocab}")
         return make_tokenizer(**{**found, "special": special, "ends": ends})
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OSError,
-        RecursionError,
-        regex.error,
-    ) as error:
+    except WRONG_FILE as error:
         raise ValueError(
             f"{folder}: the tokenizer cannot be read exactly: {type(error).__name__} {error!s:.200}"
         ) from None
@@ -350,13 +371,15 @@ def read_named_tokens(folder):
     """{name: id} of the special tokens that stand beside the vocabulary, in
     tokenizer_config.json and added_tokens.json"""
     config = read_json(folder / "tokenizer_config.json", {})
-    more = read_json(folder / "added_tokens.json", {})
-    named = {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+    added = read_json(folder / "added_tokens.json", {})
+    named = {}
+    for i, token in config.get("added_tokens_decoder", {}).items():
+        named[token["content"]] = int(i)
     require(
-        all(more[name] == named.get(name, more[name]) for name in more),
+        all(added[name] == named.get(name, added[name]) for name in added),
         "added_tokens.json and tokenizer_config.json disagree",
     )
-    return named | more
+    return named | added
 
 
 def read_ends(folder):
@@ -395,35 +418,39 @@ def read_vocab_and_merges(folder, named):
     return dict(ranks=ranks, pattern=QWEN2_SPLIT, special=named, nfc=True)
 
 
+# Settings of a BPE model that change what a text encodes to
+UNUSUAL_BPE = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+)
+
+
 def read_tokenizer_json(folder, named):
     """tokenizer.json: byte-level BPE behind regular expressions that cut one after the other"""
     raw = read_json(folder / "tokenizer.json")
     model = raw["model"]
     special = {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
+
     # 1) plain byte-level BPE
-    odd = [
-        key
-        for key in (
-            "dropout",
-            "unk_token",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-            "byte_fallback",
-        )
-        if model.get(key)
-    ]
+    odd = [key for key in UNUSUAL_BPE if model.get(key)]
     require(
         model.get("type", "BPE") == "BPE" and not odd,
         f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}",
     )
+
     # 2) how the text is changed and cut before
     normalizer = raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     kinds = [step["type"] for step in steps]
     cuts = read_cuts(raw.get("pre_tokenizer") or {})
     require(kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns")
+
     # 3) the vocabulary
     ranks = read_ranks(model["vocab"], model["merges"], special)
+
     # 4) special tokens that stand in another file
     require(
         all(special.get(name, i) == i for name, i in named.items()),
@@ -441,21 +468,23 @@ def read_cuts(pre_tokenizer):
     steps = [pre_tokenizer]
     if pre_tokenizer.get("type") == "Sequence":
         steps = pre_tokenizer["pretokenizers"]
-    kinds = [step["type"] == "ByteLevel" for step in steps]
+    are_last = [step["type"] == "ByteLevel" for step in steps]
     require(
-        kinds == [False] * (len(steps) - 1) + [True], "bytes become letters last, or not at all"
+        are_last == [False] * (len(steps) - 1) + [True],
+        "bytes become letters last, or not at all",
     )
     cuts = []
     for step in steps:
         if step["type"] == "ByteLevel":
             require(not step.get("add_prefix_space"), "a space is put before the text")
-            cuts += [GPT2_SPLIT] if step.get("use_regex", True) else []
+            if step.get("use_regex", True):
+                cuts.append(GPT2_SPLIT)
         else:
-            plain = (step["type"], step["behavior"], step.get("invert", False))
-            require(plain == ("Split", "Isolated", False), f"{step!r:.80}")
+            settings = step["type"], step["behavior"], step.get("invert", False)
+            require(settings == ("Split", "Isolated", False), f"{step!r:.80}")
             cuts.append(step["pattern"]["Regex"])
     require(not any(regex.search(cut, "") for cut in cuts), "a pattern that matches nothing at all")
-    # what a pattern does not match is a piece as well
+    # What a pattern does not match is a piece as well.
     return [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]
 
 
@@ -509,12 +538,16 @@ def complete_special(ranks, special, vocab):
     """Special tokens for every control of the transcript and a name for every row of the
     embedding"""
     used = [*ranks.values(), *special.values()]
-    require(
-        all(type(i) is int and 0 <= i < vocab for i in used) and len(set(used)) == len(used),
-        f"ids are not distinct rows of {vocab}",
-    )
-    gaps = sorted(set(range(vocab)) - set(used)) if vocab - len(used) < 1 << 16 else []
+    are_rows = all(type(i) is int and 0 <= i < vocab for i in used)
+    require(are_rows and len(set(used)) == len(used), f"ids are not distinct rows of {vocab}")
+
+    # Rows without a token get a name. (Where most have none, it is no vocabulary.)
+    gaps = []
+    if vocab - len(used) < 1 << 16:
+        gaps = sorted(set(range(vocab)) - set(used))
     special = {f"<|unused_{i}|>": i for i in gaps} | special
+
+    # A control that the model has no token for takes a row that was never used.
     spare = [name for name in special if re.match(r"<\W?(unused_|reserved_|place.?holder)", name)]
     for name in CONTROLS:
         if own_name(name, special) is None:

@@ -23,7 +23,15 @@ import torch
 import fast
 import hsdp
 import train
-from command import checkpoint_files, checkpoints, flags, idle_flags, old_flags, source_files, step_log
+from command import (
+    checkpoint_files,
+    checkpoints,
+    flags,
+    idle_flags,
+    old_flags,
+    source_files,
+    step_log,
+)
 from conftest import run_ranks
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
@@ -212,8 +220,8 @@ def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypat
 def test_every_rank_gets_as_many_windows():
     text = train.Text.__new__(train.Text)
     for ranks, asked, given in ((1, 0, 1), (1, 16, 16), (2, 1, 2), (3, 16, 18), (4, 16, 16)):
-        text.run = SimpleNamespace(data=ranks)
-        assert text.rows(asked) == given
+        text.run = SimpleNamespace(data_ranks=ranks)
+        assert text.round_up_to_ranks(asked) == given
 
 
 def test_a_finished_stage_is_not_overwritten_by_another_configuration(run, capsys):
