@@ -393,7 +393,7 @@ def hint_effect(model, tokenizer, chain):
         episode = chain.episodes[hint.episode]
         turn = episode.turns[hint.turn]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
-        span = feedback_distill.span(tokenizer, turn, hint)
+        span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
         targets = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.

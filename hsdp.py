@@ -15,7 +15,7 @@ checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DT
 
     dense mesh     (replicate, shard)    W = replicate * shard, a shard being data x cp ranks
     expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
-    loss           sum over ranks of  nll of my tokens / tokens of all ranks:  the gradients add up to one process's
+    loss           sum over ranks of  nll of my tokens / tokens of all ranks:  gradients add up
 
 Left out: copies of the experts; overlap of the latents' gather with the query projection and of
 the token exchange with the shared expert (their time is on the clock); random weights drawn in
@@ -24,23 +24,21 @@ pieces (every rank draws the model once; a published one is read in pieces).
 Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D
 model width, E experts, R rows.
 
-    python hsdp.py                                            two grids on 8 ranks, bytes by layout, equality with one process
-    torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py --ep=8 --cp=2
+    python hsdp.py      two grids on 8 ranks, bytes by layout, equality with one process
+    torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
+        train.py --ep=8 --cp=2
 """
 
 import argparse
-import ctypes
 import io
 import json
 import math
 import os
 import shutil
-import signal
 import sys
-import tempfile
 import warnings
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -91,13 +89,11 @@ class Layout:
         for name, size in vars(self).items():
             if size < 1:
                 raise ValueError(f"{name}={size}: a mesh has at least one rank in every direction")
+        dense, ranks = f"dp_replicate={self.dp_replicate} x cp={self.cp}", f"{self.world} ranks"
         if self.world % (self.dp_replicate * self.cp):
-            raise ValueError(
-                f"dp_replicate={self.dp_replicate} x cp={self.cp} does not divide the "
-                f"{self.world} ranks"
-            )
+            raise ValueError(f"{dense} does not divide the {ranks}")
         if self.world % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide the {self.world} ranks")
+            raise ValueError(f"ep={self.ep} does not divide the {ranks}")
 
     @property
     def shard(self):
@@ -111,13 +107,17 @@ class Layout:
         return self.world // self.ep
 
     @property
-    def data(self):  # different batches; the cp ranks of one group read the same batch
+    def data(self):
+        """Different batches; the cp ranks of one group read the same batch."""
         return self.world // self.cp
 
     def check(self, shapes):
         """shapes: {name: shape}. Raises unless every expert stack (E, R, C) can be cut: E over ep,
         R over efsdp."""
-        for name, (E, R, _) in ((n, s) for n, s in shapes.items() if is_expert(n)):
+        for name, shape in shapes.items():
+            if not is_expert(name):
+                continue
+            E, R, _ = shape
             if E % self.ep:
                 raise ValueError(f"ep={self.ep} does not divide the {E} experts")
             if R % self.efsdp:
@@ -155,19 +155,20 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
     if ranks != world:
         raise ValueError(f"world={world}, but the process group has {ranks} ranks")
 
-    def mesh(keep, **sizes):  # a direction of one rank is no direction
+    def make_mesh(keep, **sizes):
+        # A direction of one rank is no direction, unless the mesh has no other.
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == keep}
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        # a new group forgets the default group's patience and takes half an hour
+        # A new group forgets the default group's patience and takes half an hour.
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
         return mesh
 
     return Meshes(
         layout,
-        mesh("shard", replicate=dp_replicate, shard=layout.shard),
-        mesh("efsdp", efsdp=layout.efsdp, ep=ep),
-        mesh("cp", data=layout.data, cp=cp) if cp > 1 else None,
+        dense=make_mesh("shard", replicate=dp_replicate, shard=layout.shard),
+        experts=make_mesh("efsdp", efsdp=layout.efsdp, ep=ep),
+        context=make_mesh("cp", data=layout.data, cp=cp) if cp > 1 else None,
     )
 
 
@@ -190,11 +191,9 @@ def shard_sequence(t, meshes, dim=1):
     """This rank's part of t (B, T, ...), be it tokens, targets or masks: (B, T/cp, ...). cp=1: t
     itself."""
     cp = meshes.layout.cp
-    return (
-        t
-        if cp == 1
-        else t.index_select(dim, zigzag(t.shape[dim], cp, meshes.rank % cp).to(t.device))
-    )
+    if cp == 1:
+        return t
+    return t.index_select(dim, zigzag(t.shape[dim], cp, meshes.rank % cp).to(t.device))
 
 
 def positions(length, meshes, device="cpu"):
@@ -210,15 +209,17 @@ class GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, group):
-        ctx.group, n = group, group.size()
-        # (cp*B, T/cp, C)
-        parts = t.new_empty(n * t.shape[0], *t.shape[1:])
+        ctx.group, cp = group, group.size()
+        parts = t.new_empty(cp * t.shape[0], *t.shape[1:])  # (cp * B, T/cp, C)
         all_gather(parts, t.contiguous(), group=group)
-        return parts.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)
+        # Batch first, then the parts of each sequence one after the other.
+        return parts.unflatten(0, (cp, -1)).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
     def backward(ctx, grad):
-        parts = grad.unflatten(1, (ctx.group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()
+        cp = ctx.group.size()
+        # The way back: parts first, one for each rank, (cp * B, T/cp, C).
+        parts = grad.unflatten(1, (cp, -1)).transpose(0, 1).flatten(0, 1).contiguous()
         mine = parts.new_empty(grad.shape[0], *parts.shape[1:])  # (B, T/cp, C)
         reduce_scatter(mine, parts, group=ctx.group)
         return mine, None
@@ -273,7 +274,11 @@ def parallelize(model, meshes, wire=None):
 
     The caller's part: gradients are SUMMED over ranks, never averaged, so the loss of a rank is its
     share of the global mean:
-        loss = nll_of_my_tokens.sum() / all_reduce_sum(number_of_my_tokens);  loss.backward();  shown = all_reduce_sum(loss.detach())
+
+        loss = nll_of_my_tokens.sum() / all_reduce_sum(number_of_my_tokens)
+        loss.backward()
+        shown = all_reduce_sum(loss.detach())
+
     That is one process's loss and gradient even when ranks hold different numbers of tokens
     (masks!), which an average of averages is not, and experts need no factor of their own. All
     ranks run equally many forwards and backwards per step: a rank with nothing to learn multiplies
@@ -284,23 +289,30 @@ def parallelize(model, meshes, wire=None):
     reduced in fp32."""
     if meshes.layout.world == 1:
         return model
-    meshes.layout.check({n: p.shape for n, p in model.named_parameters()})
+    meshes.layout.check({name: p.shape for name, p in model.named_parameters()})
     same_weights(model)
-    plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = replace(plain, param_dtype=wire)
-    for block in [m for m in model.modules() if hasattr(m, "attn") and hasattr(m, "ffn")]:
+
+    in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    in_wire_dtype = replace(in_fp32, param_dtype=wire)
+    for block in find_blocks(model):
+        # Context parallelism: attention gathers the latents of the whole sequence.
         if meshes.layout.cp > 1:
-            block.attn.gather = lambda t: GatherSequence.apply(t, meshes.context.get_group("cp"))
+            group = meshes.context.get_group("cp")
+            block.attn.gather = partial(gather_sequence, group=group)
+
+        # Experts first, on their own mesh: the dense mesh then takes what is left of the block.
         if hasattr(block.ffn, "experts"):
-            _cut_experts(block.ffn, meshes, policy)
+            shard_experts(block.ffn, meshes, in_wire_dtype)
+
+        # A module that is sharded by itself travels by itself: here what stays in fp32.
         if wire:
-            fully_shard(
-                [m for n, m in block.named_modules() if n.endswith(("norm", "router"))],
-                mesh=meshes.dense,
-                mp_policy=plain,
-            )
-        fully_shard(block, mesh=meshes.dense, mp_policy=policy)
-    fully_shard(model, mesh=meshes.dense, mp_policy=plain)
+            small = [m for n, m in block.named_modules() if n.endswith(("norm", "router"))]
+            fully_shard(small, mesh=meshes.dense, mp_policy=in_fp32)
+        fully_shard(block, mesh=meshes.dense, mp_policy=in_wire_dtype)
+    # What is in no block: embedding, last norm, head.
+    fully_shard(model, mesh=meshes.dense, mp_policy=in_fp32)
+
+    # FSDP averages gradients unless told otherwise.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -308,20 +320,35 @@ def parallelize(model, meshes, wire=None):
     return model
 
 
-def _cut_experts(moe, meshes, policy):
+def find_blocks(model):
+    """The layers of the model, each of which is gathered as one just before it runs."""
+    return [m for m in model.modules() if hasattr(m, "attn") and hasattr(m, "ffn")]
+
+
+def gather_sequence(t, group):
+    return GatherSequence.apply(t, group)
+
+
+def shard_experts(moe, meshes, policy):
     """Experts over ep (Shard(0): whole ones), then their rows over efsdp (Shard(1)): two cuts that
     never meet."""
     mesh = meshes.experts
     if meshes.layout.ep > 1:
+        # Every rank keeps its own experts of the stack, and tokens travel to them.
         ep = mesh["ep"]
         for name, p in list(moe.experts.named_parameters()):
             mine = p.detach().chunk(ep.size())[ep.get_local_rank()].clone()
-            moe.experts.register_parameter(
-                name, torch.nn.Parameter(DTensor.from_local(mine, ep, [Shard(0)], run_check=False))
-            )
+            mine = DTensor.from_local(mine, ep, [Shard(0)], run_check=False)
+            moe.experts.register_parameter(name, torch.nn.Parameter(mine))
         moe.dispatch = partial(dispatch, group=ep.get_group())
-    fsdp = mesh[tuple(name for name in mesh.mesh_dim_names if name != "ep")]
-    fully_shard(moe.experts, mesh=fsdp, shard_placement_fn=lambda p: Shard(1), mp_policy=policy)
+
+    # FSDP cuts the rows, and gathers them on the ranks of its direction alone.
+    efsdp = mesh[tuple(name for name in mesh.mesh_dim_names if name != "ep")]
+    fully_shard(moe.experts, mesh=efsdp, shard_placement_fn=by_rows, mp_policy=policy)
+
+
+def by_rows(stack):
+    return Shard(1)
 
 
 def own_parts(model):
@@ -349,9 +376,11 @@ def same_weights(model):
     its piece of another model. A model on the meta device has no weights yet."""
     if not dist.is_initialized() or next(model.parameters()).is_meta:
         return model
+    # One number for all weights, and its smallest and largest value over the ranks.
     low = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
     high = low.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN), dist.all_reduce(high, dist.ReduceOp.MAX)
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
     if high - low > 1e-6 * (1 + high.abs()):
         raise ValueError(
             "the ranks hold different weights: build the model with the same seed on every rank"
@@ -365,12 +394,17 @@ def same_weights(model):
 def connect(device="cpu", seconds=PATIENCE):
     """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world)"""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        backend = "gloo"
         if device == "cuda":
             check_cards()
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds)
-        )
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    return rank_and_world()
+
+
+def rank_and_world():
+    """(0, 1) where there is no process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -380,46 +414,17 @@ def check_cards():
     here, cards = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if here > cards:
         raise ValueError(
-            f"{here} processes on a machine with {cards} GPU{'s' * (cards != 1)}: one each, so start "
-            f"--nproc_per_node={cards}, or add --device=cpu"
+            f"{here} processes on a machine with {cards} GPU{'s' * (cards != 1)}: one each, so "
+            f"start --nproc_per_node={cards}, or add --device=cpu"
         )
-
-
-def die_with_parent(number):
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, number)
-
-
-def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):
-    """The preexec_fn of a process that shall end when this one does: who waits for one that was
-    killed would wait for half an hour. That is Linux's own. Elsewhere None, since running Python
-    between fork and exec beside threads may hang."""
-    return partial(die_with_parent, number) if sys.platform == "linux" else None
-
-
-@contextmanager
-def report_rank_failure():
-    """When a rank dies, the collectives of the others fail with a line about sockets. This says
-    what happened instead."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not dist.is_initialized() or not any(
-            sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL")
-        ):
-            raise
-        raise RuntimeError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()}: another rank died or stopped answering; "
-            f"start again from the last checkpoint ({str(error).splitlines()[0][:100]})"
-        ) from error
 
 
 def all_reduce_sum(t):
     """Sum of a tensor or number over all ranks: token counts, losses, the router's counts
-    (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any data
-    rank."""
+    (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
+    data rank."""
     t = torch.as_tensor(t).clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_and_world()[1] > 1:
         dist.all_reduce(t)
     return t
 
@@ -438,10 +443,10 @@ def keep_gradients_in_fp32(model):
         # FSDP sets the first gradient itself, in the weights' dtype, and adds the next ones to what
         # it finds there.
         p.grad_dtype = None  # any dtype may be set
-        p.register_post_accumulate_grad_hook(_widen_gradient)
+        p.register_post_accumulate_grad_hook(widen_gradient)
 
 
-def _widen_gradient(p):
+def widen_gradient(p):
     if p.grad.dtype != torch.float32:
         p.grad = p.grad.float()
 
@@ -451,12 +456,11 @@ def sum_gradients(model):
     """Plain replicas (nothing is cut, every rank holds the whole model): all gradients in one
     all-reduce, once per step. Call it on all ranks before clip_grad_norm; parallelize() needs no
     such call."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_and_world()[1] > 1:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         # One vector for all, and in fp32: the sum over the ranks is not rounded on its way.
-        flat = torch.cat(
-            [g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        )
+        wide = [g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        flat = torch.cat(wide)
         dist.all_reduce(flat)
         for g, part in zip(grads, flat.split([g.numel() for g in grads])):
             g.copy_(part.view_as(g))
@@ -464,31 +468,33 @@ def sum_gradients(model):
 
 def clip_grad_norm(model, max_norm=math.inf, parameters=None):
     """Scale the gradient to at most max_norm; returns its norm before that, a 0-d tensor equal on
-    all ranks. parameters: only of these (default: all of the model's). Both meshes in one all-reduce of one number: every shard adds its squares divided by
-    its number of copies."""
-    _release(model)
+    all ranks. parameters: only of these (default: all of the model's). Both meshes need one
+    all-reduce of one number."""
+    drop_gathered_weights(model)
     parameters = model.parameters() if parameters is None else parameters
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 
-    # All gradients at once: a few kernels instead of several for each of them.
+    # The squares of what lies here. All gradients at once: a few kernels instead of several for
+    # each of them.
     norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
     # A shard that k ranks hold is counted k times in the sum over all ranks.
-    copies = torch.tensor([float(_copies(g)) for g in grads]).to(norms, non_blocking=True)
+    copies = torch.tensor([float(count_copies(g)) for g in grads]).to(norms, non_blocking=True)
     square = (norms**2 / copies).sum()
     if any(isinstance(g, DTensor) for g in grads):
         square = all_reduce_sum(square)
     norm = square.sqrt()
 
+    # Every rank scales its own part by the same number.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
     for dtype in {g.dtype for g in local}:
         torch._foreach_mul_([g for g in local if g.dtype == dtype], scale.to(dtype))
     return norm.float()
 
 
-def _release(model):
+def drop_gathered_weights(model):
     """A forward without backward (an evaluation) leaves embedding, norm and head gathered. What is
     gathered before an update would be used after it, so let go of it before weights change and
     before they are read."""
@@ -496,23 +502,27 @@ def _release(model):
         model.reshard()
 
 
-def _copies(t):
-    mesh = zip(t.device_mesh.shape, t.placements) if isinstance(t, DTensor) else ()
-    return math.prod(size for size, placement in mesh if placement.is_replicate())
+def count_copies(t):
+    """How many ranks hold each number of a tensor"""
+    copies = 1
+    if isinstance(t, DTensor):
+        for ranks, placement in zip(t.device_mesh.shape, t.placements):
+            copies *= ranks if placement.is_replicate() else 1
+    return copies
 
 
 @torch.no_grad()
 def full_state(model):
     """{name: whole plain tensor, a copy} on every rank, buffers included, for the generation
     weights: Model(config).load_state_dict(full_state(model)). All ranks must call it."""
-    _release(model)
-    return {
-        n: t.full_tensor() if isinstance(t, DTensor) else t.detach().clone()
-        for n, t in model.state_dict().items()
-    }
+    drop_gathered_weights(model)
+    whole = {}
+    for name, t in model.state_dict().items():
+        whole[name] = t.full_tensor() if isinstance(t, DTensor) else t.detach().clone()
+    return whole
 
 
-# ---------------------------------------------------------------- checkpoints: from any layout to any layout
+# ---------------------------------------------------------------- checkpoints
 
 
 def save(directory, model, optimizer=None, extra=None, more=None):
@@ -523,22 +533,32 @@ def save(directory, model, optimizer=None, extra=None, more=None):
     router loads are zero, right after balance(): they are counts of one rank, and only one rank's
     are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    with _step_of_a_save(directory, part):
+    rank, _ = rank_and_world()
+
+    # An empty folder, beside the checkpoint that is there.
+    with fail_on_all_ranks(directory, part):
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-    with _step_of_a_save(directory, part):
+
+    # Every rank writes its shards.
+    with fail_on_all_ranks(directory, part):
         # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors
         # are on the CPU.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
-        _dcp(dcp.save, _contents(model, optimizer) | (more or {}), storage_writer=writer)
-    with _step_of_a_save(directory, part):
-        # Every rank reads again what it has written itself, so that the checksums take no longer
-        # with more ranks.
+        tensors = checkpoint_tensors(model, optimizer) | (more or {})
+        run_dcp(dcp.save, tensors, storage_writer=writer)
+
+    # Every rank reads again what it has written itself, so that the checksums take no longer with
+    # more ranks.
+    with fail_on_all_ranks(directory, part):
         mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
-    manifest = {name: entry for entries in _from_all_ranks(mine) for name, entry in entries.items()}
-    with _step_of_a_save(directory, part):
+    manifest = {}
+    for files in gather_from_ranks(mine):
+        manifest.update(files)
+
+    # The first rank adds the rest, and gives the folder its name.
+    with fail_on_all_ranks(directory, part):
         if rank == 0:
             # To memory first: torch's own writer says nothing of a full disk that a reader would
             # understand.
@@ -549,7 +569,7 @@ def save(directory, model, optimizer=None, extra=None, more=None):
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
             write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # two renames: between them the good one is .old, a name that load() knows
+            # Two renames. Between them the good one is .old, a name that load() knows.
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -558,7 +578,7 @@ def save(directory, model, optimizer=None, extra=None, more=None):
 
 
 @contextmanager
-def _step_of_a_save(directory, part):
+def fail_on_all_ranks(directory, part):
     """One step of a save: it ends on every rank alike, with nothing or with SaveFailed, and then
     the space is given back."""
     problem = ""
@@ -566,12 +586,13 @@ def _step_of_a_save(directory, part):
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
         problem = explain_write_error(error)
-    problems = [p for p in _from_all_ranks(problem) if p]
+    problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank_and_world()[0] == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise SaveFailed(
-            f"{directory}: this checkpoint could not be saved: {problems[0]}; what was saved before is whole"
+            f"{directory}: this checkpoint could not be saved: {problems[0]}; "
+            "what was saved before is whole"
         )
 
 
@@ -579,11 +600,12 @@ def load(directory, model, optimizer=None, more=None):
     """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. ->
     extra. A folder that is missing, damaged or of another model: ValueError on every rank, before
     anything is loaded."""
+    # The bytes are those that were written.
     folder, manifest = validated_folder(directory)
-    _check_sums(directory, folder, manifest)
+    check_all_sums(directory, folder, manifest)
     reader = CheckpointReader(folder, manifest)
     stored = reader.read_metadata().state_dict_metadata
-    tensors = _contents(model, optimizer) | (more or {})
+    tensors = checkpoint_tensors(model, optimizer) | (more or {})
 
     # Every tensor of the folder has its place here, and the other way round. Without an optimizer
     # only the model's are asked for.
@@ -593,11 +615,14 @@ def load(directory, model, optimizer=None, more=None):
         here = tuple(tensors[name].shape) if name in tensors else "missing"
         if there != here:
             raise ValueError(
-                f"{directory}: {name} is {there} there and {here} here: not one of this model and optimizer"
+                f"{directory}: {name} is {there} there and {here} here: "
+                "not one of this model and optimizer"
             )
+
+    # Each rank reads the parts of its own shards, whatever ranks have written them.
     extra = load_extra(directory)
     try:
-        _dcp(dcp.load, tensors, storage_reader=reader)
+        run_dcp(dcp.load, tensors, storage_reader=reader)
     # of an older version, without checksums
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -626,15 +651,16 @@ def load_extra(directory):
     # whatever unpickling damaged bytes may raise
     except Exception as error:
         raise DamagedCheckpoint(
-            f"{directory}: extra.pt cannot be read ({type(error).__name__}): the checkpoint is damaged"
+            f"{directory}: extra.pt cannot be read ({type(error).__name__}): "
+            "the checkpoint is damaged"
         ) from None
     return with_new_names(extra)
 
 
-def _check_sums(directory, folder, manifest):
+def check_all_sums(directory, folder, manifest):
     """Every byte of a checkpoint is as it was written, or DamagedCheckpoint on every rank. Each
     rank reads its share of the files."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_world()
     problem = ""
     try:
         for name in sorted(manifest)[rank::world]:
@@ -643,29 +669,31 @@ def _check_sums(directory, folder, manifest):
         problem = str(error)
     except OSError as error:
         problem = f"{directory}: cannot be read: {error.strerror}"
-    problems = [p for p in _from_all_ranks(problem) if p]
+    problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
         raise DamagedCheckpoint(problems[0])
 
 
-def _contents(model, optimizer):
+def checkpoint_tensors(model, optimizer):
     """{name: tensor} of what this rank holds, DTensors where cut: weights, buffers, optimizer state
     by parameter name. The state must be there before the first step, as muon.py makes it: loading
     fills tensors in place, each in its layout."""
-    _release(model)
-    tensors = {f"model.{n}": t.detach() for n, t in model.state_dict().items()}
-    for name, p in model.named_parameters() if optimizer is not None else ():
-        tensors |= {f"optimizer.{name}/{key}": t for key, t in optimizer.state[p].items()}
+    drop_gathered_weights(model)
+    tensors = {f"model.{name}": t.detach() for name, t in model.state_dict().items()}
+    if optimizer is not None:
+        for name, p in model.named_parameters():
+            for key, t in optimizer.state[p].items():
+                tensors[f"optimizer.{name}/{key}"] = t
     return tensors
 
 
-def _dcp(verb, tensors, **where):
+def run_dcp(verb, tensors, **where):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process.*")
         verb(tensors, no_dist=not dist.is_initialized(), **where)
 
 
-def _from_all_ranks(item):
+def gather_from_ranks(item):
     """The items of all ranks, on every rank; also what makes them wait for each other."""
     if not dist.is_initialized():
         return [item]
@@ -701,32 +729,25 @@ class CommCounter(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
     def received(self, kind, args):
+        """Bytes that this rank receives, by the usual ring algorithms; args: of torch's operator"""
         group = dist.ProcessGroup.unbox(args[1 if kind == "all-reduce" else 2])
-        ring = (group.size() - 1) / group.size()
+        others = (group.size() - 1) / group.size()
         if kind == "all-reduce":
-            return 2 * ring * sum(t.nbytes for t in args[0])
+            return 2 * others * sum(t.nbytes for t in args[0])
         if kind == "all-to-all" and args[3]:
-            return args[0].nbytes - args[3][group.rank()] * args[0].nbytes // max(len(args[0]), 1)
-        return ring * args[kind == "reduce-scatter"].nbytes
+            output, splits = args[0], args[3]
+            from_itself = splits[group.rank()] * output.nbytes // max(len(output), 1)
+            return output.nbytes - from_itself
+        whole = args[1] if kind == "reduce-scatter" else args[0]
+        return others * whole.nbytes
 
 
 def small_model():
     from moe import Model, ModelConfig
 
     torch.manual_seed(0)
-    model = Model(
-        ModelConfig(
-            vocab=64,
-            dim=32,
-            layers=2,
-            kv_lora=16,
-            qk_nope=8,
-            qk_rope=8,
-            v_dim=8,
-            dense_ffn=64,
-            expert_ffn=16,
-        )
-    )
+    sizes = dict(vocab=64, dim=32, layers=2, kv_lora=16, qk_nope=8, qk_rope=8, v_dim=8)
+    model = Model(ModelConfig(dense_ffn=64, expert_ffn=16, **sizes))
     for p in model.parameters():
         if not p.any():
             # a matrix that starts at zero hides the gradients behind it
@@ -741,131 +762,118 @@ def forward_backward(model, meshes, seed=1):
     mine = rows.chunk(meshes.layout.data)[meshes.data_rank]
     tokens, targets = shard_sequence(mine[:, :-1], meshes), shard_sequence(mine[:, 1:], meshes)
     logits = model.logits(model(tokens, positions(64, meshes)))
-    nll = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum"
-    )
+    logits, flat = logits.flatten(0, 1), targets.flatten()
+    nll = torch.nn.functional.cross_entropy(logits, flat, reduction="sum")
     loss = nll / all_reduce_sum(targets.numel())
     loss.backward()
     return float(all_reduce_sum(loss.detach()))
 
 
-def difference(model, grads):
+def largest_difference(model, grads):
     """Worst gradient entry, relative to the largest of its tensor."""
-    return max(
-        float((grads[n] - p.grad).abs().max() / p.grad.abs().max())
-        for n, p in model.named_parameters()
-    )
+    worst = 0.0
+    for name, p in model.named_parameters():
+        error = (grads[name] - p.grad).abs().max() / p.grad.abs().max()
+        worst = max(worst, float(error))
+    return worst
 
 
-def _demo_rank(rank, folder, layouts):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", 8), rank=rank, world_size=8
-    )
+def demo_rank(rank, world, layouts):
+    """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
         model = parallelize(small_model(), meshes)
         with CommCounter() as counter:
             loss = forward_backward(model, meshes)
-        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-        counted = {
-            kind: float(all_reduce_sum(float(counter.bytes[kind]))) / 8
-            for kind in CommCounter.KINDS.values()
-        }
-        found.append((loss, grads, counted))
-    if rank == 0:
-        torch.save(found, f"{folder}/found")
-    dist.barrier()
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        received = {}
+        for kind in CommCounter.KINDS.values():
+            received[kind] = float(all_reduce_sum(float(counter.bytes[kind]))) / world
+        found.append((loss, grads, received))
+    return found
+
+
+def describe_ranks(layout):
+    """{what: a word for each rank}: where rank r stands on the two meshes"""
+    table = {"rank": [], "batch . part": [], "dense copy . piece": [], "experts . piece": []}
+    for r in range(layout.world):
+        table["rank"].append(f"{r}")
+        table["batch . part"].append(f"{r // layout.cp}.{r % layout.cp}")
+        table["dense copy . piece"].append(f"{r // layout.shard}.{r % layout.shard}")
+        table["experts . piece"].append(f"{r % layout.ep}.{r // layout.ep % layout.efsdp}")
+    return table
 
 
 def draw(layouts, path):
     """The same ranks on two meshes, side by side: equal colours hold equal weights."""
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    import matplotlib
-
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(len(layouts), 2, figsize=(12, 2 * len(layouts)), squeeze=False)
-    for l, pair in zip(layouts, axes):
-        for axis, rows, pieces, label, title in (
-            (
-                pair[0],
-                l.dp_replicate,
-                l.shard,
-                lambda r: f"rank {r}\npiece {r % l.shard}\nbatch {r // l.cp}.{r % l.cp}",
-                f"dense weights: {l.dp_replicate} x {l.shard} pieces, cp={l.cp}",
-            ),
-            (
-                pair[1],
-                l.efsdp,
-                l.world,
-                lambda r: f"rank {r}\nexperts {r % l.ep}\npiece {r // l.ep % l.efsdp}",
-                f"experts: {l.ep} groups (ep) x {l.efsdp} pieces (efsdp)",
-            ),
-        ):
-            columns = l.world // rows
-            axis.imshow(
-                [[(r * columns + c) % pieces for c in range(columns)] for r in range(rows)],
-                cmap="Set3",
-                vmin=0,
-                vmax=11,
-                aspect="auto",
-                extent=(-0.5, columns - 0.5, rows - 0.5, -0.5),
-            )
-            axis.hlines([r + 0.5 for r in range(rows - 1)], -0.5, columns - 0.5, color="white")
-            for r in range(l.world):
-                axis.text(r % columns, r // columns, label(r), ha="center", va="center", fontsize=7)
-            axis.set(title=title, xticks=[], yticks=[])
+    for layout, (left, right) in zip(layouts, axes):
+        copies, pieces = layout.dp_replicate, layout.shard
+        table, ranks = describe_ranks(layout), range(layout.world)
+        labels = [f"rank {r}\npiece {r % pieces}\nbatch {table['batch . part'][r]}" for r in ranks]
+        title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
+        draw_mesh(left, copies, [r % pieces for r in ranks], labels, title)
+
+        labels = []
+        for r, word in enumerate(table["experts . piece"]):
+            experts, piece = word.split(".")
+            labels.append(f"rank {r}\nexperts {experts}\npiece {piece}")
+        title = f"experts: {layout.ep} groups (ep) x {layout.efsdp} pieces (efsdp)"
+        draw_mesh(right, layout.efsdp, list(ranks), labels, title)
     figure.suptitle(
-        "Which rank holds which weights: the same 8 ranks on two meshes; equal colours are copies  (python hsdp.py)"
+        "Which rank holds which weights: the same 8 ranks on two meshes; "
+        "equal colours are copies  (python hsdp.py)"
     )
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def demo(path="out/hsdp.png"):
-    import torch._dynamo  # noqa: F401  FSDP imports it: once here, not in every child
-    import torch.multiprocessing as mp
+def draw_mesh(axis, rows, colors, labels, title):
+    """A grid of ranks, row by row, each with its colour and its label."""
+    columns = len(colors) // rows
+    grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
+    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    axis.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
+    axis.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
+    for r, label in enumerate(labels):
+        axis.text(r % columns, r // columns, label, ha="center", va="center", fontsize=7)
+    axis.set(title=title, xticks=[], yticks=[])
 
-    if sys.platform != "linux":  # macOS may hang where a process that has threads is forked
-        print(
-            "hsdp.py: the demonstration forks eight ranks, which is safe on Linux only; the functions work under torchrun",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    # Eight forked ranks on the CPU. Once a process has seen a GPU, a backward starts autograd's
-    # device threads, and a child that is forked afterwards cannot run one.
+
+def demo(path="out/hsdp.png"):
+    from command.forked_ranks import fork_ranks
+
+    # One process without any mesh: what all layouts must compute. A process that has seen a GPU
+    # starts autograd's device threads with its first backward, and cannot be forked afterwards.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
-    model, worst = small_model(), 0.0
-    loss = forward_backward(model, make_meshes())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    with tempfile.TemporaryDirectory() as folder:
-        # Joining raises the first traceback of a rank that failed, at once.
-        mp.start_processes(_demo_rank, (folder, layouts), nprocs=8, start_method="fork")
-        found = torch.load(f"{folder}/found", weights_only=True)
-    for l, (there, grads, counted) in zip(layouts, found):
-        print(f"cp={l.cp}, ep={l.ep}, dp_replicate={l.dp_replicate}")
-        for what, of in (
-            ("rank", lambda r: r),
-            ("batch . part", lambda r: f"{r // l.cp}.{r % l.cp}"),
-            ("dense copy . piece", lambda r: f"{r // l.shard}.{r % l.shard}"),
-            ("experts . piece", lambda r: f"{r % l.ep}.{r // l.ep % l.efsdp}"),
-        ):
-            print(f"  {what:20s}" + "".join(f"{of(r):>6}" for r in range(l.world)))
-        print("  bytes per rank: " + ", ".join(f"{k} {v:,.0f}" for k, v in counted.items()))
-        error = difference(model, grads)
+    model = small_model()
+    expected = forward_backward(model, make_meshes())
+
+    # The same on eight ranks, for each layout.
+    found = fork_ranks(8, demo_rank, layouts)[0]
+    worst = 0.0
+    for layout, (loss, grads, received) in zip(layouts, found):
+        print(f"cp={layout.cp}, ep={layout.ep}, dp_replicate={layout.dp_replicate}")
+        for what, words in describe_ranks(layout).items():
+            print(f"  {what:20s}" + "".join(f"{word:>6}" for word in words))
+        print("  bytes per rank: " + ", ".join(f"{k} {v:,.0f}" for k, v in received.items()))
+        error = largest_difference(model, grads)
         print(
-            f"  loss {there:.6f}, one process {loss:.6f}; gradients differ by at most {error:.1e} of a tensor's largest\n"
+            f"  loss {loss:.6f}, one process {expected:.6f}; gradients differ by at most "
+            f"{error:.1e} of a tensor's largest\n"
         )
-        worst = max(worst, error, abs(there - loss))
+        worst = max(worst, error, abs(loss - expected))
+
     draw(layouts, path)
     print(
-        f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process computes, to {worst:.0e}."
+        f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process "
+        f"computes, to {worst:.0e}."
     )
 
 

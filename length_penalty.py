@@ -11,10 +11,13 @@ tool-call tokens, tool-output tokens, final-message tokens, number of tool calls
 turns; parallel tool calls emerge. Ours: k, q, the weights, the scale, the budget rule.
 
     C(x)   = ((1 + k x)^(1-q) - 1) / (k (1-q)) = expm1((1-q) log1p(k x)) / (k (1-q))
-    C'(x)  = (1 + k x)^-q        q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
-    reward = r - scale * C(x)    a truncated or over-long episode pays C(budget), so that being cut off is never a bargain;
-                                 in experiments/penalty.py so does one that is not solved, and
-                                 giving up is none either
+    C'(x)  = (1 + k x)^-q        the price of the next unit
+             q = 0: linear, C = x      q -> 1: ln(1 + k x) / k      q > 1: never above 1 / (k (q-1))
+    reward = r - scale * C(x)
+
+A truncated or over-long episode pays C(budget), so that being cut off is never cheaper than
+finishing. In experiments/penalty.py an episode that is not solved pays it too, so that giving up is
+not cheaper either.
 
 Left out: a coefficient that adapts to a target length (the scale is a constant), and prices per
 tool. The reward is shaped before the group mean is taken, and advantages are never divided by the
@@ -24,7 +27,7 @@ dividing would blow one token up to the size of a solved task (the demo prints i
 Letters: x effort, k and q curvature, w weights. Everything takes numbers or numpy arrays of any
 shape, in float64.
 
-    python length_penalty.py                 the curves, the price of the next 100 tokens, the reference values
+    python length_penalty.py        the curves, the price of the next 100 tokens, reference values
     python length_penalty.py --k=.1 --q=1 --turns=2
 """
 
@@ -48,9 +51,9 @@ REFERENCE = {
 
 @dataclass(frozen=True)
 class Weights:
-    """What one unit of each count adds to the effort x (ours). A turn with one call weighs 1; a
-    second call in the same turn only .2, which is what makes parallel calls pay. Tool output costs
-    a fifth of written tokens, like input against output."""
+    """What one unit of each count adds to the effort x (ours). A turn with one call weighs 1. A
+    second call in the same turn weighs .2, so parallel calls are cheaper than calls in turn. Tool
+    output costs a fifth of written tokens, as input tokens cost less than output tokens."""
 
     thinking_tokens: float = 0.05
     call_tokens: float = 0.05
@@ -60,86 +63,85 @@ class Weights:
     turns: float = 0.8  # per turn
 
     def __post_init__(self):
-        bad = [name for name, w in vars(self).items() if not (w >= 0 and math.isfinite(w))]
-        assert (
-            not bad
-        ), f"a weight must be a finite number >= 0, not {bad[0]}={getattr(self, bad[0])}"
+        for name, weight in vars(self).items():
+            fits = weight >= 0 and math.isfinite(weight)
+            assert fits, f"a weight must be a finite number >= 0, not {name}={weight}"
 
 
 # ---------------------------------------------------------------- mathematics
 
 
 def cost(x, k=1.0, q=0.5):
-    """C(x), same shape as x. Both limits are exact: the factor (1-q) cancels in floating point down
-    to the last bit, so only q = 1 itself needs the logarithm, and k = 0 the straight line."""
+    """The concave cost C(x), in float64, same shape as x."""
     x = np.asarray(x, dtype=np.float64)
-    assert (
-        k >= 0 and q >= 0 and math.isfinite(k + q)
-    ), f"k and q must be finite and >= 0, not k={k}, q={q}"
+    fits = k >= 0 and q >= 0 and math.isfinite(k + q)
+    assert fits, f"k and q must be finite and >= 0, not k={k}, q={q}"
     assert (x >= 0).all(), f"effort must be >= 0, not {x.min()}"
+
+    # The straight line: q = 0, and the limit k -> 0.
     if q == 0 or k == 0:
         return x + 0.0
+    # The logarithm is the limit q -> 1. Near 1 expm1 and the division by 1-q lose no digit, so only
+    # q = 1 itself needs it.
     log = np.log1p(k * x)
-    return log / k if q == 1 else np.expm1((1 - q) * log) / (k * (1 - q))
+    if q == 1:
+        return log / k
+    return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
 def effort(counts, weights=Weights()):
-    """x from a mapping that holds the six counts (numbers, or arrays over episodes); of a chain of
-    summaries, the totals."""
-    missing = [f.name for f in fields(weights) if f.name not in counts]
+    """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
+    numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
+    missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
-    return sum(w * np.asarray(counts[name], dtype=np.float64) for name, w in vars(weights).items())
+    x = 0
+    for name, weight in vars(weights).items():
+        x = x + weight * np.asarray(counts[name], dtype=np.float64)
+    return x
 
 
 def charged(x, truncated=False, budget=math.inf):
-    """The effort that is paid for: the whole budget for a truncated or over-long episode, however
-    short it was cut."""
-    assert math.isfinite(budget) or not np.any(
-        truncated
-    ), "a truncated episode is charged the budget: pass a finite budget"
+    """The effort that is paid for. A truncated episode, however short, and an over-long one pay for
+    the whole budget."""
+    known = math.isfinite(budget) or not np.any(truncated)
+    assert known, "a truncated episode is charged the budget: pass a finite budget"
     x = np.asarray(x, dtype=np.float64)
-    return np.where(np.asarray(truncated, dtype=bool) | (x > budget), budget, x)[()]
+    pays_budget = np.asarray(truncated, dtype=bool) | (x > budget)
+    return np.where(pays_budget, budget, x)[()]  # [()]: a number for a number
 
 
 def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=math.inf):
-    """reward - scale * C(effort paid for). q = 0 is the linear penalty of the ablation, scale = 0
-    none."""
-    return (
-        np.asarray(reward, dtype=np.float64) - scale * cost(charged(x, truncated, budget), k, q)
-        if scale
-        else reward
-    )
+    """reward - scale * C(effort that is paid for). q = 0 is the linear penalty of the ablation. A
+    scale of 0 turns the penalty off."""
+    if not scale:
+        return reward
+    price = scale * cost(charged(x, truncated, budget), k, q)
+    return np.asarray(reward, dtype=np.float64) - price
 
 
 def effort_budget(window, turns, weights=Weights()):
-    """The effort at which the price stops to rise, and what a cut episode pays: above what an agent
-    in a context of `window` tokens with `turns` turns can spend in one context, so that no episode
-    which fits is beyond it.
+    """The effort at which the price stops to rise, and which a cut episode pays for. An agent with
+    a context of `window` tokens and `turns` turns cannot spend more in one context, so every
+    episode that fits pays for what it spent.
 
-    A turn with its call, `turns` times, and 25/16 of a window in written tokens, more in proportion
-    where an episode has more than 40 turns and so several contexts. Window 512 and 40 turns: 40
-    turns of 20 tokens, an effort of 80 (ours)."""
+    It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
+    Episodes of more than 40 turns have several contexts, so there the tokens grow in proportion to
+    the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
     tokens = 25 / 16 * window * max(1.0, turns / 40)
-    counts = dict(
-        thinking_tokens=0,
-        call_tokens=tokens,
-        output_tokens=0,
-        final_tokens=0,
-        calls=turns,
-        turns=turns,
-    )
+    counts = dict.fromkeys((field.name for field in fields(weights)), 0)
+    counts.update(call_tokens=tokens, calls=turns, turns=turns)
     return float(effort(counts, weights))
 
 
 def linear_scale(x, scale=0.15, k=1.0, q=0.5):
-    """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one:
-    a fair ablation."""
+    """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one.
+    A fair ablation compares the two at this scale."""
     return scale * cost(x, k, q) / x
 
 
 def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
-    """How much better trying is than giving up at once, when trying succeeds with probability
-    `solved`. Keep it above .1 on every level: where it is negative, the reward teaches the policy
+    """Expected reward of trying less that of giving up at once. solved: the probability that trying
+    succeeds. Keep it above .1 on every level: where it is negative, the reward teaches the policy
     to quit."""
     return solved - scale * (cost(x_solving, k, q) - cost(x_quitting, k, q))
 
@@ -147,39 +149,35 @@ def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
 # ---------------------------------------------------------------- demo
 
 
-def plot(path, k, q, scale, token):
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    import matplotlib
-
-    matplotlib.use("Agg")
+def draw(path, k, q, scale, token):
+    """Left what an episode pays, right what its next 100 tokens cost; token: the weight of one"""
+    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
 
-    x, (left, right) = np.linspace(0, 60, 400), plt.subplots(1, 2, figsize=(10, 4))[1]
-    even = linear_scale(9, scale, k, q)
-    for K, Q, S, name in (
-        (k, q, scale, f"k={k:g} q={q:g}"),
-        (1, 0, even, "linear, equal at x=9"),
-        (1, 1, scale, "k=1 q=1"),
-        (0.1, 2, scale, "k=.1 q=2, bounded"),
-    ):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    x = np.linspace(0, 60, 400)
+    curves = (
+        (f"k={k:g} q={q:g}", k, q, scale),
+        ("linear, equal at x=9", 1, 0, linear_scale(9, scale, k, q)),
+        ("k=1 q=1", 1, 1, scale),
+        ("k=.1 q=2, bounded", 0.1, 2, scale),
+    )
+    for name, K, Q, S in curves:
         price = S * (cost(x + 100 * token, K, Q) - cost(x, K, Q))
         left.plot(x, S * cost(x, K, Q), label=name)
         right.plot(x, price, label=f"{name}: {price[0]:.2f} -> {price[-1]:.2f}")
-    left.set(
-        xlabel="effort x",
-        ylabel="scale * C(x), in units of one solved task",
-        title="What an episode pays",
-    )
+    left.set(xlabel="effort x", ylabel="scale * C(x), in units of one solved task")
+    left.set_title("What an episode pays")
     right.set(xlabel="effort so far", ylabel="price", title="What the next 100 tokens cost")
     for axis in (left, right):
         axis.legend(frameon=False, fontsize=9)
     right.set_ylim(0, 1.5 * right.get_ylim()[1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(path, dpi=110, bbox_inches="tight")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def print_reference():
+    """The cost beside the values worked out by hand -> the largest difference"""
     worst = 0.0
     print("reference values        x = 1       3      10      30     100")
     for (k, q), known in REFERENCE.items():
@@ -190,40 +188,28 @@ def print_reference():
 
 
 def print_margins(k, q, scale):
+    """Is trying worth its price, by how much effort the task takes?"""
     even = linear_scale(9, scale, k, q)
-    print(
-        "worth of trying over giving up at effort 3, when nine tries of ten succeed (the two penalties are equal at effort 9)"
-    )
+    print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
+    print("(the two penalties are equal at effort 9)")
     for x in (5, 9, 13, 21):
-        print(
-            f"  effort {x:2}: this penalty {margin(.9, x, 3, scale, k, q):+.2f}    linear {margin(.9, x, 3, even, q=0):+.2f}"
-        )
+        concave, linear = margin(0.9, x, 3, scale, k, q), margin(0.9, x, 3, even, q=0)
+        print(f"  effort {x:2}: this penalty {concave:+.2f}    linear {linear:+.2f}")
 
 
 def print_groups(k, q, scale, weights):
-    """Eight correct rollouts, one of them a thinking token longer: advantage with and without
-    division by the deviation."""
-    tokens = np.array([80, 80, 80, 80, 80, 80, 80, 81])
-    x = effort(
-        dict(
-            thinking_tokens=tokens,
-            call_tokens=60,
-            output_tokens=100,
-            final_tokens=10,
-            calls=4,
-            turns=5,
-        ),
-        weights,
-    )
+    """Eight rollouts, one of them a thinking token longer than the others. -> largest advantage of
+    a group that is half solved, the same divided by the standard deviation, and both for a group
+    that is all solved"""
+    counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
+    x = effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
-    for name, solved in (
-        ("half of the group solved", np.arange(8) % 2),
-        ("all solved", np.ones(8)),
-    ):
-        r = shaped_reward(solved, x, scale, k, q)
-        a = r - r.mean()
-        scaled = a / (a.std() + 1e-6)
-        sizes += [np.abs(a).max(), np.abs(scaled).max()]
+    for name, solved in groups.items():
+        reward = shaped_reward(solved, x, scale, k, q)
+        advantage = reward - reward.mean()
+        scaled = advantage / (advantage.std() + 1e-6)
+        sizes += [np.abs(advantage).max(), np.abs(scaled).max()]
         print(f"  {name:26} largest advantage {sizes[-2]:.5f}   divided by std {sizes[-1]:.2f}")
     return sizes
 
@@ -233,7 +219,8 @@ def refuse(message):
     sys.exit(2)
 
 
-def flags():
+def parse_flags():
+    """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
     parser = argparse.ArgumentParser(
         description="The curves of the length penalty.", allow_abbrev=False
     )
@@ -241,17 +228,15 @@ def flags():
     parser.add_argument("--k", type=float, default=1.0)
     parser.add_argument("--q", type=float, default=0.5)
     parser.add_argument("--scale", type=float, default=0.15)
-    for f in fields(Weights):
-        parser.add_argument(
-            f"--{f.name}", type=float, default=f.default, help="weight in the effort"
-        )
+    for field in fields(Weights):
+        about = "weight in the effort"
+        parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
     args = parser.parse_args()
     try:
-        weights = Weights(**{f.name: getattr(args, f.name) for f in fields(Weights)})
+        weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
         cost(1.0, args.k, args.q)
-        assert args.scale >= 0 and math.isfinite(
-            args.scale
-        ), f"scale must be finite and >= 0, not {args.scale}"
+        fits = args.scale >= 0 and math.isfinite(args.scale)
+        assert fits, f"scale must be finite and >= 0, not {args.scale}"
         for name, value in vars(args).items():
             assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
     except AssertionError as problem:
@@ -260,7 +245,7 @@ def flags():
 
 
 def main():
-    args, weights = flags()
+    args, weights = parse_flags()
     k, q, scale = args.k, args.q, args.scale
     worst = print_reference()
     print_margins(k, q, scale)
@@ -268,14 +253,16 @@ def main():
     mixed, _, same, blown = print_groups(k, q, scale, weights)
     path = Path("out/length_penalty.png")
     try:
-        plot(path, k, q, scale, weights.thinking_tokens)
+        draw(path, k, q, scale, weights.thinking_tokens)
     except OSError as problem:
         refuse(f"cannot write {path}: {problem.strerror}")
+
     x = np.array([0, 40.0])
     price = scale * (cost(x + 100 * weights.thinking_tokens, k, q) - cost(x, k, q))
     print(
-        f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost {price[0]:.3f} at the start and "
-        f"{price[1]:.3f} at effort 40;\none token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
+        f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
+        f"{price[0]:.3f} at the start and {price[1]:.3f} at effort 40;\n"
+        f"one token among equals is an advantage of {same:.5f} beside {mixed:.2f} for solving, "
         f"but divided by the deviation it would be {blown:.2f}. Figure: {path}"
     )
 

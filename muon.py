@@ -886,21 +886,6 @@ def check_parameter(name, param, options):
         raise ValueError(f"{name}: {problem}")
 
 
-def check_parameters(optimizer, named_parameters):
-    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten is
-    never trained, silently."""
-    wanted = {p: name for name, p in named_parameters if p.requires_grad}
-    names, held = getattr(optimizer, "names", {}), set()
-    for group in optimizer.param_groups:
-        held.update(group["params"])
-    missing = [name for p, name in wanted.items() if p not in held]
-    foreign = [names.get(p, tuple(p.shape)) for p in held if p not in wanted]
-    if missing or foreign:
-        raise ValueError(
-            f"the optimizer misses {missing} and holds {foreign}, which the model does not train"
-        )
-
-
 # ---------------------------------------------------------------- demo
 
 DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "down": (8, 384, 256)}
@@ -998,9 +983,9 @@ def demo():
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
         f"Four ranks ({traffic['collectives']} collectives, "
-        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with weights\n"
-        f"that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms before\n"
-        f"task 1 multiplied (out/muon.png)."
+        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with\n"
+        f"weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms\n"
+        f"before task 1 multiplied (out/muon.png)."
     )
 
 

@@ -347,16 +347,22 @@ def draw_inputs(function, rng, number=10):
     shown_by = [shows for shows in shown_by if shows]  # the rest is equivalent on these inputs
 
     # The first shows most near misses, the second most of those that the first does not show.
-    found = [sum(i in shows for shows in shown_by) for i in range(number)]
-    first = found.index(max(found))
-    still_hidden = [shows for shows in shown_by if first not in shows]
-    found = [sum(i in shows for shows in still_hidden) for i in range(number)]
-    second = max(range(number), key=lambda i: 9 * found[i] + (i != first))
-    if found[second] < len(still_hidden):
+    first = most_frequent(shown_by, range(number))
+    not_shown = [shows for shows in shown_by if first not in shows]
+    second = most_frequent(not_shown, [i for i in range(number) if i != first])
+    if not all(second in shows for shows in not_shown):
         return None
     visible = [inputs[first], inputs[second]]
     hidden = [xs for xs in inputs if xs not in visible]
     return visible, hidden[:6]
+
+
+def most_frequent(sets, members):
+    """The first of those members that are in most of the sets."""
+    counts = Counter()
+    for one in sets:
+        counts.update(one)
+    return max(members, key=counts.__getitem__)
 
 
 def trivial_body_passes(function, inputs):
@@ -495,14 +501,7 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
         raise Discard("its code stands elsewhere, too")
 
     # 2) The suite fails in the feature's own tests and in no other, and the rest still works.
-    answer = run_suite(base, sandbox, stable, plan=repository.plan)
-    outcomes = answer["outcomes"]
-    check_collected(repository, answer.get("errors", {}))
-    own = set().union(*(one.tests for one in chosen))
-    broken = tests_lost(stable, outcomes, own)
-    if isinstance(broken, str):
-        raise Discard(broken)
-    check_imports(repository, base, sandbox)
+    outcomes, broken = break_tests(repository, stable, base, chosen, sandbox)
 
     # 3) The tests that can judge: each can be hidden, and has changed copies that must fail.
     broken, unready, groups = judging_tests(files, broken, outcomes, deleted_from)
@@ -521,13 +520,7 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
     inherited = inherited_tests(files, stable, groups)
     passed = [node for node in stable if outcomes.get(node) == "passed"]
 
-    # What was left out for what it gives away is in no tree: the original, too, has to pass without
-    # it. `pristine` are the other files that differ: those of the hidden tests.
-    solution = {path: text for path, text in files.items() if path in base and base[path] != text}
-    pristine = {}
-    for path, text in files.items():
-        if path in visible and visible[path] != text and path not in solution:
-            pristine[path] = text
+    solution, pristine = changed_files(files, base, visible)
     task = Task(
         instance_id=feature_id(repository, chosen, level),
         problem_statement=repository_prompt(chosen, prompt, set(groups) - set(hidden)),
@@ -556,6 +549,32 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
     # 5) What anybody could write fails, and the original passes.
     check_trivial_bodies(files, chosen, task, sandbox, patient)
     return check_original(task, repository, patient)
+
+
+def break_tests(repository, stable, base, chosen, sandbox):
+    """(outcome of each stable test, the tests that fail) of a repository without a feature; Discard
+    where anything but the feature's own tests breaks."""
+    answer = run_suite(base, sandbox, stable, plan=repository.plan)
+    check_collected(repository, answer.get("errors", {}))
+    own = set().union(*(one.tests for one in chosen))
+    broken = tests_lost(stable, answer["outcomes"], own)
+    if isinstance(broken, str):
+        raise Discard(broken)
+    check_imports(repository, base, sandbox)
+    return answer["outcomes"], broken
+
+
+def changed_files(files, base, visible):
+    """(originals of the files that the deletion changed, originals of those that the hidden tests
+    were taken out of). What was left out for what it gives away is in neither: the original, too,
+    has to pass without it."""
+    solution, pristine = {}, {}
+    for path, text in files.items():
+        if path in base and base[path] != text:
+            solution[path] = text
+        elif path in visible and visible[path] != text:
+            pristine[path] = text
+    return solution, pristine
 
 
 # ---------------------------------------------------------------- real repositories: the commands

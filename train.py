@@ -58,7 +58,7 @@ import rollout
 import summarize
 import synth_tasks
 from moe import ModelConfig, balance, count_draft_hits, mtp_loss
-from muon import Muon, check_parameters, newton_schulz
+from muon import Muon, newton_schulz
 from published.loading import load_model
 from published.tokenizers import make_tokenizer, read_tokenizer
 from command import (
@@ -72,8 +72,8 @@ from command import (
     idle_flags,
     launch,
     old_flags,
-    output_files,
     published_model,
+    output_files,
     rollout_statistics,
     source_files,
     step_log,
@@ -1105,7 +1105,7 @@ class Reinforcement(Source):
         return (
             hint.turn,
             feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
-            feedback_distill.span(tokenizer, turn, hint),
+            feedback_distill.find_hinted_tokens(tokenizer, turn, hint),
             feedback_distill.muted(tokenizer, hint.kind),
         )
 
@@ -1142,7 +1142,7 @@ class Reinforcement(Source):
     def reference_logprobs(self, batch):
         """(B, T) Log-probabilities of the policy that RL began with"""
         run = self.run
-        with torch.no_grad(), self.reference.worn():
+        with torch.no_grad(), self.reference.swapped_weights():
             hidden = run.hidden(batch)
             return run.model.logprobs(
                 hidden, batch["targets"], run.config.temperature, batch["mask"] > 0
@@ -1430,7 +1430,7 @@ class Run:
             ns_dtype=self.dtype,
             newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
         )
-        check_parameters(optimizer, self.model.named_parameters())
+        checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
@@ -1496,7 +1496,7 @@ def train(config, interrupted, sources=None):
 
     # 4) The loop.
     first_step = begun["step"] if begun else 0
-    with hsdp.report_rank_failure():
+    with failures.report_rank_failure():
         return loop(run, source, optimizer, first_step, interrupted, out)
 
 

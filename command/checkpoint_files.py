@@ -13,15 +13,16 @@ It stands apart from hsdp.py, which saves and loads across layouts: none of this
 Left out: signatures. Who can write the folder can also write its checksums.
 """
 
-from torch.distributed.checkpoint.api import CheckpointException
-from pathlib import Path, PurePath
-import torch.distributed.checkpoint as dcp
 import errno
 import json
 import os
 import pickle
-import torch
 import zlib
+from pathlib import Path, PurePath
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 class SaveFailed(OSError):
@@ -70,6 +71,7 @@ def write_synced(path, data):
 def validated_folder(directory):
     """-> the folder, and {file: {"bytes": size, "crc32": checksum}}; an older manifest has sizes
     alone and no checksums"""
+    # A save that ended between its two renames left the checkpoint before it as .old.
     folder = Path(directory) if Path(directory).exists() else Path(f"{directory}.old")
     try:
         raw = json.loads((folder / "manifest.json").read_text())

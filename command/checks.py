@@ -285,3 +285,18 @@ def check_layout(configs):
                 )
         except ValueError as error:
             usage_error(str(error))
+
+
+def check_parameters(optimizer, named_parameters):
+    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten is
+    never trained, silently."""
+    wanted = {p: name for name, p in named_parameters if p.requires_grad}
+    names, held = getattr(optimizer, "names", {}), {}
+    for group in optimizer.param_groups:
+        held.update(dict.fromkeys(group["params"]))
+    missing = [name for p, name in wanted.items() if p not in held]
+    foreign = [names.get(p, tuple(p.shape)) for p in held if p not in wanted]
+    if missing or foreign:
+        raise ValueError(
+            f"the optimizer misses {missing} and holds {foreign}, which the model does not train"
+        )

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import hsdp
 from command import checkpoint_files
@@ -97,3 +98,20 @@ def explain_full_card(config, argv, error):
         f"less kept of it: {again} (if that is not enough: --weight_dtype=bfloat16, and in rl fewer "
         "--tasks_per_step or a smaller --window, with another --out)"
     )
+
+
+@contextlib.contextmanager
+def report_rank_failure():
+    """When a rank dies, the collectives of the others fail with a line about sockets. This says
+    what happened instead."""
+    try:
+        yield
+    except RuntimeError as error:
+        signs = "onnection", "imed out", "gloo", "NCCL"
+        if not dist.is_initialized() or not any(sign in str(error) for sign in signs):
+            raise
+        rank, world = hsdp.rank_and_world()
+        raise RuntimeError(
+            f"rank {rank} of {world}: another rank died or stopped answering; start again from the "
+            f"last checkpoint ({str(error).splitlines()[0][:100]})"
+        ) from error

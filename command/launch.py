@@ -6,22 +6,22 @@ work in a folder. A first Ctrl-C or SIGTERM ends a run after its step, with a ch
 evaluation, which has nothing to save, ends at once and takes its other processes along.
 
 It stands apart from train.py because the recipe is the same in one process and in many: what the
-ranks tell each other is said in train.py and hsdp.py. (hsdp.tied_to_parent, which ends a process
-whose parent was killed, stands with the other uses it has there.)
+ranks tell each other is said in train.py and hsdp.py.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-import hsdp
 from command.flags import is_first_rank, usage_error
 from world.machine import fcntl
 
@@ -81,7 +81,7 @@ def launch_local_ranks(argv, config, program):
         for rank in range(1, n):
             process = subprocess.Popen(
                 [*program, *argv],
-                preexec_fn=hsdp.tied_to_parent(),
+                preexec_fn=tied_to_parent(),
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             child_processes.append(process)
@@ -125,3 +125,15 @@ def terminate_children(number, frame):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
     sys.exit(128 + number)
+
+
+def die_with_parent(number):
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, number)
+
+
+def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):
+    """The preexec_fn of a process that shall end when this one does: who waits for one that was
+    killed would wait for half an hour. That is Linux's own. Elsewhere None, since running Python
+    between fork and exec beside threads may hang."""
+    return partial(die_with_parent, number) if sys.platform == "linux" else None

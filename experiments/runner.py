@@ -40,11 +40,11 @@ from tqdm import tqdm
 
 import eval
 import feedback_distill
-import hsdp
 import train
 from command import failures
 from command.output_files import check_writable
 from experiments import tables
+from command import launch
 
 HERE = Path(__file__).resolve().parent
 # What the runner decides in every run.
@@ -242,7 +242,7 @@ def run_job(job):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        preexec_fn=hsdp.tied_to_parent(signal.SIGTERM),
+        preexec_fn=launch.tied_to_parent(signal.SIGTERM),
     )
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]

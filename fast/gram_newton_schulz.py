@@ -1,14 +1,14 @@
 """fast/gram_newton_schulz.py: muon.newton_schulz, sooner.
 
-The plain form multiplies the whole matrix by a polynomial at every step. The Gram form does not: the
-polynomials commute, so it is enough to iterate on the small A = X X^T, to collect the product of the
-polynomials, and to multiply X by it at the end. For a matrix of m rows and n >= m columns that is
-34 m^3 + 4 m^2 n multiply-adds instead of 10 m^3 + 20 m^2 n: they cross at n = 1.5 m.
+The plain form multiplies the whole matrix by a polynomial at every step. The Gram form does not:
+the polynomials commute, so it is enough to iterate on the small A = X X^T, to collect the product
+of the polynomials, and to multiply X by it at the end. For a matrix of m rows and n >= m columns
+that is 34 m^3 + 4 m^2 n multiply-adds instead of 10 m^3 + 20 m^2 n: they cross at n = 1.5 m.
 
 That loses small singular values, which A holds squared, and bf16 would lose too many: so the Gram
 form is for fp32 (and fp16 on a GPU) only, and starts again from X now and then. In bf16 the plain
-iteration runs, with two things that save time: intermediate matrices use the same memory again (fresh
-memory costs a CPU 15 % of the products), and a X is added inside the product.
+iteration runs, with two things that save time: intermediate matrices use the same memory again
+(fresh memory costs a CPU 15 % of the products), and a X is added inside the product.
 
 Muon(newton_schulz=gram_newton_schulz) takes it, or orthogonalize(..., iterate=gram_newton_schulz).
 The two agree up to rounding (tests/test_fast_gram_newton_schulz.py). Left out: fused kernels, and

@@ -288,6 +288,21 @@ def test_one_hint_per_turn_a_critic_and_no_unknown_rule():
         fd.detect(c, ["speling"])
 
 
+def test_a_new_rule_is_one_function_with_its_docstring():
+    @fd.rule
+    def shouting(chain, e, i):
+        """A turn is written in capitals."""
+        if chain.episodes[e].turns[i].text.isupper():
+            return "Reminder: do not shout."
+
+    try:
+        (hint,) = fd.detect(chain([*do(READ, text="LOOK."), *do(EDIT), BYE]))
+    finally:
+        del fd.RULES["shouting"]
+    assert (hint.turn, hint.kind, hint.text) == (1, "shouting", "Reminder: do not shout.")
+    assert all(rule.__doc__ for rule in fd.RULES.values())
+
+
 # ---------------------------------------------------------------- splicing and packing
 
 
@@ -386,7 +401,9 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
             Call("ls", [], error="unknown_tool"),
         ],
     )
-    first, end = fd.span(tokenizer, turn, SimpleNamespace(kind="unavailable_tool"))
+    turn.role = "assistant"
+    (hint,) = fd.detect(chain([turn]), ["unavailable_tool"])
+    first, end = fd.find_hinted_tokens(tokenizer, turn, hint)
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     cut = fd.splice(e, 1, [7, 7])
@@ -428,7 +445,7 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
         head=1,
     )
     (hint,) = fd.detect(chain([turn]), ["code_style"])
-    first, end = fd.span(tokenizer, turn, hint)
+    first, end = fd.find_hinted_tokens(tokenizer, turn, hint)
     body = turn.tokens[1:]
     assert end == first + 1 and tokenizer.decode(body[first:end]) == broken
     # what stood before it breaks nothing yet
@@ -708,7 +725,7 @@ def test_the_weights_come_back_even_when_the_forward_fails():
     moved(model)
     now = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError):
-        with teacher.worn():
+        with teacher.swapped_weights():
             assert torch.equal(model.head.weight, before["head.weight"])
             raise RuntimeError
     assert all(torch.equal(p, now[n]) for n, p in model.state_dict().items())
@@ -756,7 +773,7 @@ def test_bad_teachers_are_refused():
 
 def test_rollouts_own_dataclasses_are_read_the_same_way():
     rollout = pytest.importorskip("rollout")
-    words = fd.Words()
+    words = fd.WordTokenizer()
     c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
     tokens, mask, _, index = rollout.flatten(c.episodes[0])
     (hint,) = fd.detect(c)

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoint_files, gpu_memory
+from command import checkpoint_files, failures, gpu_memory
+from command.checks import check_parameters
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss
-from muon import Muon, check_parameters
+from muon import Muon
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
@@ -414,7 +415,7 @@ def dies(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.report_rank_failure():
+        with failures.report_rank_failure():
             for step in range(1000):
                 if rank == 2 and step == 1:
                     os._exit(9)
@@ -439,7 +440,7 @@ def hangs(rank, world):
     model = parallelize(build(), meshes)
     start = time.monotonic()
     try:
-        with hsdp.report_rank_failure():
+        with failures.report_rank_failure():
             if rank == 2:
                 time.sleep(6)
             forward_backward(model, meshes, 0)

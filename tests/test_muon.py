@@ -17,16 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from command.checks import check_parameters
 from conftest import run_ranks
-from muon import (
-    COEFFICIENTS,
-    Muon,
-    check_parameters,
-    noise_of_places,
-    orthogonalize,
-    stochastic_round,
-    step_scale,
-)
+from muon import COEFFICIENTS, Muon, noise_of_places, orthogonalize, stochastic_round, step_scale
 
 torch.set_num_threads(1)
 SHAPES = {

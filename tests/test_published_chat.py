@@ -403,7 +403,7 @@ def test_a_hint_stands_above_its_turn_as_the_users_and_is_about_the_call_or_the_
     turn = chain.turns[3]
     body = turn.tokens[turn.head :]
     text = {
-        kind: ours.decode(body[slice(*feedback_distill.span(ours, turn, hint))])
+        kind: ours.decode(body[slice(*feedback_distill.find_hinted_tokens(ours, turn, hint))])
         for kind, hint in found.items()
     }
     opens = {
@@ -1023,7 +1023,7 @@ def test_a_hint_on_style_finds_its_token_however_the_json_is_written(family, giv
     )
     (hint,) = feedback_distill.detect(chain, ("code_style",))
     turn = chain.turns[1]
-    first, end = feedback_distill.span(ours, turn, hint)
+    first, end = feedback_distill.find_hinted_tokens(ours, turn, hint)
     body = turn.tokens[turn.head :]
     assert end == first + 1 and ";" in ours.decode(body[first:end]) and given.count(";") == 1
 

@@ -138,24 +138,27 @@ def declared(files):
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named | {"pytest"}), *lists]
 
 
+STATING_FILES = re.compile(
+    r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$"
+)
+PYTHON_LINE = re.compile(
+    r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", re.M
+)
+# what a shell would do, and what is no test
+UNWANTED = re.compile(
+    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b"
+)
+
+
 def stated(files):
     """Python commands that tox, make, CI or the README run."""
     for path, text in files.items():
-        if re.search(
-            r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$",
-            path,
-        ):
-            text = re.sub(r"\{posargs[^}]*\}", "", text)
-            for line in re.findall(
-                r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", text, re.M
-            ):
-                if not re.search(
-                    r"[{}$&|;<>\\`]|\b(install|build|twine|setup\.py|pip|venv|sphinx|mypy|ruff|flake8)\b",
-                    line,
-                ):
-                    yield re.sub(r"^py\.?test", "python -m pytest", line.strip()).replace(
-                        "python3", "python"
-                    )
+        if not STATING_FILES.search(path):
+            continue
+        for line in PYTHON_LINE.findall(re.sub(r"\{posargs[^}]*\}", "", text)):
+            if not UNWANTED.search(line):
+                line = re.sub(r"^py\.?test", "python -m pytest", line.strip())
+                yield line.replace("python3", "python")
 
 
 def propose(files):
@@ -207,7 +210,11 @@ def propose(files):
     return [Proposal(*words) for words in dict.fromkeys(found)][:10]
 
 
-MOCK = "from unittest.mock import MagicMock\n__path__ = []\ndef __getattr__(name): return MagicMock()\n"
+MOCK = (
+    "from unittest.mock import MagicMock\n"
+    "__path__ = []\n"
+    "def __getattr__(name): return MagicMock()\n"
+)
 
 
 def install(files, tries):
@@ -215,8 +222,8 @@ def install(files, tries):
     printed. First everything at once; then one by one, whatever fails; then no index, but the
     packages of this Python; then mocks of what is still missing."""
     pip = (
-        f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python --disable-pip-version-check install "
-        "-q --no-compile --retries 1"
+        f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
+        "--disable-pip-version-check install -q --no-compile --retries 1"
     )
     site, wanted = "$(echo .venv/lib/*/site-packages)", [
         shlex.quote(word) for word in declared(files)
@@ -254,6 +261,8 @@ def autoinstall(
     files = copy_repository(repo)
     if keep is not None:
         refuse_place(keep)
+
+    # 1) Propose ten commands; three of them, the suite's among these, have to work.
     proposals, tries = proposer(files), []
     if len(proposals) < 3:
         raise Refusal(f"{repo}: fewer than three commands can be proposed")
@@ -270,23 +279,25 @@ def autoinstall(
         memo=False,
         hide=installed_copies(files),
     )
-    offline, online = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits), Sandbox(
-        600, network=network, **limits
-    )
+    # Only the installation reaches the network.
+    offline = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits)
+    online = Sandbox(600, network=network, **limits)
+
+    # 2) Install, run the three, and try again with what was learnt, until they do as described.
     with fresh_directory() as root:
         write_tree(files, root)
         online.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], root)
         while len(tries) < attempts:
             command = installer(files, tries)
-            printed = [
-                online.run(command, root),
-                *(offline.run(one.command, root) for one in chosen),
-            ]
-            tries.append((command, "\n".join(result.output for result in printed)))
-            failures = [text for text in map(Proposal.failure, chosen, printed[1:]) if text]
+            installed = online.run(command, root)
+            results = [offline.run(one.command, root) for one in chosen]
+            outputs = [result.output for result in (installed, *results)]
+            tries.append((command, "\n".join(outputs)))
+            failures = [one.failure(result) for one, result in zip(chosen, results)]
+            failures = [text for text in failures if text]
             print(
                 f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
-                *printed[0].output.strip().split("\n")[-1:],
+                installed.output.strip().split("\n")[-1],
                 failures[0] if failures else "all as described",
                 sep="\n  -> ",
             )
@@ -308,7 +319,8 @@ def refuse_place(keep):
         raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
     if has_bwrap() and hidden_place(place):
         raise Refusal(
-            f"{keep}: the sandbox shows nothing of {hidden_place(place)}: name another folder by --keep=DIR"
+            f"{keep}: the sandbox shows nothing of {hidden_place(place)}: "
+            "name another folder by --keep=DIR"
         )
 
 

@@ -161,15 +161,16 @@ def printable(text, longest=200):
 
 def unified(before, after):
     """A unified diff of two trees."""
-    lines = lambda tree, path: re.findall(r"[^\n]*\n|[^\n]+", tree.get(path, ""))
-    name = lambda tree, side, path: f"{side}/{path}" if path in tree else "/dev/null"
-    changed = sorted(
-        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
-    )
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-        for path in changed
-        for line in difflib.unified_diff(
-            lines(before, path), lines(after, path), name(before, "a", path), name(after, "b", path)
-        )
-    )
+    written = []
+    for path in sorted(before.keys() | after.keys()):
+        if before.get(path) == after.get(path):
+            continue
+        # A line ends at \n and nowhere else.
+        old = re.findall(r"[^\n]*\n|[^\n]+", before.get(path, ""))
+        new = re.findall(r"[^\n]*\n|[^\n]+", after.get(path, ""))
+        old_name = f"a/{path}" if path in before else "/dev/null"
+        new_name = f"b/{path}" if path in after else "/dev/null"
+        for line in difflib.unified_diff(old, new, old_name, new_name):
+            has_end = line.endswith("\n")
+            written.append(line if has_end else f"{line}\n\\ No newline at end of file\n")
+    return "".join(written)

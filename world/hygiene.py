@@ -22,14 +22,16 @@ from world.tree import Link, has_own_mode, read_link, with_mode
 
 JUNK = re.compile(
     r"(^|/)(__pycache__"
-    r"|\.(mypy_cache|pytest_cache|ruff_cache|pytype|hypothesis|git|hg|svn|tox|nox|venv|eggs|idea|vscode)"
-    r"|venv|node_modules|htmlcov|[^/]+\.(egg-info|dist-info))(/|$)|\.(py[cod]|swp|orig|rej|so|pth)$|~$"
+    r"|\.(mypy_cache|pytest_cache|ruff_cache|pytype|hypothesis|git|hg|svn|tox|nox|venv|eggs"
+    r"|idea|vscode)|venv|node_modules|htmlcov|[^/]+\.(egg-info|dist-info))(/|$)"
+    r"|\.(py[cod]|swp|orig|rej|so|pth)$|~$"
     r"|(^|/)(\.coverage[^/]*|coverage\.xml|tags|TAGS|\.DS_Store)$|^(build|dist)/"
 )
 
 
 PROTECTED = re.compile(
-    r"(^|/)tests?/|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
+    r"(^|/)tests?/"
+    r"|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
     r"|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml|\.coveragerc)$|\.pth$"
 )
 

@@ -31,7 +31,7 @@ from world.machine import MachineFailure
 from world.purity import DRIVER
 from world.run_suite import WORLDS, run_suite
 from world.sandbox import sandbox_for
-from world.source import ANSWER_ERRORS, syntax
+from world.source import ANSWER_ERRORS, function_of_test, syntax
 from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
 from world.twins import lost_names, place_twins
@@ -69,10 +69,9 @@ def run_trusted(files, command="python tests.py"):
         open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
     )
     code = 0
+    main = {"__name__": "__main__", "__builtins__": inner}
     try:
-        exec(
-            compiled(files["tests.py"], "tests.py"), {"__name__": "__main__", "__builtins__": inner}
-        )
+        exec(compiled(files["tests.py"], "tests.py"), main)
     except SystemExit as leaving:
         code = int(leaving.code)
     except Exception as error:
@@ -124,37 +123,43 @@ def judge(task, files, sandbox):
     patching or rewriting tests can only lose: nothing in the child knows what is expected."""
     if "repo" in task.meta:
         return judge_repository(task, files, sandbox_for(task, sandbox))
+
+    # Call the submission's functions in a child. The tests that it brings count for nothing.
     restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
     cases = task.hidden + task.meta["visible"]
+    calls = repr([case[:3] for case in cases])
     command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", DRIVER]
     try:
-        result = sandbox.run_files(restored, command, repr([case[:3] for case in cases]))
+        result = sandbox.run_files(restored, command, calls)
     except ValueError as error:  # a name or a text that no file can have
         return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
     if not result.started:
         raise MachineFailure(result.output)
     values = read_values(result.output, len(cases))
     if values is None:
-        return Verdict(
-            False,
-            0,
-            len(cases),
-            "timed out" if result.timed_out else f"no values: {result.output[-200:]}",
-        )
-    right = [bool(value) and same_value(value[0], case[3]) for value, case in zip(values, cases)]
-    wrong = next((case for case, ok in zip(cases, right) if not ok), None)
-    return Verdict(
-        wrong is None,
-        sum(right),
-        len(cases) - sum(right),
-        "" if wrong is None else f"{wrong[0]}.{wrong[1]}({wrong[2][0]}) is wrong",
-    )
+        why = "timed out" if result.timed_out else f"no values: {result.output[-200:]}"
+        return Verdict(False, 0, len(cases), why)
+
+    # Compare each value with the expected one.
+    wrong = []
+    for value, case in zip(values, cases):
+        if not value or not same_value(value[0], case[3]):
+            wrong.append(case)
+    why = ""
+    if wrong:
+        module, name, arguments, _ = wrong[0]
+        why = f"{module}.{name}({arguments[0]}) is wrong"
+    return Verdict(not wrong, len(cases) - len(wrong), len(wrong), why)
 
 
 def module_name(path):
     """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
     shop.price."""
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+# what runs the tests
+RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
 
 
 def submitted(task, files):
@@ -164,27 +169,23 @@ def submitted(task, files):
     All other files are the repository's own. A helper that only tests use cannot be emptied, nor
     hidden behind a new module of its name, nor can a name of the standard library or of what runs
     the tests be taken."""
-    taken = set(sys.stdlib_module_names) | {
-        "pytest",
-        "_pytest",
-        "pluggy",
-        "iniconfig",
-        "packaging",
-        "pygments",
-    }
     lives_in = set(task.solution)
     own = {path: text for path, text in files.items() if path in lives_in}
+
+    # Names that are taken: by this Python, and by the repository's other modules. What lies beside
+    # the tests is imported by its bare name.
+    taken = set(sys.stdlib_module_names) | RUNNERS
     others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
-    modules = {module_name(path) for path in others if path.endswith(".py")}
-    # what lies beside the tests is imported by its bare name
-    modules |= {
-        Path(path).stem for path in others if path.endswith(".py") and PROTECTED.search(path)
-    }
+    modules = set()
+    for path in others:
+        if path.endswith(".py"):
+            modules.add(module_name(path))
+            if PROTECTED.search(path):
+                modules.add(Path(path).stem)
+
+    known = {*lives_in, *task.files, *task.meta["pristine"]}
     for path, text in files.items():
-        is_new = (
-            path not in lives_in and path not in task.files and path not in task.meta["pristine"]
-        )
-        if not is_new or PROTECTED.search(path) or JUNK.search(path):
+        if path in known or PROTECTED.search(path) or JUNK.search(path):
             continue
         in_the_way = any(
             other.startswith(path + "/") or path.startswith(other + "/") for other in others
@@ -193,6 +194,11 @@ def submitted(task, files):
         if not in_the_way and top not in taken and module_name(path) not in modules:
             own[path] = text
     return own
+
+
+def required_tests(task):
+    """The node ids that have to pass: those that the deletion broke come first."""
+    return task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])
 
 
 def overlay(task, files, draw):
@@ -205,14 +211,14 @@ def overlay(task, files, draw):
 
     def renamed(node):
         """The copies of a node id, the one that must pass first."""
-        group = node.split("[")[0]
+        group = function_of_test(node)
         return [name + node[len(group) :] for name in copies.get(group, [group])]
 
-    must = [
-        renamed(node)[0]
-        for node in task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])
-    ]
-    return tree, must, [twin for node in task.FAIL_TO_PASS for twin in renamed(node)[1:]]
+    must_pass = [renamed(node)[0] for node in required_tests(task)]
+    must_fail = []
+    for node in task.FAIL_TO_PASS:
+        must_fail += renamed(node)[1:]
+    return tree, must_pass, must_fail
 
 
 # of a suite in which nothing is red but tests that were green before: one of them may be so now and
@@ -226,24 +232,25 @@ def judge_repository(task, files, sandbox):
 
     A test that was to stay green and is red is run again, with all others, before it costs a
     submission: such a test may fail now and then, whatever was written."""
-    number = (
-        len(task.FAIL_TO_PASS) + len(task.PASS_TO_PASS) + len(task.meta.get("ERROR_TO_PASS", []))
-    )
+    number, stays_green = len(required_tests(task)), set(task.PASS_TO_PASS)
     try:
         lost, loose, answer = run_judgement(task, files, sandbox)
-        first, why = lost, answer.get("stopped") or next(
-            (f"{node}: {outcome}" for node, outcome in lost.items()), ""
-        )
+        first = lost
         for _ in range(MORE_RUNS):
-            if loose or not lost or set(lost) - set(task.PASS_TO_PASS):
+            if loose or not lost or set(lost) - stays_green:
                 break
             again, loose, _ = run_judgement(task, files, sandbox)
             # red in every run so far, unless this run says worse
-            both = {node: outcome for node, outcome in lost.items() if node in again}
-            lost = again if set(again) - set(task.PASS_TO_PASS) else both
+            if set(again) - stays_green:
+                lost = again
+            else:
+                lost = {node: outcome for node, outcome in lost.items() if node in again}
     except ValueError as error:  # a name or a text that no file can have
         return Verdict(False, 0, number, f"cannot write: {printable(str(error))}")
     if lost:
+        # The first run is the one that is told of.
+        reasons = [f"{node}: {outcome}" for node, outcome in first.items()]
+        why = answer.get("stopped") or (reasons or [""])[0]
         return Verdict(False, number - len(first), len(first), why)
     if loose:
         return Verdict(False, 0, number, "a test that must fail did not: the results are forged")
@@ -257,22 +264,22 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
     What passed is run again in a new process and in the opposite order, unless `repeated` is off:
     code that forges from its second call on, or up to its last, would otherwise win where the test
     and its twins happen to stand in that order."""
-    tree, must, twins = overlay(task, files, random.Random(os.urandom(16)))
+    tree, must_pass, twins = overlay(task, files, random.Random(os.urandom(16)))
     original = {**task.files, **task.solution, **task.meta["pristine"]}
     tree = keep_modes(with_links(tree, task.files), original)
-    named = dict(
-        zip(must, task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", []))
-    )
+    own_name = dict(zip(must_pass, required_tests(task)))
     plan = suites.plan_of_task(task.meta.get("suite"))
-    for nodes, reverse in ((must, False), (must[: len(task.FAIL_TO_PASS)], True))[: 1 + repeated]:
+    runs = [(must_pass, False)]
+    if repeated:
+        runs.append((must_pass[: len(task.FAIL_TO_PASS)], True))
+    for nodes, reverse in runs:
         # sorted: the order must not tell which is which
         answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)
         outcomes = answer["outcomes"]
-        lost = {
-            named[node]: outcomes.get(node, "not collected")
-            for node in nodes
-            if outcomes.get(node) != "passed"
-        }
+        lost = {}
+        for node in nodes:
+            if outcomes.get(node) != "passed":
+                lost[own_name[node]] = outcomes.get(node, "not collected")
         loose = [node for node in twins if outcomes.get(node) != "failed"]
         if lost or loose:
             break

@@ -35,8 +35,8 @@ try:
     import resource
 except ModuleNotFoundError as missing:
     print(
-        f"nanoComposer runs on Linux and macOS: this Python has no module {missing.name!r}. On Windows, install WSL "
-        "(wsl --install) and run the same command inside it",
+        f"nanoComposer runs on Linux and macOS: this Python has no module {missing.name!r}. On "
+        "Windows, install WSL (wsl --install) and run the same command inside it",
         file=sys.stderr,
     )
     sys.exit(2)

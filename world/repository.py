@@ -106,116 +106,161 @@ SECONDS_OF_RUNS = 10.0
 def study(repo, sandbox=None, time_limit=60.0, say=print):
     """Repository: copies it, finds out how its suite is run, runs it in both directions with
     several seeds of hashes and time zones, and traces which test runs which definition."""
+    # 1) Copy the files and find out how their suite is run.
     files = copy_repository(repo)
+    refuse_unusable(repo, files)
+    sandbox = sandbox or repository_sandbox(files, time_limit)
+    first = find_plan(repo, files, sandbox)
+    plan, name = first["plan"], Path(repo).resolve().name
+
+    # 2) Keep the tests that pass in every run, and not too slowly.
+    runs = run_many_times(repo, files, sandbox, first, time_limit)
+    found_out = sort_tests(first, runs)
+    if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
+        raise Refusal(suite_fails(repo, files, first, len(found_out["failing"])))
+
+    # 3) Trace which test runs which definition, and time the stable tests alone.
+    stable = found_out["stable"]
+    traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
+    touched = traced.get("touched", {})
+    start = time.perf_counter()
+    again = run_suite(files, sandbox, stable, plan=plan)
+    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))  # longer than this hangs
+    for run in (again, traced):
+        stable = [node for node in stable if run["outcomes"].get(node) == "passed"]
+    if not stable:
+        raise Refusal(
+            f"{repo}: its tests pass together only, not without those that are slow or unstable"
+        )
+
+    # 4) Find a command that is green: it leaves out the files and tests that cannot be.
+    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
+    red = {*found_out["failing"], *found_out["red"]}
+    left_out = whole_functions(red, first["outcomes"])
+    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
+    if not command:
+        raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
+
+    # 5) Say what was found.
+    found = definitions(files)
+    note_tests(files, found, stable, touched)
+    counts = count_tests(first, found_out, stable, ignored)
+    number_run = sum(bool(one.tests) for one in found)
+    say(
+        f"{name}: {len(files)} files; {counts}; "
+        f"{number_run} of {len(found)} definitions are run by a test"
+    )
+    for line in plan.said:
+        say(f"{name}: {line}")
+    for path in ignored[:3]:
+        why = suites.explain_error(path, first["errors"][path], files, packages(files), repo)
+        say(f"{name}: not collected: {why}")
+
+    # 6) Which modules can be imported: a deletion must not change that.
+    ran = set()
+    for places in touched.values():
+        ran.update(place.rsplit(":", 2)[0] for place in places)
+    imported = import_outcomes(files, sandbox, module_names(files, ran))
+    modules = [module for module, outcome in imported.items() if outcome == ""]
+    return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
+
+
+def refuse_unusable(repo, files):
+    """A Refusal where this Python cannot run the suite at all."""
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
     if {"pytest", "_pytest"} & set(importable(files)):
         raise Refusal(f"{repo}: this is pytest itself, which runs the tests here")
     if has_bwrap() and hidden_place(sys.prefix):
         raise Refusal(
-            f"this Python is in {sys.prefix}, and the sandbox shows nothing of {hidden_place(sys.prefix)}: "
-            "use a Python or a virtual environment elsewhere"
+            f"this Python is in {sys.prefix}, and the sandbox shows nothing of "
+            f"{hidden_place(sys.prefix)}: use a Python or a virtual environment elsewhere"
         )
-    sandbox = sandbox or repository_sandbox(files, time_limit)
-    first = find_plan(repo, files, sandbox)
-    plan, name = first["plan"], Path(repo).resolve().name
 
-    # A test that passes now and then is not asked for: every run has another direction and another
-    # seed, and a quick suite is run more often, as is one of which a test has changed its mind.
-    runs, here, start = [first], [first], time.perf_counter()
-    while (
-        len(runs) < FEWEST_RUNS
-        or len(runs) < MOST_RUNS
-        and time.perf_counter() - start < SECONDS_OF_RUNS
-    ):
+
+def run_many_times(repo, files, sandbox, first, time_limit):
+    """[(world, answer)] of several runs of the suite, of which `first` is the first.
+
+    A test that passes now and then is not asked for: every run has another direction and another
+    seed, and a quick suite is run more often, as is one of which a test has changed its mind."""
+    runs, start = [(WORLDS[0], first)], time.perf_counter()
+    while len(runs) < MOST_RUNS:
+        if len(runs) >= FEWEST_RUNS and time.perf_counter() - start >= SECONDS_OF_RUNS:
+            break
         number = len(runs)
         world = WORLDS[number // 2 % len(WORLDS)]
+        reverse = number % 2 == 1
         run = run_suite(
-            files, sandbox, reverse=number % 2 == 1, limit=False, plan=plan, world=world
+            files, sandbox, reverse=reverse, limit=False, plan=first["plan"], world=world
         )
-        runs.append(run)
-        if world == WORLDS[0]:
-            here.append(run)
+        runs.append((world, run))
         if run.get("timed_out"):
             raise Refusal(too_slow(repo, run, time_limit))
-    passing = [
-        node
-        for node in first["outcomes"]
-        if all(run["outcomes"].get(node) == "passed" for run in runs)
-        and not any(node in run["again"] for run in runs if "again" in run)
-    ]
-    failing = [
-        node for node, outcome in first["outcomes"].items() if outcome in ("failed", "error")
-    ]
-    unstable = [
-        node
-        for node, outcome in first["outcomes"].items()
-        if outcome == "passed" and node not in set(passing)
-    ]
-    seconds = {node: min(run["seconds"].get(node, 0.0) for run in runs) for node in passing}
-    bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
-    # each task runs the rest several times
-    slow = [node for node in passing if seconds[node] > bearable]
-    stable = sorted(set(passing) - set(slow))
-    if not stable or len(failing) > len(passing):
-        raise Refusal(suite_fails(repo, files, first, len(failing)))
+    return runs
 
-    traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
-    touched = traced.get("touched", {})
-    start = time.perf_counter()
-    again = run_suite(files, sandbox, stable, plan=plan)
-    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))  # longer than this hangs
-    stable = [
-        node
-        for node in stable
-        if again["outcomes"].get(node) == "passed" and traced["outcomes"].get(node) == "passed"
+
+def sort_tests(first, runs):
+    """The tests by how they did in all runs, each a list of node ids: passing, failing, unstable,
+    red (unstable also in the first of WORLDS), slow, stable."""
+    outcomes, answers = first["outcomes"], [run for _, run in runs]
+
+    def always_passes(node, some_runs):
+        return all(run["outcomes"].get(node) == "passed" for run in some_runs)
+
+    changed_mind = set()
+    for run in answers:
+        changed_mind.update(run.get("again", ()))
+    passing = [
+        node for node in outcomes if always_passes(node, answers) and node not in changed_mind
     ]
-    if not stable:
-        raise Refusal(
-            f"{repo}: its tests pass together only, not without those that are slow or unstable"
-        )
-    ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
+    failing = [node for node, outcome in outcomes.items() if outcome in ("failed", "error")]
+    passed_once = [node for node, outcome in outcomes.items() if outcome == "passed"]
+    unstable = [node for node in passed_once if node not in set(passing)]
     # The agent's commands have the first world's seed and time zone: what passes there is no reason
     # for a red command.
-    red = [node for node in unstable if any(run["outcomes"].get(node) != "passed" for run in here)]
-    left_out = whole_functions({*failing, *red}, first["outcomes"])
-    command, ignored, left_out = green_command(files, plan, ignored, left_out, sandbox)
-    if not command:
-        raise Refusal(f"{repo}: no command is green with the original in place: {left_out}")
+    here = [run for world, run in runs if world == WORLDS[0]]
+    red = [node for node in unstable if not always_passes(node, here)]
 
-    found, wanted = definitions(files), imported_names(files)
-    for one in found:
-        parts = [one] if one.kind != "class" else methods(one, found)
-        keys = {
-            f"{part.path}:{first_line(node)}:{node.name}" for part in parts for node in part.nodes
-        }
-        one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
-        one.early = bool(keys & set(touched.get("import", ())))
-        one.wanted = one.name in wanted
-    errors = sum(outcome == "error" for outcome in first["outcomes"].values()) + len(ignored)
+    # each task runs the rest several times
+    seconds = {node: min(run["seconds"].get(node, 0.0) for run in answers) for node in passing}
+    bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
+    slow = [node for node in passing if seconds[node] > bearable]
+    return dict(
+        passing=passing,
+        failing=failing,
+        unstable=unstable,
+        red=red,
+        slow=slow,
+        stable=sorted(set(passing) - set(slow)),
+    )
+
+
+def count_tests(first, found_out, stable, ignored):
+    """How many tests there are of each sort, in words."""
+    errors = sum(outcome == "error" for outcome in first["outcomes"].values())
     counts = dict(
         tests=len(first["outcomes"]),
         stable=len(stable),
-        failing=len(failing) - errors + len(ignored),
-        errors=errors,
-        flaky=len(unstable),
-        slow=len(slow),
+        failing=len(found_out["failing"]) - errors,
+        errors=errors + len(ignored),
+        flaky=len(found_out["unstable"]),
+        slow=len(found_out["slow"]),
     )
-    run = sum(bool(one.tests) for one in found)
-    say(
-        f"{name}: {len(files)} files; {', '.join(f'{number} {what}' for what, number in counts.items())}; "
-        f"{run} of {len(found)} definitions are run by a test"
-    )
-    for line in plan.said:
-        say(f"{name}: {line}")
-    for path in ignored[:3]:
-        say(
-            f"{name}: not collected: {suites.explain_error(path, first['errors'][path], files, packages(files), repo)}"
-        )
-    ran = {place.rsplit(":", 2)[0] for places in touched.values() for place in places}
-    imported = import_outcomes(files, sandbox, module_names(files, ran))
-    modules = [module for module, outcome in imported.items() if outcome == ""]
-    return Repository(name, files, stable, found, patience, plan, ignored, left_out, modules)
+    return ", ".join(f"{number} {what}" for what, number in counts.items())
+
+
+def note_tests(files, found, stable, touched):
+    """Notes in each definition which stable tests run it, whether it runs while the package is
+    imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
+    wanted = imported_names(files)
+    for one in found:
+        parts = methods(one, found) if one.kind == "class" else [one]
+        keys = set()
+        for part in parts:
+            keys.update(f"{part.path}:{first_line(node)}:{node.name}" for node in part.nodes)
+        one.tests = {node for node in stable if keys & set(touched.get(node, ()))}
+        one.early = bool(keys & set(touched.get("import", ())))
+        one.wanted = one.name in wanted
 
 
 def find_plan(repo, files, sandbox):
@@ -239,9 +284,8 @@ def find_plan(repo, files, sandbox):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
 
     def healthy(one):
-        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + sum(
-            "::" not in where for where in one.get("errors", {})
-        )
+        uncollected = sum("::" not in where for where in one.get("errors", {}))
+        return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
     # A test may read what pytest makes of an assertion, or a conftest.py may.
     if passed(answer) and passed(answer) < len(answer["outcomes"]):
@@ -308,7 +352,8 @@ def too_slow(repo, answer, time_limit):
     text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
     if began:
         whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
-        text += f": {len(began) - 1} of {number} tests were done, and {printable(began[-1], 100)} was running"
+        running = printable(began[-1], 100)
+        text += f": {len(began) - 1} of {number} tests were done, and {running} was running"
         return f"{text}; try --time_limit={-(-whole // 10) * 10:.0f}"
     return f"{text}: it was still collecting its tests; try --time_limit={3 * time_limit:g}"
 
@@ -320,13 +365,18 @@ def no_tests(repo, files, answer):
     errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        return f"{repo}: pytest finds no tests: {suites.explain_error(*errors[0], files, own, repo)}{more}"
+        why = suites.explain_error(*errors[0], files, own, repo)
+        return f"{repo}: pytest finds no tests: {why}{more}"
     if answer.get("said", "").strip() or answer.get("stopped"):
         began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
         if began:
             code = answer.get("exit_code", 0)
             how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
-            return f"{repo}: its suite ends the whole Python ({how}) in {printable(began[-1], 200)}: deselect that test in addopts"
+            where = printable(began[-1], 200)
+            return (
+                f"{repo}: its suite ends the whole Python ({how}) in {where}: "
+                "deselect that test in addopts"
+            )
         where, text = suites.explain_usage(answer.get("said", ""))
         reason = (
             suites.explain_error(where, text, files, own, repo)

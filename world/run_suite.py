@@ -85,11 +85,10 @@ def run_suite(
         answer = run_planned_suite(
             files, sandbox, plan, only, reverse, trace, brief, limit, world, trail
         )
-        other = (
-            None
-            if given
-            else suites.adapted(plan, files, answer.get("said", ""), answer.get("errors", {}))
-        )
+        if given:
+            break
+        said, errors = answer.get("said", ""), answer.get("errors", {})
+        other = suites.adapted(plan, files, said, errors)
         if other is None:
             break
         plan = other
@@ -108,12 +107,14 @@ def in_one_order(plan):
 def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
     """One run of a suite by a plan; see run_suite."""
     key = os.urandom(16).hex()
+    # What is collected: the plan's own paths, or the files of the tests asked for, as they are seen
+    # from the plan's folder.
     paths = plan.paths
     if only is not None:
         paths = sorted({node.split("::")[0] for node in only})
-    up = "/".join(".." for _ in Path(plan.folder).parts)
-    if plan.folder and (only is not None or paths):
-        paths = [f"{up}/{path}" if only is not None else path for path in paths]
+        if plan.folder:
+            up = "/".join(".." for _ in Path(plan.folder).parts)
+            paths = [f"{up}/{path}" for path in paths]
     order = json.dumps(
         dict(
             key=key,
@@ -134,22 +135,15 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
     )
     # PYTHONPATH would put the repository's files in front of the standard library, under the runner
     # itself.
-    words = [
-        "env",
-        "-u",
-        "PYTHONPATH",
-        f"PYTHONHASHSEED={world[0]}",
-        f"TZ={world[1]}",
-        *sandbox.python,
-        "-c",
-        SUITE,
-    ]
+    environment = ["env", "-u", "PYTHONPATH", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
+    words = [*environment, *sandbox.python, "-c", SUITE]
     start = time.perf_counter()
     result = sandbox.run_files(files, words, order)
     if not result.started:
         raise MachineFailure(result.output)
     elapsed = time.perf_counter() - start
-    trails, _, last = result.output.rpartition("\n")
+    # The answer is the last line. Where there is none, say why.
+    last = result.output.rpartition("\n")[2]
     answer = read_outcomes(last, key)
     if answer:
         return answer

@@ -54,15 +54,18 @@ from world.machine import (
 from world.purity import is_function_of_files
 from world.task import Result
 
+# what makes a command line more than words
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 
 
+# what a shell does itself
 BUILTINS = (
     "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask "
     "unset wait"
 ).split()
 
 
+# what a cage shows of this machine, and what more for the network
 SYSTEM = (
     "/usr",
     "/lib",
@@ -108,24 +111,10 @@ def bwrap():
 def has_bwrap():
     """True if bubblewrap is installed and this kernel lets us use it, in one cage another;
     otherwise says so once."""
-    command = [
-        *bwrap(),
-        "--unshare-net",
-        "--ro-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-        "unshare",
-        "--mount",
-        "--uts",
-        "--ipc",
-        "--net",
-        "--pid",
-        "--fork",
-        "--mount-proc",
-        "true",
-    ]
+    # Inside this cage, the walls that sandbox_server.py makes around each command.
+    inner = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc"]
+    outer = [*bwrap(), "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc"]
+    command = [*outer, *inner, "true"]
     if command[0] and try_again(lambda: tried_cage(command)):
         return True
     how = (
@@ -134,8 +123,8 @@ def has_bwrap():
         else "it is Linux's own; in a Linux container there is one"
     )
     warnings.warn(
-        "bubblewrap is not usable here: commands of agents run under resource limits only, with network and "
-        f"your files in reach ({how})",
+        "bubblewrap is not usable here: commands of agents run under resource limits only, with "
+        f"network and your files in reach ({how})",
         stacklevel=3,
     )
     return False
@@ -219,24 +208,17 @@ class Sandbox:
         network=False,
         files=10_000,
     ):
-        self.time_limit, self.output, self.disk, self.python, self.hide = (
-            time_limit,
-            output,
-            disk,
-            tuple(python),
-            tuple(hide),
-        )
-        self.files = files
+        self.time_limit, self.output, self.disk, self.files = time_limit, output, disk, files
+        self.python, self.hide, self.network = tuple(python), tuple(hide), network
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
         # it counts this sandbox only: alone it would count all of a user's
-        limits |= {"NPROC": processes} if has_bwrap() else {}
+        if has_bwrap():
+            limits["NPROC"] = processes
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
-        self.memo, self.network, self.idle, self.owner = (
-            {} if memo else None,
-            network,
-            [],
-            os.getpid(),
-        )
+        # key of a run -> [lock, Result]; None: nothing is remembered
+        self.memo = {} if memo else None
+        # servers that do nothing at the moment, and the process that started them
+        self.idle, self.owner = [], os.getpid()
 
     def argv(self, command):
         """A plain command line becomes its words (no shell to start); anything else, and what a
@@ -254,46 +236,48 @@ class Sandbox:
     def cage(self):
         """The words in front of the server that put it behind bubblewrap. It sees the whole machine
         under /host and has all capabilities in there; its commands have neither."""
-        words = [*bwrap(), *["--unshare-net"] * (not self.network)]
+        words = bwrap()
+        if not self.network:
+            words.append("--unshare-net")
+
+        # This Python, where it is not in the system's folders: of a folder that is closed to others
+        # (mktemp -d), what it holds.
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
-        prefixes = sorted(path for path in prefixes if not (path + "/").startswith("/usr/"))
-        # of a folder that is closed to others (mktemp -d), what it holds
         mounts = []
-        for path in prefixes:
-            mounts += (
-                [path] if os.stat(path).st_mode & 5 == 5 else sorted(map(str, Path(path).iterdir()))
-            )
-        for parent in sorted(
-            {str(parent) for path in (*NETWORK, *mounts) for parent in Path(path).parents} - {"/"}
-        ):
+        for path in sorted(path for path in prefixes if not (path + "/").startswith("/usr/")):
+            if os.stat(path).st_mode & 5 == 5:
+                mounts.append(path)
+            else:
+                mounts += sorted(map(str, Path(path).iterdir()))
+        parents = set()
+        for path in (*NETWORK, *mounts):
+            parents.update(str(parent) for parent in Path(path).parents)
+        for parent in sorted(parents - {"/"}):
             words += ["--perms", "0755", "--dir", parent]
-        for path in [*SYSTEM, *mounts, *NETWORK * self.network]:
-            words += (
-                ["--symlink", os.readlink(path), path]
-                if path in SYSTEM and os.path.islink(path)
-                else ["--ro-bind-try", path, path]
-            )
+
+        # The system, this Python and, with a network, its settings, all of them read-only.
+        network = NETWORK if self.network else ()
+        for path in (*SYSTEM, *mounts, *network):
+            if path in SYSTEM and os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+            else:
+                words += ["--ro-bind-try", path, path]
+
+        # What must not be seen is covered; the audit's decoys are added.
         for path in sorted(set(map(os.path.realpath, self.hide))):
-            words += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
+            if os.path.isdir(path):
+                words += ["--tmpfs", path]
+            else:
+                words += ["--ro-bind", "/dev/null", path]
         for path, folder in self.mounts.items():
             # a Python may live there
             if not any(word == path or word.startswith(path + "/") for word in words):
                 words += ["--ro-bind", folder, path]
-        words += [
-            "--dir",
-            "/tmp",
-            "--dir",
-            "/work",
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--remount-ro",
-            "/dev",
-            "--bind",
-            "/",
-            "/host",
-        ]
+
+        # Places of its own; the server binds a command's folder from /host to /work.
+        words += ["--dir", "/tmp", "--dir", "/work", "--proc", "/proc"]
+        words += ["--dev", "/dev", "--remount-ro", "/dev"]
+        words += ["--bind", "/", "/host"]
         return [*words, "--remount-ro", "/"]
 
     def server(self):
@@ -306,22 +290,68 @@ class Sandbox:
         return Server(self.cage() if has_bwrap() else [], self.network)
 
     def order(self, words, root, stdin):
-        """Orders a command -> the server that has it, our end of its output. Its input is a file:
-        of a pipe's end a fork of this process could hold a copy, and the command would wait for
-        more."""
-        uid, inside = 0, "/work" if has_bwrap() else root
-        if has_bwrap() and os.geteuid() == 0:
-            uid = 100_000 + os.stat(root).st_ino % 1_000_000
+        """Orders a command -> the server that has it, our end of its output."""
+        uid = self.user_for(root)
+        order = dict(
+            words=words,
+            root=root,
+            uid=uid,
+            names=[uid, uid] if uid else [os.geteuid(), os.getegid()],
+            disk=self.disk,
+            limits=self.limits,
+            environment=self.environment(root),
+        )
+        text = marshal.dumps(order)
+        input_fd = open_input(stdin)
+        try:
+            read_fd, write_fd = os.pipe()
+        except OSError:
+            os.close(input_fd)
+            raise
+        try:
+            return self.send(text, input_fd, write_fd), read_fd
+        except BaseException:
+            os.close(read_fd)
+            raise
+        finally:
+            # the server has its own copies of these
+            os.close(input_fd)
+            os.close(write_fd)
+
+    def send(self, text, input_fd, write_fd):
+        """Sends an order to a server -> the server."""
+        for may_try_again in (True, False):  # servers may have been killed
+            server = self.server()
             try:
-                give(root, uid)
-            # root of a container without such a user: as for any user
-            except OSError as error:
-                if is_machine_failure(error):
+                head = len(text).to_bytes(4, "big")
+                socket.send_fds(server.line, [head], [input_fd, write_fd])
+                server.line.sendall(text)
+                return server
+            except ConnectionError:
+                self.idle.clear()
+                if not may_try_again:
                     raise
-                if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
-                    # the machine's own root, even without any right, owns /proc/sys
-                    raise
-                uid = 0
+
+    def user_for(self, root):
+        """The user id that a command in this folder runs as, 0 for our own. Of root's commands each
+        folder has a powerless user, who is given the folder."""
+        if not has_bwrap() or os.geteuid() != 0:
+            return 0
+        uid = 100_000 + os.stat(root).st_ino % 1_000_000
+        try:
+            give(root, uid)
+            return uid
+        # root of a container without such a user: as for any user
+        except OSError as error:
+            if is_machine_failure(error):
+                raise
+            if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
+                # the machine's own root, even without any right, owns /proc/sys
+                raise
+            return 0
+
+    def environment(self, root):
+        """The environment of a command in this folder."""
         # One seed of hashes and one time zone for all commands: the order of a set must not decide
         # a verdict.
         environment = {
@@ -334,55 +364,15 @@ class Sandbox:
         }
         # a generated codebase has no packages, and its Python may be a fork
         if "-S" not in self.python:
+            inside = "/work" if has_bwrap() else root
             environment["PYTHONPATH"] = f"{inside}:{inside}/src"
-        proxies = {
-            name: value
-            for name, value in os.environ.items()
-            if name.lower() in ("http_proxy", "https_proxy", "no_proxy")
-        }
         # pip would go on trying for a minute
-        environment |= proxies if self.network else {"PIP_NO_INDEX": "1"}
-        names = [uid, uid] if uid else [os.geteuid(), os.getegid()]
-        text = marshal.dumps(
-            dict(
-                words=words,
-                root=root,
-                uid=uid,
-                names=names,
-                disk=self.disk,
-                limits=self.limits,
-                environment=environment,
-            )
-        )
-        if hasattr(os, "memfd_create"):
-            given = os.memfd_create("input")
-        else:  # macOS
-            with tempfile.TemporaryFile() as file:
-                given = os.dup(file.fileno())
-        try:
-            ear, wanted = os.pipe()
-        except OSError:
-            os.close(given)
-            raise
-        try:
-            with open(given, "wb", closefd=False) as file:
-                file.write(stdin.encode("utf-8", "surrogateescape"))
-            os.lseek(given, 0, os.SEEK_SET)
-            for again in (True, False):  # servers may have been killed
-                server = self.server()
-                try:
-                    socket.send_fds(server.line, [len(text).to_bytes(4, "big")], [given, wanted])
-                    server.line.sendall(text)
-                    return server, ear
-                except ConnectionError:
-                    self.idle.clear()
-                    if not again:
-                        raise
-        except BaseException:
-            os.close(ear)
-            raise
-        finally:
-            os.close(given), os.close(wanted)
+        if not self.network:
+            return environment | {"PIP_NO_INDEX": "1"}
+        for name, value in os.environ.items():
+            if name.lower() in ("http_proxy", "https_proxy", "no_proxy"):
+                environment[name] = value
+        return environment
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`; never raises for
@@ -401,19 +391,21 @@ class Sandbox:
                 raise MachineFailure(f"cannot start: {error}") from error
 
         try:
-            server, ear = try_again(start)  # nothing of the command has run yet
+            server, read_fd = try_again(start)  # nothing of the command has run yet
         except MachineFailure as failure:
             return Result(127, str(failure), started=False)
+
+        # Read what it prints, until it ends or has to; then nothing of it is left running.
+        deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
-            text, note = self.collect(
-                server.line, ear, time.perf_counter() + (time_limit or self.time_limit), root
-            )
+            text, note = self.collect(server.line, read_fd, deadline, root)
         finally:
-            os.close(ear)
+            os.close(read_fd)
             code = server.stop()
         if not code.lstrip("-").isdigit():
             return Result(127, f"cannot start: {code}", started=False)
         self.idle.append(server)
+
         # Where there is no room, and the command did not take it, its failure is the machine's.
         if int(code) and not note and room_left(root) < 1 << 16 and weight(root) < self.LIGHT:
             return Result(127, f"no room is left in {Path(root).parent}", started=False)
@@ -424,23 +416,27 @@ class Sandbox:
         flood of words, when the disk is full. What is too long is cut; the command goes on."""
         output, note, weighed = CutOutput(self.output), "", time.perf_counter()
         while not note:
-            wait, ended = min(0.1, deadline - time.perf_counter()), ready(control, 0)
-            chunk = os.read(pipe, 65536) if (wait > 0 or ended) and ready(pipe, wait) else None
+            # Has it ended? That is asked before we look at the pipe: its last words are there then.
+            wait = min(0.1, deadline - time.perf_counter())
+            ended = ready(control, 0)
+            chunk = None
+            if (wait > 0 or ended) and ready(pipe, wait):
+                chunk = os.read(pipe, 65536)
             output.add(chunk or b"")
-            # ended before we looked: its last words would have been there
             if chunk == b"" or (chunk is None and ended):
                 break
-            due = time.perf_counter() > weighed + 0.1
-            note = (
-                "timed out"
-                if wait <= 0 and not ended
-                else (
-                    "stopped: it printed without end"
-                    if output.size > max(self.FLOOD, 4 * self.output)
-                    else self.overfull(root) if due else ""
-                )
-            )
-            weighed = time.perf_counter() if due else weighed
+
+            # Time and words have a limit; the tree is weighed ten times a second.
+            is_due = time.perf_counter() > weighed + 0.1
+            if wait <= 0 and not ended:
+                note = "timed out"
+            elif output.size > max(self.FLOOD, 4 * self.output):
+                note = "stopped: it printed without end"
+            elif is_due:
+                note = self.overfull(root)
+            if is_due:
+                weighed = time.perf_counter()
+
         # closed its output and goes on
         if not note and not ready(control, max(0, deadline - time.perf_counter())):
             note = "timed out"
@@ -448,14 +444,15 @@ class Sandbox:
         return output.text() + (f"\n[{note}]" if note else ""), note
 
     def overfull(self, root):
-        """ "disk full" or "too many files" if the tree is more than a command may leave, else
-        nothing."""
+        """Why a tree is more than a command may leave: "disk full" or "too many files"; else ""."""
         size, number = census(root)
-        return "disk full" if size > self.disk else "too many files" if number > self.files else ""
+        if size > self.disk:
+            return "disk full"
+        return "too many files" if number > self.files else ""
 
     def run_files(self, files, command, stdin=""):
-        """The same in a fresh copy of `files`. Remembered where the outcome can be a function of
-        (files, command, stdin) only."""
+        """Result of `command` in a fresh copy of `files`. Remembered where the outcome can be a
+        function of (files, command, stdin) only."""
 
         def attempt():
             with fresh_directory() as root:
@@ -485,7 +482,8 @@ class Sandbox:
         if self.memo is None:
             return run()
         entry = self.memo.setdefault(key, [threading.Lock()])
-        with entry[0]:
+        lock = entry[0]
+        with lock:
             if len(entry) == 1:
                 result = run()
                 # How fast the machine is decides what a limit stops or a signal ends.
@@ -508,22 +506,15 @@ class Server:
 
     def __init__(self, cage, network=False):
         self.line, far = socket.socketpair()
+        # The text of the server is compiled in the cage, and what was parsed is freed before any
+        # command is forked.
+        program = "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))"
+        arguments = [str(far.fileno()), str(int(bool(cage))), str(int(network)), SERVER]
         # no -E: with it Python would not read the seed of its hashes
-        words = [
-            os.path.realpath(sys.executable),
-            "-S",
-            "-B",
-            "-c",
-            "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))",
-            # what was parsed is freed now, not in every fork
-            str(far.fileno()),
-            str(int(bool(cage))),
-            str(int(network)),
-            SERVER,
-        ]
+        python = [os.path.realpath(sys.executable), "-S", "-B", "-c", program]
         with far:
             process = subprocess.Popen(
-                [*cage, *words],
+                [*cage, *python, *arguments],
                 env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"},
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -532,6 +523,7 @@ class Server:
                 start_new_session=True,
             )
         weakref.finalize(self, leave, self.line, process, os.getpid())
+        # It says so when it stands ready.
         if not self.line.recv(1):
             raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
 
@@ -545,11 +537,27 @@ class Server:
             while more and not text.endswith(b"\n"):
                 more = self.line.recv(4096) if ready(self.line, self.PATIENCE) else b""
                 text += more
-        return (
-            text.decode("utf-8", "replace").strip()
-            if text.endswith(b"\n")
-            else f"no answer {text!r}"
-        )
+        if not text.endswith(b"\n"):
+            return f"no answer {text!r}"
+        return text.decode("utf-8", "replace").strip()
+
+
+def open_input(stdin):
+    """A file without a name that holds a command's input. Of a pipe's end a fork of this process
+    could hold a copy, and the command would wait for more."""
+    if hasattr(os, "memfd_create"):
+        input_fd = os.memfd_create("input")
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            input_fd = os.dup(file.fileno())
+    try:
+        with open(input_fd, "wb", closefd=False) as file:
+            file.write(stdin.encode("utf-8", "surrogateescape"))
+        os.lseek(input_fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(input_fd)
+        raise
+    return input_fd
 
 
 def leave(line, process, pid):
@@ -562,7 +570,8 @@ def leave(line, process, pid):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    line.close(), process.stderr.close()
+    line.close()
+    process.stderr.close()
 
 
 def ready(file, seconds):
@@ -589,15 +598,19 @@ def repository_sandbox(files, time_limit=60.0):
 def sandbox_for(task, sandbox=None):
     """The sandbox a task needs: with pytest and this Python's packages for a repository, the bare
     interpreter else."""
-    if "repo" in task.meta:
-        return sandbox if sandbox and "-S" not in sandbox.python else repository_sandbox(task.files)
-    return sandbox or Sandbox()
+    if "repo" not in task.meta:
+        return sandbox or Sandbox()
+    has_packages = sandbox and "-S" not in sandbox.python
+    return sandbox if has_packages else repository_sandbox(task.files)
 
 
 def hidden_place(place):
     """The folder of this machine, if any, that holds this place and is another one inside the
     sandbox."""
-    return next((top for top in ("/work", "/dev/shm") if str(place).startswith(top + "/")), "")
+    for top in ("/work", "/dev/shm"):
+        if str(place).startswith(top + "/"):
+            return top
+    return ""
 
 
 # Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next

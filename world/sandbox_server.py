@@ -18,6 +18,9 @@ then the text, a marshalled dictionary:
 
 The answer is its exit code in one line. One byte from the sandbox asks for the end before.
 
+The loop that serves orders stands at the end of the file; a fork that is to run a script leaves it
+and goes on below it.
+
 `fresh` has to be the first thing here: a script must find no more modules than a new Python has.
 """
 
@@ -26,225 +29,227 @@ import sys
 fresh = set(sys.modules)
 import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
 
-line, caged, online = (
-    socket.socket(fileno=os.dup(int(sys.argv[1]))),
-    sys.argv[2] == "1",
-    sys.argv[3] == "1",
-)
+line = socket.socket(fileno=os.dup(int(sys.argv[1])))
 os.close(int(sys.argv[1]))  # a number that select may not know
+caged, online = sys.argv[2] == "1", sys.argv[3] == "1"
 libc = ctypes.CDLL(None, use_errno=True)
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 30))
-RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, NO_NEW_PRIVS, DUMPABLE, DROP, SECCOMP = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    38,
-    4,
-    24,
-    22,
-)
+
+# What the kernel calls by these numbers: namespaces (unshare), flags of mounts, options of prctl.
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 30
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
+DUMPABLE, SECCOMP, DROP, NO_NEW_PRIVS = 4, 22, 24, 38
 
 
+# ---------------------------------------------------------------- the kernel
 def call(name, *arguments):
-    if getattr(libc, name)(
-        *(os.fsencode(word) if isinstance(word, str) else word for word in arguments)
-    ):
-        raise OSError(ctypes.get_errno(), name + ": " + os.strerror(ctypes.get_errno()))
+    """Calls a function of the C library; OSError where it fails."""
+    encoded = [os.fsencode(word) if isinstance(word, str) else word for word in arguments]
+    if getattr(libc, name)(*encoded):
+        number = ctypes.get_errno()
+        raise OSError(number, name + ": " + os.strerror(number))
 
 
 def tell(place, text):
+    """Writes into a file of /proc."""
     file = os.open(place, os.O_WRONLY)
     os.write(file, text)
     os.close(file)
 
 
-def traffic():  # what went over the network, which holds its ports for a minute, and sockets that
-    with (
-        open("/proc/self/net/dev") as file,
-        open("/proc/self/net/sockstat") as used,
-    ):  # still hang in other sockets
+def traffic():
+    """What went over the network, which holds its ports for a minute, and sockets that still hang
+    in other sockets."""
+    with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:
         return file.read() + used.readline()
 
 
+def instruction(code, value, then=0, otherwise=0):
+    """One instruction of a seccomp filter; `then` and `otherwise` are how many to jump over."""
+    return struct.pack("HBBI", code, then, otherwise, value)
+
+
 def forbidden():
-    # a seccomp filter: no ptrace (two that trace each other survive SIGKILL), no keys (a login's
-    # are within reach), no io_uring, no prlimit of another process, no socket to the hypervisor
+    """(length, program) of a seccomp filter; None on a machine whose numbers we do not know.
+
+    It refuses ptrace (two that trace each other survive SIGKILL), keys (a login's are within
+    reach), io_uring, prlimit of another process, sockets to the hypervisor."""
+    # the architecture; prlimit64, socket, ptrace, add_key, request_key, keyctl
     numbers = {
         "x86_64": (0xC000003E, 302, 41, 101, 248, 249, 250),
         "aarch64": (0xC00000B7, 261, 198, 117, 217, 218, 219),
     }
     if os.uname().machine not in numbers or sys.maxsize < 1 << 32:
         return None
-    line = lambda code, value, then=0, otherwise=0: struct.pack(
-        "HBBI", code, then, otherwise, value
-    )
-    load, equal, allow, refuse = (
-        (lambda place: line(0x20, place)),
-        0x15,
-        line(6, 0x7FFF0000),
-        line(6, 0x50001),
-    )  # EPERM
     machine, limits, sockets, *others = numbers[os.uname().machine]
-    lines = [
-        load(4),
-        line(equal, machine, 1),
-        refuse,
-        load(0),
-        line(0x35, 0x40000000, 0, 1),
-        refuse,
-    ]  # of no other machine
-    for number in (*others, 425, 426, 427):
-        lines += [line(equal, number, 0, 1), refuse]
-    lines += [line(equal, limits, 0, 4), load(16), line(equal, 0, 1), refuse, allow]
-    lines += [line(equal, sockets, 0, 3), load(16), line(equal, 40, 0, 1), refuse, allow]
+    load, equal, greater = 0x20, 0x15, 0x35  # load a word; jump if it is equal, if it is not below
+    load_number, load_machine, load_argument = (instruction(load, at) for at in (0, 4, 16))
+    allow, refuse = instruction(6, 0x7FFF0000), instruction(6, 0x50001)  # EPERM
+
+    # Calls of this machine's own kind only.
+    lines = [load_machine, instruction(equal, machine, 1), refuse]
+    lines += [load_number, instruction(greater, 0x40000000, 0, 1), refuse]
+    for number in (*others, 425, 426, 427):  # io_uring
+        lines += [instruction(equal, number, 0, 1), refuse]
+    # prlimit of process 0, which is oneself.
+    lines += [instruction(equal, limits, 0, 4)]
+    lines += [load_argument, instruction(equal, 0, 1), refuse, allow]
+    # No socket of family 40, the hypervisor's.
+    lines += [instruction(equal, sockets, 0, 3)]
+    lines += [load_argument, instruction(equal, 40, 0, 1), refuse, allow]
     return len(lines), ctypes.create_string_buffer(b"".join(lines))
 
 
+# ---------------------------------------------------------------- the walls around one command
 def another_network():
+    """A network of our own without anything that the last command has left in it."""
     call("unshare", NEWNET)
     with socket.socket() as any:  # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
         fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
 
 
 def enclose(order):
+    """Mounts of its own: the command's folder at /work, and an empty /tmp."""
     call("unshare", NEWNS | NEWUTS | NEWIPC)
     kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
     for place in ("/tmp", "/dev/shm"):
-        call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, "mode=1777,size=%d" % order["disk"])
-    for place, fd in kept:  # a Python that lives there
-        os.makedirs(
-            place if os.path.isdir("/proc/self/fd/%d" % fd) else os.path.dirname(place),
-            exist_ok=True,
-        )
-        os.close(os.open(place, os.O_CREAT)) if not os.path.exists(place) else None
+        size = "mode=1777,size=%d" % order["disk"]
+        call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, size)
+    # What was mounted in the old /tmp, a Python that lives there, is mounted in the new one.
+    for place, fd in kept:
+        is_folder = os.path.isdir("/proc/self/fd/%d" % fd)
+        os.makedirs(place if is_folder else os.path.dirname(place), exist_ok=True)
+        if not os.path.exists(place):
+            os.close(os.open(place, os.O_CREAT))
         call("mount", "/proc/self/fd/%d" % fd, place, None, BIND, None)
         os.close(fd)
+
     call("mount", "/host" + order["root"], "/work", None, BIND, None)
-    call(
-        "mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k"
-    )  # whoever has no right to unmount never sees under it
-    call(
-        "mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2"
-    )  # of the server it sees nothing
+    # whoever has no right to unmount never sees under it
+    call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")
+    # of the server it sees nothing
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
     if not order["uid"]:  # it is the user that owns this process namespace
-        call("mount", "/proc/sys/kernel", "/proc/sys/kernel", None, BIND, None)
-        call(
-            "mount",
-            None,
-            "/proc/sys/kernel",
-            None,
-            REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC,
-            None,
-        )
-        alone(order)
+        kernel, flags = "/proc/sys/kernel", REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC
+        call("mount", kernel, kernel, None, BIND, None)
+        call("mount", None, kernel, None, flags, None)
+        own_user_namespace(order)
 
 
-def alone(order):
-    # a user namespace that owns nothing and counts its own processes. A command can make none
-    # in it, to mount as much memory as it likes
-    maps = [b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))]
-    call("unshare", NEWUSER)
-    tell("/proc/self/setgroups", b"deny"), tell("/proc/self/uid_map", maps[0]), tell(
-        "/proc/self/gid_map", maps[1]
+def own_user_namespace(order):
+    """A user namespace that owns nothing and counts its own processes. A command can make none in
+    it, to mount as much memory as it likes."""
+    uid_map, gid_map = (
+        b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))
     )
+    call("unshare", NEWUSER)
+    tell("/proc/self/setgroups", b"deny")
+    tell("/proc/self/uid_map", uid_map)
+    tell("/proc/self/gid_map", gid_map)
     tell("/proc/sys/user/max_user_namespaces", b"0")
 
 
-def bound():  # no program that is started from here on gains a right
+def drop_bounding_set():
+    """No program that is started from here on gains a right."""
     for capability in range(64):  # until there is none of this number
         if libc.prctl(DROP, capability, 0, 0, 0):
             break
 
 
 def renounce(order):
+    """Gives up all rights: the user, the capabilities, the system calls of the filter."""
     if order["uid"]:
-        os.setgroups([]), os.setresgid(*[order["uid"]] * 3), os.setresuid(*[order["uid"]] * 3)
+        os.setgroups([])
+        os.setresgid(*[order["uid"]] * 3)
+        os.setresuid(*[order["uid"]] * 3)
         call("prctl", DUMPABLE, 1, 0, 0, 0)
         try:
-            alone(order)
+            own_user_namespace(order)
         except OSError:  # the kernel has none
             pass
-    bound()  # a new user namespace has them all again
+    drop_bounding_set()  # a new user namespace has them all again
     call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
     if refusals:
-        call(
-            "prctl", SECCOMP, 2, struct.pack("HP", refusals[0], ctypes.addressof(refusals[1])), 0, 0
-        )
+        program = struct.pack("HP", refusals[0], ctypes.addressof(refusals[1]))
+        call("prctl", SECCOMP, 2, program, 0, 0)
     call("prctl", DUMPABLE, 1, 0, 0, 0)  # its own /proc is its own again
 
 
+# ---------------------------------------------------------------- one command, in the fork
 def script(python, *rest):
+    """(source, file name, sys.argv, first of sys.path) where the words are this Python with -S and
+    a program; None for any other command."""
     flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
     del rest[: len(flags)]
-    if python == sys.executable and "-S" in flags and rest[:1] == ["-c"] and len(rest) > 1:
-        return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [""] * ("-I" not in flags)
-    if (
-        python == sys.executable
-        and "-S" in flags
-        and rest
-        and rest[0].endswith(".py")
-        and os.path.isfile(rest[0])
-    ):
+    if python != sys.executable or "-S" not in flags:
+        return None
+    isolated = "-I" in flags
+    if rest[:1] == ["-c"] and len(rest) > 1:
+        return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [] if isolated else [""]
+    if rest and rest[0].endswith(".py") and os.path.isfile(rest[0]):
         with open(rest[0], "rb") as file:
-            return (
-                file.read(),
-                os.path.abspath(rest[0]),
-                rest,
-                [os.path.dirname(os.path.realpath(rest[0]))] * ("-I" not in flags),
-            )
+            source = file.read()
+        folder = os.path.dirname(os.path.realpath(rest[0]))
+        return source, os.path.abspath(rest[0]), rest, [] if isolated else [folder]
+    return None
 
 
-def command(order, given, wanted):
-    signal.set_wakeup_fd(-1), signal.signal(signal.SIGCHLD, signal.SIG_DFL), os.setsid()
+def set_limits(limits):
+    """Sets [(kind, most)], where a lower limit is not in force already."""
+    for kind, most in limits:
+        for limit in resource.getrlimit(kind)[1:]:
+            if limit != resource.RLIM_INFINITY:
+                most = min(most, limit)
+        try:
+            resource.setrlimit(kind, (most, most))
+        except ValueError:  # macOS knows no limit on memory
+            if caged:
+                raise
+
+
+def command(order, input_fd, output_fd):
+    """Makes this fork the command of an order. Returns only for a script, what script() says of it:
+    that runs in this interpreter."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        enclose(order) if caged else None
+        if caged:
+            enclose(order)
     except BaseException as error:
         line.send(str(error).encode() + b"; ")
         os._exit(127)
-    os.dup2(given, 0), os.dup2(wanted, 1), os.dup2(wanted, 2), line.detach(), os.closerange(3, 1024)
+
+    # Its input and output are its own; all other files, and the line, are closed.
+    os.dup2(input_fd, 0)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    line.detach()
+    os.closerange(3, 1024)
     try:
-        renounce(order) if caged else None
+        if caged:
+            renounce(order)
         os.chdir("/work" if caged else order["root"])
-        os.environ.clear(), os.environ.update(order["environment"])
-        for kind, most in order["limits"]:
-            most = min(
-                [
-                    most,
-                    *(
-                        limit
-                        for limit in resource.getrlimit(kind)[1:]
-                        if limit != resource.RLIM_INFINITY
-                    ),
-                ]
-            )
-            try:
-                resource.setrlimit(kind, (most, most))
-            except ValueError:  # macOS knows no limit on memory
-                if caged:
-                    raise
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        set_limits(order["limits"])
         found = script(*order["words"])
         if not found:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL), signal.signal(
-                signal.SIGXFSZ, signal.SIG_DFL
-            )
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             os.execvp(order["words"][0], order["words"])
         return found
     except (OSError, ValueError) as error:
-        os.write(
-            2,
-            ("%s: %s" % (order["words"][0][:80], getattr(error, "strerror", 0) or error)).encode(
-                "utf-8", "replace"
-            ),
-        )
+        why = getattr(error, "strerror", 0) or error
+        text = "%s: %s" % (order["words"][0][:80], why)
+        os.write(2, text.encode("utf-8", "replace"))
         os._exit(127)
 
 
-def watch(last):  # until it has ended, or whoever ordered it wants no more -> exit code
+def watch(last):
+    """Waits until the process `last` has ended, or whoever ordered it wants no more; kills whatever
+    it has left -> its exit code."""
     code = None
     while code is None and line not in select.select([line, ended], [], [])[0]:
         os.read(ended, 4096)
@@ -254,11 +259,8 @@ def watch(last):  # until it has ended, or whoever ordered it wants no more -> e
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 break
-            code = (
-                os.waitstatus_to_exitcode(status)
-                if pid == last and not os.WIFSTOPPED(status)
-                else code
-            )
+            if pid == last and not os.WIFSTOPPED(status):
+                code = os.waitstatus_to_exitcode(status)
     if code is None:
         libc.kill(last, signal.SIGKILL)  # it may have no session of its own yet
         code = -signal.SIGKILL
@@ -272,6 +274,7 @@ def watch(last):  # until it has ended, or whoever ordered it wants no more -> e
         return code if code >= 0 else 128 - code
 
 
+# ---------------------------------------------------------------- the end of a script
 def flush(*files):
     for file in files:
         if file is not None and not file.closed:
@@ -279,46 +282,54 @@ def flush(*files):
 
 
 def leave():
-    # as Python ends, but for taking all of its own memory apart, which is copied page by page
+    """Ends as Python ends, but for taking all of its own memory apart, which is copied page by
+    page."""
     streams = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
     try:
         flush(*streams)
     except BaseException:  # that has its words and its exit code
         return
+    # What the script made goes, and files are flushed with it.
     for other in set(sys.modules) - fresh | {"__main__"}:
         del sys.modules[other]
     del globals()["main"]
-    atexit._clear(), gc.collect()  # what the script made goes, and files are flushed with it
+    atexit._clear()
+    gc.collect()
     flush(*(left for left in gc.get_objects() if issubclass(type(left), io.IOBase)), *streams)
     if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL), os.kill(os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 
 def exit_status(code):
+    """The status of a process that ends by SystemExit(code)."""
     if isinstance(code, int):
         return code & 255 if -1 << 63 <= code < 1 << 63 else 255
     return int(code is not None)
 
 
-ended, pen = os.pipe()  # has something to read when a process has ended
-os.set_blocking(pen, False)
-signal.set_wakeup_fd(pen, warn_on_full_buffer=False)
-signal.signal(signal.SIGCHLD, lambda *_: None), signal.signal(signal.SIGINT, signal.SIG_IGN)
+# ---------------------------------------------------------------- getting ready
+ended, wakeup_fd = os.pipe()  # has something to read when a process has ended
+os.set_blocking(wakeup_fd, False)
+signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+signal.signal(signal.SIGCHLD, lambda *_: None)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 if caged:
+    mounted = []
     with open("/proc/self/mountinfo") as file:
-        mounted = [
-            os.fsdecode(os.fsencode(text.split()[4]).decode("unicode_escape").encode("latin-1"))
-            for text in file
-        ]
-    call(
-        "mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None
-    )  # where the next process can be given its number
-    bound()
+        for text in file:
+            place = os.fsencode(text.split()[4]).decode("unicode_escape")
+            mounted.append(os.fsdecode(place.encode("latin-1")))
+    # where the next process can be given its number
+    call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
+    drop_bounding_set()
     still, refusals = traffic(), forbidden()
 exec(compile(b"", "", "exec"))  # the first time of anything is dear
 gc.freeze()
 line.send(b"!")
+
+# ---------------------------------------------------------------- one order after the other
 while True:
     head, places, *_ = socket.recv_fds(line, 4, 2, socket.MSG_WAITALL)
     if len(head) < 4:
@@ -329,15 +340,18 @@ while True:
         read += more
     if not more:  # whoever ordered was killed in the middle of it
         sys.exit()
+
+    # Every command has the same process number, that after the one written here.
     try:
-        (
-            tell("/proc/sys/kernel/ns_last_pid", b"1") if caged else None
-        )  # the number before that of the command
+        if caged:
+            tell("/proc/sys/kernel/ns_last_pid", b"1")
     except OSError:  # a kernel that only counts
         pass
-    if not (last := os.fork()):
+    last = os.fork()
+    if not last:
         source, name, sys.argv, sys.path[:1] = command(marshal.loads(text), *places)
         break
+
     text[:] = bytes(len(text))  # no later command finds it in its memory
     for place in places:
         os.close(place)
@@ -347,10 +361,12 @@ while True:
     line.send(b"%d\n" % code)
     if not line.recv(1):  # nobody there who has heard
         sys.exit()
+
+# ---------------------------------------------------------------- the script, in the fork
 main = sys.modules["__main__"] = type(sys)("__main__")
-main.__dict__.update(
-    __builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name})
-)
+main.__dict__["__builtins__"] = __builtins__
+if name != "<string>":
+    main.__dict__["__file__"] = name
 kept = [sys.modules.pop(other) for other in set(sys.modules) - fresh]
 atexit.register(leave)  # what the script registers is called before
 status, interrupted = 0, False

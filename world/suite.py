@@ -9,7 +9,7 @@ import configparser
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 # Where pytest looks for its configuration, in this order; of the last three only a file with its
@@ -31,13 +31,14 @@ LEFT_OUT = [
     for pattern, why in (
         (r"--(no-)?cov\b.*|--cov[-=].*|--no-cov-on-fail", "coverage"),
         (
-            r"-n(\d+|auto|logical)?|--numprocesses\b.*|--dist\b.*|--maxprocesses\b.*|--tx\b.*|-f|--looponfail"
-            r"|--max-worker-restart\b.*|--workers\b.*|--tests-per-worker\b.*",
+            r"-n(\d+|auto|logical)?|--numprocesses\b.*|--dist\b.*|--maxprocesses\b.*|--tx\b.*"
+            r"|-f|--looponfail|--max-worker-restart\b.*|--workers\b.*|--tests-per-worker\b.*",
             "several processes",
         ),
         (r"--randomly-.*|--random-order.*|--reverse|--random.*", "a random order"),
         (
-            r"-x|--exitfirst|--maxfail\b.*|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace|--co|--collect-only",
+            r"-x|--exitfirst|--maxfail\b.*|--sw|--stepwise.*|--lf|--last-failed.*|--pdb|--trace"
+            r"|--co|--collect-only",
             "an early end",
         ),
         (
@@ -320,118 +321,80 @@ def adapted(plan, files, said, errors):
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
         names = sorted({provider(word) for word in words} - {""})
-        return without_options(
-            plan,
-            files,
-            words,
-            f"{' and '.join(names)} is not installed" if names else "no plugin here knows it",
-        )
+        why = "no plugin here knows it"
+        if names:
+            why = f"{' and '.join(names)} is not installed"
+        return without_options(plan, files, words, why)
     if match := re.search(r"Error importing plugin \"([\w.]+)\"", said):
-        return without_options(
-            plan,
-            files,
-            [["-p", match[1]], f"-p{match[1]}"],
-            f"the plugin {match[1]} is not installed",
-        )
-    if match := re.search(
-        r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset", said
-    ):
-        # pytest-asyncio warns of its own default, and the repository makes errors of warnings
+        words = [["-p", match[1]], f"-p{match[1]}"]
+        return without_options(plan, files, words, f"the plugin {match[1]} is not installed")
+
+    # pytest-asyncio warns of its own default, and the repository makes errors of warnings
+    unset = r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset"
+    if match := re.search(unset, said):
         more = ["-o", f"{match[1]}=function"]
         if more[1] not in plan.options:
             line = f"{match[1]} is set to function (pytest-asyncio warns where it is unset)"
-            return Plan(
-                [*plan.options, *more],
-                plan.config,
-                plan.folder,
-                plan.paths,
-                plan.rewrite,
-                [*plan.said, line],
-            )
+            return with_options(plan, more, line)
+
+    # refused by a strict configuration, or a warning that the repository makes an error of
     if match := re.search(r"Unknown config option:? ?s?:? ?([\w, ]+)", said):
-        # refused by a strict configuration, or a warning that the repository makes an error of
+        name = match[1].strip()
         more = ["-o", "strict_config=false", "-W", "ignore::pytest.PytestConfigWarning"]
         if more[1] in plan.options:
             return None
-        found = (
-            without_options(
-                plan, files, ["--strict-config"], f"no plugin here knows {match[1].strip()}"
-            )
-            or plan
-        )
-        return Plan(
-            [*found.options, *more],
-            plan.config,
-            plan.folder,
-            plan.paths,
-            plan.rewrite,
-            (
-                found.said
-                if found is not plan
-                else [*plan.said, f"unknown settings are allowed ({match[1].strip()})"]
-            ),
-        )
-    if match := next(
-        (
-            match
-            for text in [said, *errors.values()]
-            if (match := re.search(r"Unknown pytest\.mark\.(\w+)", text))
-        ),
-        None,
-    ):
+        found = without_options(plan, files, ["--strict-config"], f"no plugin here knows {name}")
+        if found:
+            return with_options(found, more)
+        return with_options(plan, more, f"unknown settings are allowed ({name})")
+    if name := first_group(r"Unknown pytest\.mark\.(\w+)", [said, *errors.values()]):
         more = ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
         if more[1] in plan.options:
             return None
-        name = provider(match[1]) or "a plugin"
-        line = f"unknown marks are allowed ({match[1]} belongs to {name}, which is not installed)"
-        return Plan(
-            [*plan.options, *more],
-            plan.config,
-            plan.folder,
-            plan.paths,
-            plan.rewrite,
-            [*plan.said, line],
-        )
-    strict = next(
-        (
-            match[1]
-            for text in errors.values()
-            if (match := re.search(r"'(\w+)' not found in `markers`", text))
-        ),
-        "",
-    )
-    if strict and "strict_markers=false" not in plan.options:
-        name = provider(strict) or "a plugin"
-        found = without_options(
-            plan,
-            files,
-            ["--strict-markers", "--strict"],
-            f"its mark {strict} belongs to {name}, which is not installed",
-        )
-        found = found or plan
-        return Plan(
-            [*found.options, "-o", "strict_markers=false"],
-            plan.config,
-            plan.folder,
-            plan.paths,
-            plan.rewrite,
-            (
-                found.said
-                if found is not plan
-                else [*plan.said, f"unknown marks are allowed ({strict})"]
-            ),
-        )
+        owner = provider(name) or "a plugin"
+        line = f"unknown marks are allowed ({name} belongs to {owner}, which is not installed)"
+        return with_options(plan, more, line)
+    name = first_group(r"'(\w+)' not found in `markers`", errors.values())
+    if name and "strict_markers=false" not in plan.options:
+        owner = provider(name) or "a plugin"
+        why = f"its mark {name} belongs to {owner}, which is not installed"
+        found = without_options(plan, files, ["--strict-markers", "--strict"], why)
+        more = ["-o", "strict_markers=false"]
+        if found:
+            return with_options(found, more)
+        return with_options(plan, more, f"unknown marks are allowed ({name})")
     return None
+
+
+def with_options(plan, more, *lines):
+    """The plan with more options, and with what is said of them."""
+    return replace(plan, options=[*plan.options, *more], said=[*plan.said, *lines])
+
+
+def first_group(pattern, texts):
+    """The first group of a pattern in the first text that it is found in; "" if in none."""
+    for text in texts:
+        if match := re.search(pattern, text):
+            return match[1]
+    return ""
 
 
 # ---------------------------------------------------------------- what tox, make, CI and others run
 COMMAND_FILES = re.compile(
-    r"^(tox\.ini|setup\.cfg|pyproject\.toml|noxfile\.py|Makefile|makefile|GNUmakefile|justfile|Justfile|setup\.py|\.travis\.yml"
-    r"|\.gitlab-ci\.yml|azure-pipelines\.yml|appveyor\.yml|\.appveyor\.yml|\.github/workflows/[^/]*"
-    r"|\.circleci/config\.yml|(scripts?|bin|ci)/[^/]*test[^/]*|[^/]*test[^/]*\.sh|README[^/]*|CONTRIBUTING[^/]*)$"
+    r"^(tox\.ini|setup\.cfg|pyproject\.toml|noxfile\.py|Makefile|makefile|GNUmakefile"
+    r"|justfile|Justfile|setup\.py|\.travis\.yml"
+    r"|\.gitlab-ci\.yml|azure-pipelines\.yml|appveyor\.yml|\.appveyor\.yml"
+    r"|\.github/workflows/[^/]*|\.circleci/config\.yml"
+    r"|(scripts?|bin|ci)/[^/]*test[^/]*|[^/]*test[^/]*\.sh|README[^/]*|CONTRIBUTING[^/]*)$"
 )
 RUNNERS = re.compile(
     r"\b(py\.?test|unittest|nose(tests|2)?|python[\d.]*\s+\S*tests?\S*\.py|setup\.py\s+test)\b"
+)
+
+
+# what stands before a command in a build file: a prompt, a dash, a key
+LINE_HEAD = re.compile(
+    r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?" r"\s*[:=]?\s*[-@|]*\s*"
 )
 
 
@@ -462,11 +425,7 @@ def command_lines(files):
                 yield path, line
             continue
         for line in text.split("\n"):
-            line = re.sub(
-                r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?\s*[:=]?\s*[-@|]*\s*",
-                "",
-                line,
-            )
+            line = LINE_HEAD.sub("", line)
             yield path, line.strip("`'\" ")
 
 
@@ -516,50 +475,18 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
-    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
-    line = re.sub(
-        r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?",
-        lambda match: "" if "bindir" in match[0] else "python",
-        line,
-    )
-    line = re.sub(r"\{toxinidir\}/?|\{toxinidir\}|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
-    line = re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
-    words = words_of(line)
-    while words and (
-        re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("time", "xvfb-run", "env", "exec", "-")
-    ):
-        words.pop(0)
-    while (
-        len(words) > 2
-        and words[0] in ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
-        and words[1] == "run"
-    ):
-        words = words[2:]
-    if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
-        words = words[1:]
-        while len(words) > 1 and words[0] in ("-W", "-X"):
-            words = words[2:]
-        while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
-            words = words[1:]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
-    if words[:2] == ["coverage", "run"]:
-        words = words[2:]
-        while words and words[0].startswith("-") and words[0] != "-m":
-            words = words[
-                (
-                    1
-                    if "=" in words[0]
-                    or words[0] in ("-a", "-p", "--append", "--branch", "--parallel-mode")
-                    else 2
-                ) :
-            ]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+    words = without_launchers(words_of(without_variables(line)))
     if words[:2] == ["FILE", "setup.py"] or not words:
         return None
     plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
-    present = lambda word: word in files or word.rstrip("/") in folders or word in (".", "./")
     folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
-    tidy = lambda word: word.removeprefix("./").rstrip("/") or "."
+
+    def present(word):
+        return word in files or word.rstrip("/") in folders or word in (".", "./")
+
+    def tidy(word):
+        return word.removeprefix("./").rstrip("/") or "."
+
     if head in ("pytest", "py.test"):
         kept, _ = keep_options(rest)
         for group in grouped(kept, present):
@@ -571,18 +498,49 @@ def plan_of_command(line, files):
     if head in ("nosetests", "nose", "nose2", "trial"):
         plan.paths = [tidy(word) for word in rest if present(tidy(word))]
         return plan
-    if (
-        head == "FILE"
-        and rest
-        and present(tidy(rest[0]))
-        and re.search(r"test", rest[0], re.I)
-        and rest[0].endswith(".py")
-    ):
-        plan.paths = [tidy(rest[0])]
-        return plan
+    if head == "FILE" and rest and present(tidy(rest[0])):
+        if re.search(r"test", rest[0], re.I) and rest[0].endswith(".py"):
+            plan.paths = [tidy(rest[0])]
+            return plan
     if head == "unittest":
         return unittest_plan(plan, rest, files, present)
     return None
+
+
+def without_variables(line):
+    """A command line without the variables of tox, make and shells, as far as they can be told."""
+    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
+    python = r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?"
+    line = re.sub(python, lambda match: "" if "bindir" in match[0] else "python", line)
+    line = re.sub(r"\{toxinidir\}/?|\{toxinidir\}|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
+    return re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
+
+
+def without_launchers(words):
+    """The words of a command from the runner of the tests on: without an environment, `poetry run`,
+    `python -m`, `coverage run`. The word FILE stands before a program that Python is given."""
+    while words and (
+        re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("time", "xvfb-run", "env", "exec", "-")
+    ):
+        words.pop(0)
+    managers = ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
+    while len(words) > 2 and words[0] in managers and words[1] == "run":
+        words = words[2:]
+    if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
+        words = words[1:]
+        while len(words) > 1 and words[0] in ("-W", "-X"):
+            words = words[2:]
+        while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
+            words = words[1:]
+        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+    if words[:2] == ["coverage", "run"]:
+        words = words[2:]
+        alone = ("-a", "-p", "--append", "--branch", "--parallel-mode")
+        while words and words[0].startswith("-") and words[0] != "-m":
+            has_value = "=" not in words[0] and words[0] not in alone
+            words = words[2:] if has_value else words[1:]
+        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+    return words
 
 
 def unittest_plan(plan, words, files, present):
@@ -633,17 +591,15 @@ def normalised(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+BUILD_FILES = re.compile(
+    r"(^|/)(pyproject\.toml|setup\.(cfg|py)|tox\.ini|noxfile\.py"
+    r"|[^/]*requirements?[^/]*\.txt)$|^requirements?/"
+)
+
+
 def declared_names(files):
     """Names of packages that the build files mention, normalised."""
-    text = "\n".join(
-        text
-        for path, text in files.items()
-        if re.search(
-            r"(^|/)(pyproject\.toml|setup\.(cfg|py)|tox\.ini|noxfile\.py|[^/]*requirements?[^/]*\.txt)$",
-            path,
-        )
-        or re.search(r"^requirements?/", path)
-    )
+    text = "\n".join(text for path, text in files.items() if BUILD_FILES.search(path))
     return {normalised(word) for word in re.findall(r"[A-Za-z][\w.-]+", text)}
 
 
@@ -728,7 +684,8 @@ def written_by_build(module, files, own):
         or re.search(rf"(^|/){re.escape(stem)}\.(pyx|c|cc|cpp|cxx|rs)$", name)
     ]
     declares = re.search(
-        rf"['\"]{re.escape(module)}['\"]|ext_modules|cythonize|maturin|setuptools.rust|py-modules-extension|mypycify",
+        rf"['\"]{re.escape(module)}['\"]|ext_modules|cythonize|maturin|setuptools.rust"
+        r"|py-modules-extension|mypycify",
         build,
     )
     if sources or (declares and not any(name.startswith(f"{path}.py") for name in files)):
@@ -762,8 +719,9 @@ def explain_error(where, text, files, own, repo):
         r"PackageNotFoundError: (?:No package metadata was found for )?['\"]?([\w.-]+)", text
     ):
         return (
-            f"{first}; the package asks for its own metadata, which only an installation or a build writes: "
-            f"unpack a source distribution, or give it a PKG-INFO with its name and version"
+            f"{first}; the package asks for its own metadata, which only an installation or a "
+            "build writes: unpack a source distribution, or give it a PKG-INFO with its name and "
+            "version"
         )
     if module:
         top = module.partition(".")[0]
@@ -775,11 +733,14 @@ def explain_error(where, text, files, own, repo):
             or any(path.split("/")[0] == top for path in files)
         )
         if normalised(top) in declared_names(files) and top not in own:
-            return f"{first}; it is declared but not installed: pip install {normalised(top)}, or --autoinstall"
+            name = normalised(top)
+            return (
+                f"{first}; it is declared but not installed: pip install {name}, or --autoinstall"
+            )
         if helper:
             return (
-                f"{first}; the module {module} is not in this folder (a source distribution often leaves the helpers of its "
-                "tests out): use a checkout of the repository"
+                f"{first}; the module {module} is not in this folder (a source distribution often "
+                "leaves the helpers of its tests out): use a checkout of the repository"
             )
         return f"{first}; install the package that has the module {module} for this Python"
     if match := re.search(r"'(\w+)' not found in `markers`", text):
@@ -788,7 +749,10 @@ def explain_error(where, text, files, own, repo):
             f"; the plugin {name} provides the mark: pip install {name}" if name else ""
         )
     if "import file mismatch" in text:
-        return f"{first}; two test files have one name: the authors' --import-mode=importlib, or an __init__.py in each folder, helps"
+        return (
+            f"{first}; two test files have one name: the authors' --import-mode=importlib, or an "
+            "__init__.py in each folder, helps"
+        )
     return first
 
 

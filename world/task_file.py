@@ -12,7 +12,7 @@ from pathlib import Path
 
 from world import suite as suites
 from world.files import unified
-from world.source import find_test
+from world.source import file_of_test, find_test, function_of_test
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
 
@@ -32,63 +32,68 @@ def instance(task, original):
 def read_tasks(path):
     """The tasks of a file; a broken line is refused with its number, and so is one whose id an
     earlier line has: results are kept by id, so the two would be counted as one."""
-    tasks, seen = [], {}
     try:
         # others than \n may stand inside a string
         lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-        lines = lines if lines != [""] else []
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read ({type(error).__name__})") from None
+    if lines == [""]:
+        return []
+
+    tasks, seen = [], {}
     for number, line in enumerate(lines, 1):
         try:
-            tasks.append(Task.from_json(line))
-            files, solution, meta = tasks[-1].files, tasks[-1].solution, tasks[-1].meta
-            assert (
-                isinstance(tasks[-1].problem_statement, str)
-                and isinstance(tasks[-1].hidden, list)
-                and type(tasks[-1].level) is int
-            )
-            assert isinstance(tasks[-1].instance_id, str) and isinstance(
-                tasks[-1].test_command, str
-            )
-            assert set(tasks[-1].tools) <= FUNCTIONS.keys() and isinstance(
-                meta.get("style", []), list
-            )
-            for place, text in (
-                item
-                for tree in (files, solution, meta.get("pristine", {}))
-                for item in tree.items()
-            ):
-                assert not (os.path.isabs(place) or ".." in Path(place).parts or "\0" in place)
-                place.encode("utf-8", "surrogateescape"), text.encode("utf-8", "surrogateescape")
-            if "repo" in meta:
-                assert all(
-                    find_test(meta["pristine"][group.split("::")[0]], group)
-                    for group in meta["hidden_groups"]
-                )
-                assert all(node.split("[")[0] in meta["hidden_groups"] for node in tasks[-1].hidden)
-                tests = {**files, **meta["pristine"]}
-                for group, sites in meta.get("twins", {}).items():
-                    assert find_test(tests[group.split("::")[0]], group)
-                    assert isinstance(sites, list) and all(type(site) is int for site in sites)
-                assert all(isinstance(name, str) for name in meta.get("names", []))
-                required = (
-                    tasks[-1].FAIL_TO_PASS + tasks[-1].PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
-                )
-                assert all(isinstance(node, str) for node in required)
-                suites.plan_of_task(meta.get("suite"))
-            else:
-                assert {"tests.py", "check.py"} <= files.keys()
-                assert all(
-                    isinstance(module + name, str) and isinstance(words, list) and words
-                    for module, name, words, _ in tasks[-1].hidden + meta["visible"]
-                )
+            task = Task.from_json(line)
+            check_task(task)
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
-        name = tasks[-1].instance_id
+        name = task.instance_id
         if name in seen:
             raise Refusal(
-                f"{path}: line {number} has the id of line {seen[name]}, {name!r}: give each task an id of its own"
+                f"{path}: line {number} has the id of line {seen[name]}, {name!r}: "
+                "give each task an id of its own"
             )
         seen[name] = number
+        tasks.append(task)
     return tasks
+
+
+def check_task(task):
+    """Raises one of the errors that read_tasks expects where a line is no task that can be played
+    and judged."""
+    # The fields are of their types.
+    texts = (task.problem_statement, task.instance_id, task.test_command)
+    assert all(isinstance(text, str) for text in texts)
+    assert isinstance(task.hidden, list) and type(task.level) is int
+    assert set(task.tools) <= FUNCTIONS.keys() and isinstance(task.meta.get("style", []), list)
+
+    # No path leads out of the tree, and every name and text can be written.
+    for tree in (task.files, task.solution, task.meta.get("pristine", {})):
+        for path, text in tree.items():
+            assert not os.path.isabs(path) and ".." not in Path(path).parts and "\0" not in path
+            path.encode("utf-8", "surrogateescape")
+            text.encode("utf-8", "surrogateescape")
+
+    if "repo" in task.meta:
+        check_repository_task(task)
+        return
+    # A generated codebase: the judge calls [module, function, arguments, expected].
+    assert {"tests.py", "check.py"} <= task.files.keys()
+    for module, name, words, _ in task.hidden + task.meta["visible"]:
+        assert isinstance(module + name, str) and isinstance(words, list) and words
+
+
+def check_repository_task(task):
+    """The same for what only a repository's task has: every test that is named can be found."""
+    meta = task.meta
+    for group in meta["hidden_groups"]:
+        assert find_test(meta["pristine"][file_of_test(group)], group)
+    assert all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden)
+    tests = {**task.files, **meta["pristine"]}
+    for group, sites in meta.get("twins", {}).items():
+        assert find_test(tests[file_of_test(group)], group)
+        assert isinstance(sites, list) and all(type(site) is int for site in sites)
+    assert all(isinstance(name, str) for name in meta.get("names", []))
+    required = task.FAIL_TO_PASS + task.PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
+    assert all(isinstance(node, str) for node in required)
+    suites.plan_of_task(meta.get("suite"))

@@ -380,24 +380,24 @@ class EqualityGuard(ast.NodeTransformer):
     everything."""
 
     def __init__(self, name):
-        self.wrap = lambda value: ast.Call(ast.Name(name, ast.Load()), [value], [])
+        self.name = name  # of the function that checks (GUARD in world/twin_helpers.py)
+
+    def guarded(self, value):
+        return ast.Call(ast.Name(self.name, ast.Load()), [value], [])
 
     def visit_Compare(self, node):
         self.generic_visit(node)
         if isinstance(node.ops[0], ast.Eq) and len(node.ops) == 1:
-            node.left, node.comparators = self.wrap(node.left), [self.wrap(node.comparators[0])]
+            node.left = self.guarded(node.left)
+            node.comparators = [self.guarded(node.comparators[0])]
         return node
 
     def visit_Call(self, node):
         self.generic_visit(node)
         name = getattr(node.func, "attr", "")
-        if (
-            name.startswith("assert")
-            and name.endswith("Equal")
-            and "Not" not in name
-            and len(node.args) >= 2
-        ):
-            node.args[:2] = map(self.wrap, node.args[:2])
+        is_equality = name.startswith("assert") and name.endswith("Equal") and "Not" not in name
+        if is_equality and len(node.args) >= 2:
+            node.args[:2] = [self.guarded(argument) for argument in node.args[:2]]
         return node
 
 

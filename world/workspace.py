@@ -35,12 +35,9 @@ class Workspace:
     def __init__(self, task, sandbox=None, longest=16_000):
         self.task, self.sandbox = task, sandbox_for(task, sandbox)
         self.longest = longest
-        self.largest = max(
-            [
-                1 << 20,
-                *(2 * len(text.encode("utf-8", "surrogateescape")) for text in task.files.values()),
-            ]
-        )
+        # bytes that a file may have to be read
+        sizes = [len(text.encode("utf-8", "surrogateescape")) for text in task.files.values()]
+        self.largest = max([1 << 20, *(2 * size for size in sizes)])
         self.directory = fresh_directory()
         self.root = Path(self.directory.name).resolve()
         try:
@@ -71,10 +68,10 @@ class Workspace:
                 raise ToolError(f"bad path: {path[:80]!r}")
             if place.exists() and not place.is_file():
                 raise ToolError(f"not a file: {path[:80]}")
-        except (OSError, ValueError) as error:
-            raise (
-                error if isinstance(error, ToolError) else ToolError(f"bad path: {path[:80]!r}")
-            ) from None
+        except ToolError:
+            raise
+        except (OSError, ValueError):
+            raise ToolError(f"bad path: {path[:80]!r}") from None
         return place
 
     def text(self, place):
@@ -117,36 +114,51 @@ class Workspace:
         return result
 
     def run_watched(self, command):
-        result, seen = self.recorder.watch(
-            "run_command", command, lambda: self.sandbox.run(command, self.root)
-        )
+        """Result, with what the recorder saw of the command."""
+
+        def run():
+            return self.sandbox.run(command, self.root)
+
+        result, seen = self.recorder.watch("run_command", command, run)
         if not result.started:
             raise MachineFailure(result.output)
         return replace(result, seen=seen)
 
     def run_or_remember(self, command):
-        run = lambda: self.run_watched(command)
+        """Result of a command, run now or remembered."""
         with as_machine_failure(f"cannot look into {self.root}"):
-            files, shape = ({}, []) if "repo" in self.task.meta else (self.files(), self.shape())
+            if "repo" in self.task.meta:
+                return self.run_watched(command)
+            files, shape = self.files(), self.shape()
             # A file that files() does not hold (too large, bytecode, one too many) may have changed
             # all the same.
-            whole = len(files) == sum(stat.S_ISREG(mode) for _, mode, _, _ in shape)
-            if "repo" in self.task.meta or not whole or not is_function_of_files(files, command):
-                return run()
-            same = lambda: (self.files(), self.shape()) == (files, shape)
-            return self.sandbox.once(tree_key(files, repr((command, shape))), run, same)
+            number = sum(stat.S_ISREG(mode) for _, mode, _, _ in shape)
+            if len(files) != number or not is_function_of_files(files, command):
+                return self.run_watched(command)
+
+            def run():
+                return self.run_watched(command)
+
+            def is_unchanged():
+                return (self.files(), self.shape()) == (files, shape)
+
+            key = tree_key(files, repr((command, shape)))
+            return self.sandbox.once(key, run, is_unchanged)
 
     def shape(self):
         """What files() does not tell: folders, links, modes and sizes."""
         found = []
         for folder, folders, names in walk(self.root):
-            for place in (os.path.join(folder, name) for name in folders + names):
+            for name in folders + names:
+                place = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
                     status = os.lstat(place)
-                    size, target = stat.S_ISDIR(status.st_mode) or status.st_size, stat.S_ISLNK(
-                        status.st_mode
-                    ) and os.readlink(place)
-                    found.append((place[len(str(self.root)) :], status.st_mode, size, target))
+                    is_link = stat.S_ISLNK(status.st_mode)
+                    # the size of a folder tells of no file
+                    size = stat.S_ISDIR(status.st_mode) or status.st_size
+                    target = is_link and os.readlink(place)
+                    path = place[len(str(self.root)) :]
+                    found.append((path, status.st_mode, size, target))
         return sorted(found)
 
     def files(self):
