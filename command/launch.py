@@ -81,7 +81,7 @@ def launch_local_ranks(argv, config, program):
         for rank in range(1, n):
             process = subprocess.Popen(
                 [*program, *argv],
-                preexec_fn=tied_to_parent(),
+                preexec_fn=started_rank if sys.platform == "linux" else None,
                 env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             child_processes.append(process)
@@ -130,6 +130,15 @@ def terminate_children(number, frame):
 def die_with_parent(number):
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)
+
+
+def started_rank():
+    """The preexec_fn of a rank that rank 0 starts. Ctrl-C reaches all ranks at once. One that is
+    still importing would die of it, and rank 0 would wait for it for half an hour: until it has
+    handlers of its own (stop_after_step) it leaves the signal to rank 0, whose end is its end."""
+    die_with_parent(signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):

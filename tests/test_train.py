@@ -412,7 +412,9 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
-    assert re.search(r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M)
+    assert re.search(
+        r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M
+    )
     assert "without room" not in train.eval.format_table({"one": records[2:]})
 
 
@@ -647,6 +649,23 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
     assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a rank ends with rank 0 on Linux alone")
+def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
+    """As Ctrl-C does. A rank that died while it was importing left rank 0 waiting for it."""
+    flags = [*SMALL, "--stage=long", "--steps=5000", "--processes=2", f"--start_from={run}"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out={tmp_path}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
+    started = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    while child.poll() is None and not started.read_text():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    os.killpg(child.pid, signal.SIGTERM)
+    # at once, or after its first step
+    assert child.wait(120) in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
