@@ -38,7 +38,7 @@ PHASES = {
     "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
-    "tools": [sampler.Sampler.turn, Future.result],
+    "tools": [sampler.Sampler.handle_turns, Future.result],
     "sampling": [sampler.Sampler.step],
     "update": [
         train.Reinforcement.group_losses,
