@@ -7,7 +7,7 @@ round in another order than the sum over one sequence, and in bf16 a draw that l
 two tokens then falls to the other one.
 
 It gives 4.8 to 9.1 times the tokens/s of the plain form: 32 synthetic episodes with tool calls, the
-laptop's model in bf16, one core, a busy machine (four runs of `python -m benchmarks.decode`, whose
+laptop's model in bf16, one core, a busy machine (four runs of benchmarks/decode.py's parts, whose
 tools take a tenth of a second now and then). Three ideas make it fast:
 
 - continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
