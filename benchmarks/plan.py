@@ -209,15 +209,17 @@ def muon_numbers(shapes, layout):
 # ---------------------------------------------------------------- the optimizer step
 
 
-def optimizer_step(shapes, layout, step, hardware):
+def optimizer_step(shapes, layout, step, hardware, heads=1):
     """Seconds per GPU of one Muon step: Newton-Schulz (five times X X^T, its square, one product
     with X), units on the wire, and reading weight, gradient, momentum, unit and writing weight,
-    momentum, unit."""
+    momentum, unit. heads: column blocks of the output projections, orthogonalized one by one."""
     flops = 0
     for name, shape in shapes.items():
         if is_muon(name, shape):
-            m, n = sorted(shape[-2:])
-            flops += 5 * math.prod(shape[:-2]) * (4 * m * m * n + 2 * m**3)
+            blocks = heads if name.endswith("attn.wo") else 1
+            matrices = blocks * math.prod(shape[:-2])
+            m, n = sorted((shape[-2], shape[-1] // blocks))
+            flops += 5 * matrices * (4 * m * m * n + 2 * m**3)
     wire = step.unit * muon_numbers(shapes, layout) / layout.world
     numbers = sum(held(name, shape, layout) for name, shape in shapes.items())
     speed = hardware.link if layout.world <= hardware.node else hardware.net
@@ -300,8 +302,8 @@ def traffic_rows(config, shapes, layouts, step, hardware):
     return rows + [("  seconds, if nothing overlaps", cells)]
 
 
-def optimizer_rows(shapes, layouts, step, hardware):
-    found = [optimizer_step(shapes, layout, step, hardware) for layout in layouts]
+def optimizer_rows(config, shapes, layouts, step, hardware):
+    found = [optimizer_step(shapes, layout, step, hardware, config.heads) for layout in layouts]
     rows = [("seconds of one Muon step", [""] * len(layouts))]
     for what in found[0]:
         rows.append((f"  {what}", [f"{times[what]:.3g}" for times in found]))
@@ -356,7 +358,7 @@ def plan(name, folder, gpus, cp, ep, step, hardware):
     memory_table, fits = memory_rows(config, shapes, columns, step, hardware)
     rows += memory_table
     rows += traffic_rows(config, shapes, columns, step, hardware)
-    rows += optimizer_rows(shapes, columns, step, hardware)
+    rows += optimizer_rows(config, shapes, columns, step, hardware)
 
     numbers = sum(math.prod(shape) for shape in shapes.values())
     in_experts = sum(math.prod(shape) for n, shape in shapes.items() if is_expert(n))

@@ -53,6 +53,13 @@ def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count(
     assert one["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15) and by_hand == pytest.approx(
         47.5e15, rel=0.01
     )
+    # The output projections per head: 64 blocks of 7168 x 128 in each of 61 layers.
+    outputs = {n: s for n, s in shapes.items() if n.endswith("attn.wo")}
+    of_outputs = plan.optimizer_step(
+        outputs, Layout(512, 2, 8), gpu_memory.Step(), plan.Hardware(tflops=1e3, share=1), 64
+    )
+    by_hand = 61 * 64 * 5 * (4 * 128**2 * 7168 + 2 * 128**3)
+    assert of_outputs["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15)
     # there and back in bf16
     assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
 
