@@ -129,7 +129,7 @@ with Workspace(task, sandbox) as workspace:
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
 model = rollout.small_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
-(chain,), = rollout.rollouts(fast.sampler.Sampler(model, tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
+(chain,), = rollout.rollouts(fast.sampler.Sampler(fast.accelerate(model), tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
 assert chain.files and not chain.failure
 with tempfile.TemporaryDirectory() as out:
     train.main(["--scale=tiny", "--stage=pretrain", "--steps=1", "--processes=1", "--vocab=300", "--dim=32", "--context=64",
