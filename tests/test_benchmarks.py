@@ -75,7 +75,7 @@ def test_an_earlier_report_in_the_folder_is_replaced_and_nothing_else_is(tmp_pat
     "name, columns",
     [
         ("decode", ["x full forward", "x static", "x plain"]),
-        ("train_step", ["x dense", "x forward"]),
+        ("train_step", ["x dense", "x plain"]),
         ("muon", ["x floor", "x torch", "ratio"]),
         ("loading", ["x reading"]),
         ("tools", ["x subprocess", "x sandbox"]),
