@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fast
 from published.grouped_query import config_of
+from small import SIZES
 from rollout import Limits, Tokenizer, agent, flatten
 from summarize import Compaction
 from synth_tasks import example_texts
@@ -51,21 +52,7 @@ def policy(seed=0, **changes):
     """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
     end."""
     torch.manual_seed(seed)
-    sizes = dict(
-        vocab=TRAINED.vocab,
-        dim=32,
-        layers=3,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=6,
-        num_experts_per_tok=2,
-        expert_ffn=16,
-        context=160,
-    )
+    sizes = SIZES | dict(vocab=TRAINED.vocab, context=160)
     model = fast.accelerate(config_of({**sizes, **changes}).build_model())
     with torch.no_grad():
         for p in model.parameters():

@@ -27,26 +27,12 @@ import summarize
 import synth_tasks
 import train
 from command import failures
+from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import hacking, objective, penalty, runner, sdft, summary, tables, tasks, teachers
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(listing.questions())
-SMALL = [
-    "--scale=tiny",
-    "--vocab=320",
-    "--dim=32",
-    "--context=64",
-    "--batch_tokens=512",
-    "--micro_tokens=256",
-    "--processes=1",
-    "--demos=12",
-    "--window=1024",
-    "--dtype=float32",
-    "--device=cpu",
-    "--max_turns=3",
-    f"--data={Path(json.__file__).parent}",
-]
 RL = ["--stage=rl", "--steps=1", "--tasks_per_step=2", "--group_size=2"]
 
 

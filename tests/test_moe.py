@@ -36,23 +36,10 @@ from moe import (
     rope_frequencies,
     speculate,
 )
+from small import SIZES
 from published.grouped_query import VariantConfig, VariantRouter, config_of
 
-SMALL = ModelConfig(
-    vocab=61,
-    dim=32,
-    layers=3,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=16,
-    dense_ffn=48,
-    experts=6,
-    num_experts_per_tok=2,
-    expert_ffn=16,
-    context=32,
-)
+SMALL = ModelConfig(**SIZES)
 KINDS = {
     "mla": {},
     "mla, low-rank queries": dict(q_lora=12),
@@ -289,7 +276,7 @@ def test_tokens_out_of_order_with_their_positions_equal_tokens_in_order(kind):
 def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole():
     """Context parallelism without ranks: both parts run in lockstep, layer by layer, and `gather`
     hands over the other's entries."""
-    model, tokens, T = build(), text(1, 16), 16
+    model, tokens = build(), text(1, 16)
     parts = [torch.tensor([0, 1, 2, 3, 12, 13, 14, 15]), torch.arange(4, 12)]
     x = [model.embed(tokens[:, p]) for p in parts]
     for block in model.layers:

@@ -22,6 +22,7 @@ import torch
 
 import fast
 import hsdp
+from small import FLAGS as SMALL
 import train
 from command import (
     checkpoint_files,
@@ -39,22 +40,6 @@ from published.loading import load_model
 from published.tokenizers import read_tokenizer
 
 ROOT = Path(train.__file__).parent
-SMALL = [
-    "--scale=tiny",
-    "--vocab=320",
-    "--dim=32",
-    "--context=64",
-    "--batch_tokens=512",
-    "--micro_tokens=256",
-    "--processes=1",
-    "--demos=12",
-    "--window=1024",
-    # which no edit here changes
-    "--dtype=float32",
-    "--device=cpu",
-    "--max_turns=3",
-    f"--data={Path(json.__file__).parent}",
-]
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,10 @@
 import torch
 
 import fast
+import small
 from published.grouped_query import config_of
 
-SIZES = dict(
-    vocab=61,
-    dim=32,
-    layers=3,
-    heads=2,
-    kv_lora=16,
-    qk_nope=8,
-    qk_rope=8,
-    v_dim=16,
-    dense_ffn=48,
-    experts=6,
-    num_experts_per_tok=2,
-    expert_ffn=16,
-    context=32,
-    kv_heads=1,
-)
+SIZES = small.SIZES | dict(kv_heads=1)
 KINDS = {
     "mla": {},
     "mla, low-rank queries, stretched, a draft": dict(q_lora=12, yarn_factor=4.0, mtp=1),
