@@ -280,14 +280,13 @@ def micro_outcomes(files, tests):
 
 
 def draw_tools(rng, dials):
-    """edit_file, and a random subset of the others that leaves the task solvable."""
-    tools = set()
+    """edit_file, run_command, and a random subset of the others that leaves the task solvable. The
+    tests can always be run: where they could not, feedback on a call to a missing run_command also
+    taught a small policy not to test where it can."""
+    tools = {"run_command"}
     for tool, probability in (("read_file", 0.5), ("search_codebase", 0.8)):
         if rng.random() < probability:
             tools.add(tool)
-    # Without a name in the prompt only the tests say what is missing.
-    if rng.random() < 0.75 or not dials["named"]:
-        tools.add("run_command")
     if dials["where"] != "prompt":
         tools.add("search_codebase")
     tools = ["edit_file", *sorted(tools)]

@@ -615,14 +615,27 @@ def agent_limits(config):
     return rollout.Limits(config.window, config.max_turns)
 
 
+# How often a level comes in the demonstrations; the others once. These levels hold functions of two
+# steps, whose constants are the hardest to copy: each has to stand behind its own operation.
+DEMO_SHARES = {1: 2, 2: 2, 4: 3}
+
+
+def demonstration_levels(levels):
+    """The levels of consecutive demonstrations, which begin anew when they are through."""
+    cycle = []
+    for level in range(levels):
+        cycle += [level] * DEMO_SHARES.get(level, 1)
+    return cycle
+
+
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs. Levels in equal shares, each task from its own seed; a
-    summarised chain gives several training sequences."""
-    pairs = []
+    """-> (number, episodes) pairs, each task from its own seed; a summarised chain gives several
+    training sequences."""
+    cycle, pairs = demonstration_levels(config.levels), []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
-        task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
+        task = make_task(config, cycle[i % len(cycle)], ((config.seed or 1 << 32) << 24) + i)
         pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
     return pairs
 
