@@ -30,9 +30,7 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
 
-import argparse
 import itertools
-import os
 import re
 import sys
 from contextlib import contextmanager
@@ -815,25 +813,6 @@ def kl_along_episode(model, words, chain, hint):
     return [words.names[i] for i in tokens[at]], divergence(student, teacher).numpy()
 
 
-def draw(path, names, kl, curve):
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    colors = ["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3)
-    bars = left.bar(range(len(kl)), kl, color=colors)
-    left.bar_label(bars, fmt="%.2f", fontsize=8)
-    left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
-    left.set_ylabel("KL(student | teacher), nats")
-    left.set_title("Where the hint disagrees (red: the hinted turn, in the loss)")
-    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
-        right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
-    right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
-    right.set_title("What the student does without the hint")
-    right.legend(frameon=False, fontsize=8, loc="center right")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
 def make_toy_model(words):
     from moe import Model, ModelConfig
 
@@ -842,7 +821,14 @@ def make_toy_model(words):
     return Model(ModelConfig(len(words.names), **sizes))
 
 
-def demo(path):
+def demo():
+    from command.demo_figures import draw_hint
+    from command.output_files import check_writable
+
+    # A place that cannot be written is refused before the work.
+    path = Path("out/feedback.png")
+    check_writable(path.parent, [path.name])
+
     # tensors this small only lose by being shared
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -866,7 +852,7 @@ def demo(path):
         wrong, good, moved = curve[step]
         now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"
         print(f"step {step:2}  {now}  final message moved {moved:.4f}")
-    draw(path, names, kl, curve)
+    draw_hint(names, kl, curve, path)
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
         f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of "
@@ -876,24 +862,11 @@ def demo(path):
     )
 
 
-def refuse(message):
-    print(f"feedback_distill.py: {message}", file=sys.stderr)
-    sys.exit(2)
+def main(argv):
+    from command.demonstration import run_demo
 
-
-def main():
-    parser = argparse.ArgumentParser(description="A hint cures a tiny model.", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args()
-    path = Path("out/feedback.png")
-    try:
-        # A place that cannot be written is refused before the work.
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        demo(path)
-    except OSError as problem:
-        refuse(f"cannot write {path}: {problem.strerror}")
+    run_demo("feedback_distill.py", "A hint cures a tiny model.", demo, argv)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -29,7 +29,6 @@ model width, E experts, R rows.
         train.py --ep=8 --cp=2
 """
 
-import argparse
 import io
 import json
 import math
@@ -37,7 +36,6 @@ import os
 import shutil
 import sys
 import warnings
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -51,7 +49,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from command.checkpoint_files import (
     CheckpointReader,
@@ -705,43 +702,6 @@ def gather_from_ranks(item):
 # ---------------------------------------------------------------- demo
 
 
-class CommCounter(TorchDispatchMode):
-    """`with CommCounter() as counter`: counter.bytes are the bytes that this rank receives, by
-    collective, whoever calls it."""
-
-    KINDS = {
-        "_allgather_base_": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "allreduce_": "all-reduce",
-        "alltoall_base_": "all-to-all",
-    }
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # it comes back as plain tensors
-        kind = self.KINDS.get(op._schema.name.removeprefix("c10d::"))
-        if kind:
-            self.bytes[kind] += self.received(kind, args)
-        return op(*args, **(kwargs or {}))
-
-    def received(self, kind, args):
-        """Bytes that this rank receives, by the usual ring algorithms; args: of torch's operator"""
-        group = dist.ProcessGroup.unbox(args[1 if kind == "all-reduce" else 2])
-        others = (group.size() - 1) / group.size()
-        if kind == "all-reduce":
-            return 2 * others * sum(t.nbytes for t in args[0])
-        if kind == "all-to-all" and args[3]:
-            output, splits = args[0], args[3]
-            from_itself = splits[group.rank()] * output.nbytes // max(len(output), 1)
-            return output.nbytes - from_itself
-        whole = args[1] if kind == "reduce-scatter" else args[0]
-        return others * whole.nbytes
-
-
 def small_model():
     from moe import Model, ModelConfig
 
@@ -780,6 +740,8 @@ def largest_difference(model, grads):
 
 def demo_rank(rank, world, layouts):
     """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
+    from command.comm_counter import CommCounter
+
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
@@ -805,47 +767,8 @@ def describe_ranks(layout):
     return table
 
 
-def draw(layouts, path):
-    """The same ranks on two meshes, side by side: equal colours hold equal weights."""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(layouts), 2, figsize=(12, 2 * len(layouts)), squeeze=False)
-    for layout, (left, right) in zip(layouts, axes):
-        copies, pieces = layout.dp_replicate, layout.shard
-        table, ranks = describe_ranks(layout), range(layout.world)
-        labels = [f"rank {r}\npiece {r % pieces}\nbatch {table['batch . part'][r]}" for r in ranks]
-        title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
-        draw_mesh(left, copies, [r % pieces for r in ranks], labels, title)
-
-        labels = []
-        for r, word in enumerate(table["experts . piece"]):
-            experts, piece = word.split(".")
-            labels.append(f"rank {r}\nexperts {experts}\npiece {piece}")
-        title = f"experts: {layout.ep} groups (ep) x {layout.efsdp} pieces (efsdp)"
-        draw_mesh(right, layout.efsdp, list(ranks), labels, title)
-    figure.suptitle(
-        "Which rank holds which weights: the same 8 ranks on two meshes; "
-        "equal colours are copies  (python hsdp.py)"
-    )
-    figure.tight_layout()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def draw_mesh(axis, rows, colors, labels, title):
-    """A grid of ranks, row by row, each with its colour and its label."""
-    columns = len(colors) // rows
-    grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    axis.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
-    axis.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
-    for r, label in enumerate(labels):
-        axis.text(r % columns, r // columns, label, ha="center", va="center", fontsize=7)
-    axis.set(title=title, xticks=[], yticks=[])
-
-
 def demo(path="out/hsdp.png"):
+    from command.demo_figures import draw_meshes
     from command.forked_ranks import fork_ranks
 
     # One process without any mesh: what all layouts must compute. A process that has seen a GPU
@@ -870,29 +793,18 @@ def demo(path="out/hsdp.png"):
         )
         worst = max(worst, error, abs(loss - expected))
 
-    draw(layouts, path)
+    draw_meshes(layouts, [describe_ranks(layout) for layout in layouts], path)
     print(
         f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process "
         f"computes, to {worst:.0e}."
     )
 
 
-def refuse(message):
-    print(f"hsdp.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
-    if argv and argv[0].startswith("--plan"):
-        flags = " ".join(word for word in argv if not word.startswith("--plan"))
-        refuse(f"--plan has moved: python -m benchmarks.plan {flags}".rstrip())
-    parser = argparse.ArgumentParser(description="The demonstration.", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    moved = {"--plan": "python -m benchmarks.plan"}
+    run_demo("hsdp.py", "The demonstration.", demo, argv, moved)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,9 @@ shape, in float64.
     python length_penalty.py --k=.1 --q=1 --turns=2
 """
 
-import argparse
 import math
-import os
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 
@@ -149,31 +146,20 @@ def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
 # ---------------------------------------------------------------- demo
 
 
-def draw(path, k, q, scale, token):
-    """Left what an episode pays, right what its next 100 tokens cost; token: the weight of one"""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    x = np.linspace(0, 60, 400)
-    curves = (
-        (f"k={k:g} q={q:g}", k, q, scale),
-        ("linear, equal at x=9", 1, 0, linear_scale(9, scale, k, q)),
-        ("k=1 q=1", 1, 1, scale),
-        ("k=.1 q=2, bounded", 0.1, 2, scale),
-    )
-    for name, K, Q, S in curves:
-        price = S * (cost(x + 100 * token, K, Q) - cost(x, K, Q))
-        left.plot(x, S * cost(x, K, Q), label=name)
-        right.plot(x, price, label=f"{name}: {price[0]:.2f} -> {price[-1]:.2f}")
-    left.set(xlabel="effort x", ylabel="scale * C(x), in units of one solved task")
-    left.set_title("What an episode pays")
-    right.set(xlabel="effort so far", ylabel="price", title="What the next 100 tokens cost")
-    for axis in (left, right):
-        axis.legend(frameon=False, fontsize=9)
-    right.set_ylim(0, 1.5 * right.get_ylim()[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+def price_curves(x, k, q, scale, token):
+    """Over effort x: {penalty: (what an episode pays, what its next 100 tokens cost)}. token: the
+    effort of one token."""
+    penalties = {
+        f"k={k:g} q={q:g}": (k, q, scale),
+        "linear, equal at x=9": (1, 0, linear_scale(9, scale, k, q)),
+        "k=1 q=1": (1, 1, scale),
+        "k=.1 q=2, bounded": (0.1, 2, scale),
+    }
+    curves = {}
+    for name, (k, q, scale) in penalties.items():
+        paid = scale * cost(x, k, q)
+        curves[name] = paid, scale * cost(x + 100 * token, k, q) - paid
+    return curves
 
 
 def print_reference():
@@ -214,24 +200,15 @@ def print_groups(k, q, scale, weights):
     return sizes
 
 
-def refuse(message):
-    print(f"length_penalty.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse_flags():
+def parse_flags(parser, argv):
     """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
-    parser = argparse.ArgumentParser(
-        description="The curves of the length penalty.", allow_abbrev=False
-    )
-    parser.error = refuse
     parser.add_argument("--k", type=float, default=1.0)
     parser.add_argument("--q", type=float, default=0.5)
     parser.add_argument("--scale", type=float, default=0.15)
     for field in fields(Weights):
         about = "weight in the effort"
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
         cost(1.0, args.k, args.q)
@@ -240,23 +217,21 @@ def parse_flags():
         for name, value in vars(args).items():
             assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
     except AssertionError as problem:
-        refuse(problem)
+        parser.error(problem)
     return args, weights
 
 
-def main():
-    args, weights = parse_flags()
-    k, q, scale = args.k, args.q, args.scale
+def demo(k, q, scale, weights):
+    from command.demo_figures import draw_prices
+
     worst = print_reference()
     print_margins(k, q, scale)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(k, q, scale, weights)
-    path = Path("out/length_penalty.png")
-    try:
-        draw(path, k, q, scale, weights.thinking_tokens)
-    except OSError as problem:
-        refuse(f"cannot write {path}: {problem.strerror}")
 
+    # The price of the next 100 tokens falls with what was spent before.
+    x, path = np.linspace(0, 60, 400), "out/length_penalty.png"
+    draw_prices(x, price_curves(x, k, q, scale, weights.thinking_tokens), path)
     x = np.array([0, 40.0])
     price = scale * (cost(x + 100 * weights.thinking_tokens, k, q) - cost(x, k, q))
     print(
@@ -267,5 +242,13 @@ def main():
     )
 
 
+def main(argv):
+    from command.demonstration import draw_or_refuse, make_parser
+
+    parser = make_parser("length_penalty.py", "The curves of the length penalty.")
+    args, weights = parse_flags(parser, argv)
+    draw_or_refuse(parser, lambda: demo(args.k, args.q, args.scale, weights))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -31,9 +31,7 @@ dims, C latent dims, E experts, K chosen experts, F expert width, M = B * T toke
                      balancing bias (a figure), and how often the draft is right
 """
 
-import argparse
 import math
-import os
 import sys
 import sysconfig
 from contextlib import contextmanager, nullcontext
@@ -767,31 +765,14 @@ def train_small(config, data, rate, steps=150):
     return model.eval(), losses, torch.stack(loads)
 
 
-def draw_loads(runs, path):
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(runs), figsize=(9, 3.2), sharey=True, layout="constrained")
-    for ax, (name, (_, losses, loads)) in zip(axes, runs.items()):
-        loss, busiest = sum(losses[-20:]) / 20, loads[-20:].mean(0).max()
-        ax.stackplot(range(len(loads)), loads.T.numpy())
-        ax.set(title=f"{name}: loss {loss:.2f}, busiest expert {busiest:.0%}", xlabel="step")
-        ax.set(xlim=(0, len(loads) - 1), ylim=(0, 1))
-    axes[0].set_ylabel("share of the tokens, expert by expert")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 DEMO = ModelConfig(
     vocab=256, dim=64, layers=2, heads=2, kv_lora=32, dense_ffn=128, experts=8, expert_ffn=32
 )
 
 
 def demo():
+    from command.demo_figures import draw_loads
+
     torch.set_num_threads(1)
     data, runs = python_bytes(), {}
     for name, rate, mtp in (("without balancing", 0.0, 0), ("with the bias", 2e-2, 1)):
@@ -801,7 +782,7 @@ def demo():
             f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   "
             f"shares of the last 20 steps: {shares}"
         )
-    draw_loads(runs, Path("out/moe.png"))
+    draw_loads({name: shown for name, (_, *shown) in runs.items()}, "out/moe.png")
     text, right = speculate(model, data[:64], 100)
     print(
         f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, "
@@ -816,25 +797,12 @@ def demo():
     )
 
 
-def refuse(message):
-    print(f"moe.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.train_step")
-    parser = argparse.ArgumentParser(
-        description="Expert load with and without the balancing bias.",
-        usage=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    about = "Expert load with and without the balancing bias."
+    moved = {"--bench": "python -m benchmarks.train_step"}
+    run_demo("moe.py", about, demo, argv, moved)
 
 
 if __name__ == "__main__":

@@ -35,15 +35,12 @@ thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
-import argparse
 import copy
 import math
-import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
 from itertools import compress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -921,32 +918,6 @@ def demo_rank(rank, world):
     return whole, optimizer.events, optimizer.traffic
 
 
-def draw_timeline(events, path):
-    """One row per task of rank 0: when its shards were under way, when it multiplied. Overlap is a
-    bar above another."""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    start, marks = min(t for t, _, _ in events), defaultdict(dict)
-    for t, task, event in events:
-        marks[task][event] = 1e3 * (t - start)
-    figure, axes = plt.subplots(figsize=(9, 0.7 + 0.55 * len(marks)))
-    for begin, end, color, label in (
-        ("send", "multiply", "#9ecae1", "shards to owners"),
-        ("multiply", "multiplied", "#e6550d", "Newton-Schulz"),
-        ("return", "done", "#a1d99b", "results back"),
-    ):
-        lengths = [mark[end] - mark[begin] for mark in marks.values()]
-        lefts = [mark[begin] for mark in marks.values()]
-        axes.barh(list(marks), lengths, left=lefts, color=color, label=label)
-    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks))
-    axes.set_title("One task's shards travel, another multiplies")
-    axes.invert_yaxis()
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def show_singular_values():
     """How five steps bring the singular values of one matrix to about 1"""
     generator = torch.Generator().manual_seed(0)
@@ -963,6 +934,7 @@ def show_singular_values():
 
 
 def demo():
+    from command.demo_figures import draw_timeline
     from command.forked_ranks import fork_ranks
 
     torch.set_num_threads(1)
@@ -978,7 +950,7 @@ def demo():
             error = max(error, (whole[name] - p).abs().max().item())
 
     _, events, traffic = ranks[0]
-    draw_timeline(events, Path("out/muon.png"))
+    draw_timeline(events, "out/muon.png")
     when = {(task, event): t for t, task, event in events}
     lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
     print(
@@ -989,21 +961,11 @@ def demo():
     )
 
 
-def refuse(message):
-    print(f"muon.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.muon")
-    parser = argparse.ArgumentParser(description="Muon, alone", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    moved = {"--bench": "python -m benchmarks.muon"}
+    run_demo("muon.py", "Muon, alone", demo, argv, moved)
 
 
 if __name__ == "__main__":

@@ -36,15 +36,12 @@ K experts per token.
                             there, in colour, with masks and flags
 """
 
-import argparse
 import math
-import os
 import random
 import sys
 from bisect import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import regex  # comes with tiktoken
@@ -1019,9 +1016,6 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
-# ---------------------------------------------------------------- transcripts on file
-
-
 # ---------------------------------------------------------------- demo
 
 
@@ -1046,37 +1040,22 @@ def rescore(model, episode, temperature=1.0, replay=True):
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
-def draw_estimates(path, n=200_000):
-    """What the three estimates of KL(pi || ref) cost: their variance where pi = N(0, 1) and ref =
-    N(d, 1), whose KL is d^2 / 2"""
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    from matplotlib.figure import Figure
-
+def kl_variances(n=200_000):
+    """The variance of one sample's estimate of KL(pi || ref), where pi = N(0, 1) and ref = N(d, 1),
+    whose KL is d^2 / 2 -> those divergences, {estimate: its variances}"""
     kl = np.linspace(0.02, 2, 25)
     x = torch.randn(n, dtype=torch.float64)  # samples of pi
-    variances = []
+    variances = {"k1, kept": [], "k2, biased": [], "k3": []}
     for nats in kl:
         distance = (2 * nats) ** 0.5
         estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
-        variances.append([float(estimate.var()) for estimate in estimates])
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    ax = figure.subplots()
-    for i, name in enumerate(("k1, kept", "k2, biased", "k3")):
-        ax.plot(kl, [row[i] for row in variances], label=name)
-    ax.set(
-        yscale="log",
-        xlabel="KL divergence, nats",
-        ylabel="variance of one sample's estimate",
-        title="Why k1",
-    )
-    ax.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+        for values, estimate in zip(variances.values(), estimates):
+            values.append(float(estimate.var()))
+    return kl, variances
 
 
 def demo():
+    from command.demo_figures import draw_kl_variances
     from command.transcripts import describe_chain, format_transcript
     from synth_tasks import example_texts
 
@@ -1103,46 +1082,32 @@ def demo():
         f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
         f"from the cache equal the trainer's to {worst:.0e}."
     )
-    draw_estimates(Path("out/rollout.png"))
+    draw_kl_variances(*kl_variances(), "out/rollout.png")
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
-def refuse(text):
-    print(f"rollout.py: {text}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
+    from command.demonstration import draw_or_refuse, make_parser, refuse_moved
     from command.transcripts import replay
 
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.decode")
-    parser = argparse.ArgumentParser(
-        description="A demonstration and a group of rollouts.", allow_abbrev=False
-    )
-    parser.error = refuse
-    parser.add_argument(
-        "--replay",
-        metavar="FILE",
-        help="print a conversation of a transcripts.jsonl, the last if no --line is given",
-    )
-    parser.add_argument(
-        "--line", type=int, metavar="N", help="with --replay: which line of the file, from 1"
-    )
+    parser = make_parser("rollout.py", "A demonstration and a group of rollouts.")
+    refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
+    about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
+    parser.add_argument("--replay", metavar="FILE", help=about)
+    about = "with --replay: which line of the file, from 1"
+    parser.add_argument("--line", type=int, metavar="N", help=about)
     given = parser.parse_args(argv)
+
     if given.line is not None and given.replay is None:
-        refuse("--line goes with --replay=FILE")
-    if given.replay == "":
-        refuse("--replay= names no file")
-    if given.replay is not None:
-        try:
-            return replay(given.replay, given.line)
-        except ValueError as error:
-            refuse(error)
+        parser.error("--line goes with --replay=FILE")
+    if given.replay is None:
+        return draw_or_refuse(parser, demo)
+    if not given.replay:
+        parser.error("--replay= names no file")
     try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+        replay(given.replay, given.line)
+    except ValueError as error:
+        parser.error(error)
 
 
 if __name__ == "__main__":

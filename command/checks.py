@@ -16,7 +16,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-import eval
 import feedback_distill
 import hsdp
 import synth_tasks
@@ -26,6 +25,7 @@ from command.output_files import check_writable
 from moe import fast_dtype
 from world.task import Refusal
 from world.task_file import read_tasks
+from command import drawing
 
 # {flag: the words that it takes}
 CHOICES = {
@@ -255,7 +255,7 @@ def check_outputs(out, stages):
             + (f"{error.filename}: " if error.filename else "")
             + str(error.strerror)
         )
-    problem = eval.try_to_draw() if "eval" in stages and is_first_rank() else ""
+    problem = drawing.try_to_draw() if "eval" in stages and is_first_rank() else ""
     if problem:
         print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import hsdp
 from command.output_files import digest_file
+from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
-from eval import draw_policies, draw_safely, format_table, load, unfinished, write_json
+from command.policy_report import draw_policies, format_table
+from eval import load, unfinished, write_json
 from world.task import Refusal
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoint_files, failures, gpu_memory
+from command import checkpoint_files, comm_counter, failures, gpu_memory
 from command.checks import check_parameters
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, balance, mtp_loss
@@ -202,7 +202,7 @@ def bf16_wire(world):
         for p in model.parameters():
             p.data = p.data.to(kept)
         model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
-        with hsdp.CommCounter() as counter:
+        with comm_counter.CommCounter() as counter:
             out.append(
                 (
                     forward_backward(model, meshes, 0),
@@ -248,11 +248,11 @@ def counted_bytes(world):
         meshes = make_meshes(**vars(layout))
         model = parallelize(build(), meshes)
         optimizer = make_optimizer(model)
-        with hsdp.CommCounter() as wire:
+        with comm_counter.CommCounter() as wire:
             forward_backward(model, meshes, 0, length)
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        planned = dict.fromkeys(hsdp.CommCounter.KINDS.values(), 0)
+        planned = dict.fromkeys(comm_counter.CommCounter.KINDS.values(), 0)
         for kind, _, size, _ in plan.traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):

@@ -27,6 +27,7 @@ import train
 from command import (
     checkpoint_files,
     checkpoints,
+    drawing,
     flags,
     idle_flags,
     old_flags,
@@ -1702,7 +1703,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     def fails(*words):
         raise ImportError("no backend")
 
-    monkeypatch.setattr(train.eval, "make_axes", fails)
+    monkeypatch.setattr(drawing, "make_axes", fails)
     capsys.readouterr()
     train.main(
         [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]
