@@ -47,6 +47,7 @@ from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
+from world.audit import audit_chain
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task_file import read_tasks
@@ -224,14 +225,14 @@ def write_json(policies, path, extra=None):
 def has_cheat(chain):
     """Does the audit find a cheat in this rollout? By facts alone: what only sounds like one is
     `is_suspicious`."""
-    return any(finding.severity == "cheat" for finding in rollout.audit_chain(chain))
+    return any(finding.severity == "cheat" for finding in audit_chain(chain))
 
 
 def is_suspicious(chain):
     """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
     if has_cheat(chain):
         return False
-    return any(finding.severity == "suspicious" for finding in rollout.audit_chain(chain))
+    return any(finding.severity == "suspicious" for finding in audit_chain(chain))
 
 
 def submitted_untested(chain):

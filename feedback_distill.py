@@ -43,7 +43,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import Tokenizer, effort_counts, make_turn, play_moves
+from length_penalty import count_effort
+from rollout import Tokenizer, make_turn, play_moves
 from world.expert import expert
 from world.task import HINTED, Action
 from world.tools import ARGUMENTS
@@ -408,7 +409,7 @@ def demonstrate_with_hints(
     moves = hinted_moves(task, moves, rng, remind, hints, neutral, hinted)
     chain = play_moves(task, tokenizer, moves, limits, compact)
     insert_hints(tokenizer, chain, hinted)
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     return chain
 
 

@@ -86,6 +86,41 @@ def cost(x, k=1.0, q=0.5):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
+def count_effort(chain):
+    """The six quantities the length penalty weighs, and the counts the tables show, over the whole
+    chain."""
+
+    def count_tokens(turns):
+        return sum(len(turn.tokens) - turn.head for turn in turns)
+
+    # The policy's turns: those that act, and those that only speak (summaries, the final message).
+    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    acting = [turn for turn in own if turn.calls]
+    silent = [turn for turn in own if not turn.calls]
+    final = silent[-1:] if chain.finished else []
+    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    calls = [call for turn in acting for call in turn.calls]
+    lengths = [len(episode) for episode in chain.episodes]
+
+    # Thinking is what stands before the first call of a turn, and every summary.
+    thinking = sum(turn.thinking for turn in acting)
+    return dict(
+        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        call_tokens=count_tokens(acting) - thinking,
+        output_tokens=count_tokens(outputs),
+        final_tokens=count_tokens(final),
+        calls=len(calls),
+        turns=len(own),
+        sampled=count_tokens(own),
+        summaries=len(chain.episodes) - 1,
+        context=max(lengths),
+        total=sum(lengths),
+        bad_tools=sum(call.error == "unknown_tool" for call in calls),
+        bad_arguments=sum(call.error == "bad_arguments" for call in calls),
+        finished=chain.finished,
+    )
+
+
 def effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""

@@ -35,7 +35,6 @@ thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
-import copy
 import math
 import sys
 import time
@@ -44,8 +43,7 @@ from itertools import compress
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---------------------------------------------------------------- mathematics
 
@@ -450,10 +448,6 @@ class Muon(torch.optim.Optimizer):
     alone). State is fp32. Weights in bf16 are rounded stochastically, alike on every rank that
     holds a copy."""
 
-    # what copies of an optimizer take along, beside torch's part
-    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz"
-    COPIED += "check_gradients", "task_bytes", "window"
-
     def __init__(
         self,
         param_groups,
@@ -744,11 +738,6 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
-        # Groups of earlier versions had a choice. Its default is what is left.
-        for group in state_dict["param_groups"]:
-            for option, kept in (("scale", "rms"), ("coefficients", "quintic")):
-                if group.get(option, kept) != kept:
-                    raise ValueError(f"made with {option}={group[option]}: only {kept} is left")
         super().load_state_dict(state_dict)
         numbers, params = [], []
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
@@ -760,22 +749,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[p][key] = tensor.to(p.device, copy=True)
 
     def __getstate__(self):
-        """What pickle takes along. Another process does not have our process group."""
-        if self.replicas is not None:
-            raise TypeError("a process group (replicas) cannot be pickled: save the state_dict()")
-        return self.copied_state()
-
-    def __deepcopy__(self, memo):
-        """A copy in this process uses the same process group."""
-        memo[id(self.replicas)] = self.replicas
-        memo[id(self)] = twin = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.copied_state(), memo))
-        return twin
-
-    def copied_state(self):
-        """torch's part, our settings and the names: everything else follows from them."""
-        settings = {key: getattr(self, key) for key in self.COPIED}
-        return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
+        """A copy of an optimizer would need its own parameters and the same process groups."""
+        raise TypeError("Muon is not copied: make one of the new parameters, load its state_dict()")
 
     def __setstate__(self, state):
         """torch's load_state_dict calls it, too, with groups and state alone."""
@@ -885,38 +860,6 @@ def check_parameter(name, param, options):
 
 # ---------------------------------------------------------------- demo
 
-DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "down": (8, 384, 256)}
-
-
-def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
-    """Random parameters with random gradients, the same for every world size. On a mesh each rank
-    holds some rows of every matrix, so that no expert is whole anywhere."""
-    generator, params = torch.Generator().manual_seed(0), {}
-    for name, shape in shapes.items():
-        pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
-        if mesh is not None:
-            rows = [Shard(len(shape) - 2)]
-            pair = [distribute_tensor(tensor, mesh, rows, src_data_rank=None) for tensor in pair]
-        params[name] = torch.nn.Parameter(pair[0])
-        params[name].grad = pair[1]
-    return params
-
-
-def train_demo(params):
-    """Three steps, the last one with the event log on."""
-    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
-    for _ in range(3):
-        optimizer.events = []
-        optimizer.step()
-    return optimizer
-
-
-def demo_rank(rank, world):
-    params = make_parameters(DEMO, DeviceMesh("cpu", torch.arange(world)))
-    optimizer = train_demo(params)
-    whole = {name: p.full_tensor().detach() for name, p in params.items()}
-    return whole, optimizer.events, optimizer.traffic
-
 
 def show_singular_values():
     """How five steps bring the singular values of one matrix to about 1"""
@@ -934,31 +877,11 @@ def show_singular_values():
 
 
 def demo():
-    from command.demo_figures import draw_timeline
-    from command.forked_ranks import fork_ranks
+    from command.muon_on_ranks import show_ranks
 
     torch.set_num_threads(1)
     show_singular_values()
-
-    # The same three steps in one process and on four ranks.
-    single = make_parameters(DEMO)
-    train_demo(single)
-    ranks = fork_ranks(4, demo_rank)
-    error = 0.0
-    for whole, _, _ in ranks:
-        for name, p in single.items():
-            error = max(error, (whole[name] - p).abs().max().item())
-
-    _, events, traffic = ranks[0]
-    draw_timeline(events, "out/muon.png")
-    when = {(task, event): t for t, task, event in events}
-    lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
-    print(
-        f"Four ranks ({traffic['collectives']} collectives, "
-        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with\n"
-        f"weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms\n"
-        f"before task 1 multiplied (out/muon.png)."
-    )
+    show_ranks()
 
 
 def main(argv):

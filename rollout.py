@@ -40,96 +40,36 @@ import math
 import random
 import sys
 from bisect import bisect
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-import regex  # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
 
+from length_penalty import count_effort
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
-from world.audit import audit, changes
+from world.audit import audit_chain
 from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
-from world.task import SUMMARIZE, Action, Task
+from world.task import SUMMARIZE, Task
 from world.tools import call_tool
 from world.workspace import Workspace
 
 # ---------------------------------------------------------------- tokenizer
 
-CONTROLS = (
-    "<|user|>",
-    "<|assistant|>",
-    "<|tool|>",
-    "<|query|>",
-    "<|summary|>",
-    "<|hint|>",
-    "<|call|>",
-    "<|arg|>",
-    "<|end|>",
-    # <|text|> separates documents in pretraining
-    "<|text|>",
-)
+# Control tokens. <|text|> separates documents in pretraining.
+ROLES = ("<|user|>", "<|assistant|>", "<|tool|>", "<|query|>", "<|summary|>", "<|hint|>")
+CONTROLS = (*ROLES, "<|call|>", "<|arg|>", "<|end|>", "<|text|>")
 # How a text is cut before its pieces are encoded. Single digits, so that numbers can be copied;
 # words with the space or underscore before them; "def" with the space after it, so that a name is
 # the same tokens where it is defined and where it is used; a newline with its indentation; runs of
 # signs.
 SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
-
-
-def train_bpe(texts, vocab):
-    """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges +
-    controls = vocab. -> {bytes: rank}. Pairs are counted once per distinct word and updated only
-    where a merge touched them."""
-    word_counts = Counter()
-    for text in texts:
-        word_counts.update(regex.findall(SPLIT, text))
-    pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
-    numbers = list(word_counts.values())
-
-    # How often each pair of neighbours occurs, and in which words
-    counts, where = Counter(), defaultdict(set)
-    for i, piece in enumerate(pieces):
-        for pair in zip(piece, piece[1:]):
-            counts[pair] += numbers[i]
-            where[pair].add(i)
-
-    ranks = {bytes([b]): b for b in range(256)}
-    while len(ranks) < vocab - len(CONTROLS) and counts:
-        # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
-        best = max(counts, key=lambda pair: (counts[pair], pair))
-        if counts[best] <= 0:
-            # The text has no neighbours left to merge.
-            break
-        ranks.setdefault(best[0] + best[1], len(ranks))
-        for i in where.pop(best):
-            merged = merge_pair(pieces[i], best)
-            for pair in zip(pieces[i], pieces[i][1:]):
-                counts[pair] -= numbers[i]
-            for pair in zip(merged, merged[1:]):
-                counts[pair] += numbers[i]
-                where[pair].add(i)
-            pieces[i] = merged
-        del counts[best]
-    return ranks
-
-
-def merge_pair(piece, pair):
-    """The parts of a word, with each occurrence of the pair as one part"""
-    merged, i = [], 0
-    while i < len(piece):
-        if piece[i : i + 2] == list(pair):
-            merged.append(piece[i] + piece[i + 1])
-            i += 2
-        else:
-            merged.append(piece[i])
-            i += 1
-    return merged
 
 
 class Tokenizer:
@@ -152,10 +92,6 @@ class Tokenizer:
         self.vocab = len(ranks) + len(self.special)
         # Whichever of these is sampled ends the turn.
         self.ends = {self.id["<|end|>"]}
-
-    @classmethod
-    def train(cls, texts, vocab):
-        return cls(train_bpe(texts, vocab))
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
@@ -515,7 +451,8 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
         commands_run += commands
-        yield tool_work(workspace, turn.calls, chain, slow=commands > 0)
+        run = partial(run_tools, workspace, turn.calls, chain)
+        yield Work(turn.calls, run, slow=commands > 0)
         if chain.failure:
             break
         added = output_turns(tokenizer, chain, limits, compact)
@@ -549,11 +486,6 @@ def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
         versions=np.resize(versions, len(body)),
         head=len(prompt),
     )
-
-
-def tool_work(workspace, calls, chain, slow):
-    """The Work that answers the calls of a turn"""
-    return Work(calls, lambda: run_tools(workspace, calls, chain), slow)
 
 
 def output_turns(tokenizer, chain, limits, compact):
@@ -732,40 +664,6 @@ class Sampler:
         return self.model.logits(hidden[0, -1:])
 
 
-class InTurn:
-    """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
-    groups of chains (collect), which are sampled then."""
-
-    restarts = 0  # of processes that died
-
-    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
-        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group = group
-        self.limits = limits
-        self.compact = compact
-        self.sandbox = Sandbox()
-
-    def publish(self, version, weights):
-        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
-        self.sampler.model.load_state_dict(weights)
-        self.sampler.version = version
-        return {}
-
-    def submit(self, tasks, numbers, seed):
-        return tasks, numbers, seed
-
-    def collect(self, submitted):
-        """-> a group of chains per task"""
-        tasks, numbers, seed = submitted
-        return rollouts(
-            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
-        )
-
-    def close(self):
-        pass
-
-
 # ---------------------------------------------------------------- rollouts and demonstrations
 
 
@@ -786,7 +684,7 @@ def grade_chain(chain, sandbox):
     """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
     0. The audit looks for cheats. (Training makes its reward of both from chain.solved:
     compute_reward in train.py.)"""
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     if chain.failure:
         return
     try:
@@ -846,41 +744,6 @@ def drop_failed(groups):
     return [group for group in kept if group], failed
 
 
-def effort_counts(chain):
-    """The six quantities the length penalty weighs, and the counts the tables show, over the whole
-    chain."""
-
-    def count_tokens(turns):
-        return sum(len(turn.tokens) - turn.head for turn in turns)
-
-    # The policy's turns: those that act, and those that only speak (summaries, the final message).
-    own = [turn for turn in chain.turns if turn.role == "assistant"]
-    acting = [turn for turn in own if turn.calls]
-    silent = [turn for turn in own if not turn.calls]
-    final = silent[-1:] if chain.finished else []
-    outputs = [turn for turn in chain.turns if turn.role == "tool"]
-    calls = [call for turn in acting for call in turn.calls]
-    lengths = [len(episode) for episode in chain.episodes]
-
-    # Thinking is what stands before the first call of a turn, and every summary.
-    thinking = sum(turn.thinking for turn in acting)
-    return dict(
-        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
-        call_tokens=count_tokens(acting) - thinking,
-        output_tokens=count_tokens(outputs),
-        final_tokens=count_tokens(final),
-        calls=len(calls),
-        turns=len(own),
-        sampled=count_tokens(own),
-        summaries=len(chain.episodes) - 1,
-        context=max(lengths),
-        total=sum(lengths),
-        bad_tools=sum(call.error == "unknown_tool" for call in calls),
-        bad_arguments=sum(call.error == "bad_arguments" for call in calls),
-        finished=chain.finished,
-    )
-
-
 def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
     """The scripted expert plays through the same agent and tools -> Chain. sloppy: how often it
     errs. With hints: feedback_distill.demonstrate_with_hints"""
@@ -911,22 +774,8 @@ def play_moves(task, tokenizer, moves, limits, compact=None):
     except StopIteration as end:
         # The agent has ended: with its final message, or because there is no more room.
         chain = end.value
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     return chain
-
-
-def audit_chain(chain, verdict=None):
-    """What the audit finds in this rollout -> findings, which the chain keeps"""
-    if chain.findings is None:
-        # The audit knows actions and outputs, and no tokens.
-        story = []
-        for turn in chain.turns:
-            if turn.role == "assistant":
-                action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
-                story.append((action, [call.output for call in turn.calls]))
-        diff = changes(chain.task.files, chain.files)
-        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
-    return chain.findings
 
 
 # ---------------------------------------------------------------- objective
@@ -937,16 +786,6 @@ def advantages(rewards):
     left out of GRPO and its kin stands in experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
     return rewards - rewards.mean()
-
-
-def kl_estimates(logp, reference):
-    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
-    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
-    log_r = reference - logp
-    k1 = -log_r
-    k2 = log_r**2 / 2
-    k3 = log_r.exp() - 1 - log_r
-    return k1, k2, k3
 
 
 def predictable_tokens(episode):
@@ -1040,27 +879,15 @@ def rescore(model, episode, temperature=1.0, replay=True):
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
-def kl_variances(n=200_000):
-    """The variance of one sample's estimate of KL(pi || ref), where pi = N(0, 1) and ref = N(d, 1),
-    whose KL is d^2 / 2 -> those divergences, {estimate: its variances}"""
-    kl = np.linspace(0.02, 2, 25)
-    x = torch.randn(n, dtype=torch.float64)  # samples of pi
-    variances = {"k1, kept": [], "k2, biased": [], "k3": []}
-    for nats in kl:
-        distance = (2 * nats) ** 0.5
-        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
-        for values, estimate in zip(variances.values(), estimates):
-            values.append(float(estimate.var()))
-    return kl, variances
-
-
 def demo():
+    from command.bpe import train_tokenizer
     from command.demo_figures import draw_kl_variances
+    from command.kl_estimates import kl_variances
     from command.transcripts import describe_chain, format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
-    tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
+    tokenizer, task = train_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
@@ -1087,27 +914,9 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import draw_or_refuse, make_parser, refuse_moved
-    from command.transcripts import replay
+    from command.replay import replay_or_demonstrate
 
-    parser = make_parser("rollout.py", "A demonstration and a group of rollouts.")
-    refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
-    about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
-    parser.add_argument("--replay", metavar="FILE", help=about)
-    about = "with --replay: which line of the file, from 1"
-    parser.add_argument("--line", type=int, metavar="N", help=about)
-    given = parser.parse_args(argv)
-
-    if given.line is not None and given.replay is None:
-        parser.error("--line goes with --replay=FILE")
-    if given.replay is None:
-        return draw_or_refuse(parser, demo)
-    if not given.replay:
-        parser.error("--replay= names no file")
-    try:
-        replay(given.replay, given.line)
-    except ValueError as error:
-        parser.error(error)
+    replay_or_demonstrate(argv, demo)
 
 
 if __name__ == "__main__":

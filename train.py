@@ -62,6 +62,7 @@ from muon import Muon, newton_schulz
 from published.loading import load_model
 from published.tokenizers import make_tokenizer, read_tokenizer
 from command import (
+    bpe,
     checkpoint_files,
     checkpoints,
     checks,
@@ -70,6 +71,7 @@ from command import (
     flags,
     hardware,
     idle_flags,
+    in_turn,
     launch,
     old_flags,
     published_model,
@@ -454,9 +456,7 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return rollout.Tokenizer.train(
-        sample + synth_tasks.example_texts(1500, config.seed), config.vocab
-    )
+    return bpe.train_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
 def seq_len_divisor(step, config):
@@ -835,7 +835,7 @@ class Reinforcement(Source):
         if config.plain:
             # A second model samples, since the policy's own may be cut over ranks.
             policy = run.model.config.build_model().to(device).compute(run.dtype)
-            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+            self.workers = self.publisher = in_turn.InTurn(policy, **settings)
             return
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
         settings |= dict(

@@ -25,7 +25,8 @@ from benchmarks.gpu_job import stage_config
 from benchmarks.muon import layer_shapes, split_matrices
 from fast import accelerate, low_precision, workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from muon import Muon, make_parameters
+from command.muon_on_ranks import make_parameters
+from muon import Muon
 from published.export import write_checkpoint
 
 

@@ -28,11 +28,12 @@ from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
 from command import transcripts
+from command.bpe import train_bpe
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
     patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
-    RANKS = rollout.train_bpe(
+    RANKS = train_bpe(
         [
             *example_texts(60, 0),
             '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,

@@ -34,12 +34,12 @@ from rollout import (
     sample_from_logits,
     demonstrate,
     flatten,
-    kl_estimates,
     make_turn,
     pack,
     policy_loss,
-    train_bpe,
 )
+from command.kl_estimates import kl_estimates
+from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
 from world.careless import unharden
@@ -50,6 +50,7 @@ from world.task import Task
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 from command import transcripts
 import eval as eval_module
+import length_penalty
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -294,7 +295,7 @@ def test_bad_calls_are_told_apart_and_answered():
         "unknown_tool",
         "unknown_tool",
     ]
-    chain.stats = rollout.effort_counts(chain)
+    chain.stats = length_penalty.count_effort(chain)
     assert (
         chain.stats["bad_tools"],
         chain.stats["bad_arguments"],
@@ -340,7 +341,7 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
     call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
     chain, _, _ = drive(agent(TASKS[2], BYTES, InMemoryWorkspace(TASKS[2]), Limits(200)), bodies)
-    stats = rollout.effort_counts(chain)
+    stats = length_penalty.count_effort(chain)
     output = len("Tool not found: zz") + 1  # <|end|> counts
     assert {
         k: stats[k]

@@ -52,6 +52,7 @@ from world.replay import outside_folder, replay
 from world.sandbox import audit_sandbox
 from world.source import syntax
 from world.submission import fingerprint, investigate_code, looks_special, remembered
+from world.task import Action
 
 ONE_REPLAY = threading.Lock()
 
@@ -316,3 +317,17 @@ def look_closer(task, transcript, diff, again):
             return [Finding(-1, NO_FACTS, f"cannot be run again: {error}"[:200], "note")]
         finally:
             watch.close()
+
+
+def audit_chain(chain, verdict=None):
+    """What the audit finds in this rollout -> findings, which the chain keeps"""
+    if chain.findings is None:
+        # The audit knows actions and outputs, and no tokens.
+        story = []
+        for turn in chain.turns:
+            if turn.role == "assistant":
+                action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
+                story.append((action, [call.output for call in turn.calls]))
+        diff = changes(chain.task.files, chain.files)
+        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
+    return chain.findings
