@@ -451,6 +451,17 @@ def kl_from_reference(reference, chain, temperature):
     return total, count
 
 
+def logprob_gaps(model, episode, temperature=1.0, replay=True):
+    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
+    own, minus those recorded."""
+    batch = rollout.pack([episode], [1.0])
+    experts = batch["experts"] if replay else None
+    with torch.no_grad():
+        hidden = model(batch["tokens"], None, experts)
+        logp = model.logprobs(hidden, batch["targets"], temperature)
+    return (logp - batch["logprobs"])[batch["mask"] > 0]
+
+
 def sampler_mismatch(model, tokenizer, config, tasks):
     """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
     differences, token by token}, in bf16 with the experts of sampling replayed and with the
@@ -469,7 +480,7 @@ def sampler_mismatch(model, tokenizer, config, tasks):
         trainer = model.compute(dtype)
         gaps = []
         for episode in episodes[dtype]:
-            gaps.append(rollout.rescore(trainer, episode, config["temperature"], replay).abs())
+            gaps.append(logprob_gaps(trainer, episode, config["temperature"], replay).abs())
         found[name] = torch.cat(gaps).numpy()
     return found
 

@@ -24,16 +24,13 @@ environments and semantic search.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
-arguments; no text encodes to one, so no tool output can forge a call. A published model is
-addressed in the form that it is used to: its tokenizer says what that is.
+arguments; no text encodes to one, so no tool output can forge a call.
 
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
 
-    python rollout.py       one group sampled from an untrained model and one demonstration, printed
-                            with masks
-    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left
-                            there, in colour, with masks and flags
+    python rollout.py       a demonstration with its masks, a group sampled by an untrained model
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation of a run, in colour
 """
 
 import math
@@ -868,17 +865,6 @@ def small_model(tokenizer, **sizes):
     return model
 
 
-def rescore(model, episode, temperature=1.0, replay=True):
-    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
-    own, minus those recorded."""
-    batch = pack([episode], [1.0])
-    experts = batch["experts"] if replay else None
-    with torch.no_grad():
-        hidden = model(batch["tokens"], None, experts)
-        logp = model.logprobs(hidden, batch["targets"], temperature)
-    return (logp - batch["logprobs"])[batch["mask"] > 0]
-
-
 def demo():
     from command.bpe import train_tokenizer
     from command.demo_figures import draw_kl_variances
@@ -892,22 +878,16 @@ def demo():
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
 
-    # A group of rollouts of an untrained model, and their log-probs computed again
+    # A group of rollouts of an untrained model
     model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = 0.0
-    for chain in group:
-        for episode in chain.episodes:
-            if any(turn.role == "assistant" for turn in episode.turns):
-                worst = max(worst, float(rescore(model, episode).abs().max()))
     rewards = [chain.reward for chain in group]
     tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
         f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
         f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
-        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
-        f"from the cache equal the trainer's to {worst:.0e}."
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled."
     )
     draw_kl_variances(*kl_variances(), "out/rollout.png")
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")

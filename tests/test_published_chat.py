@@ -14,6 +14,7 @@ import torch
 import fast
 import feedback_distill
 import rollout
+from eval import logprob_gaps
 from published.tokenizers import (
     QWEN2_SPLIT,
     complete_special,
@@ -373,7 +374,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compaction(900, 500)
     )
     scored = [
-        rollout.rescore(model, e).abs()
+        logprob_gaps(model, e).abs()
         for c in group
         for e in c.episodes
         if any(t.role == "assistant" for t in e.turns)

@@ -19,6 +19,7 @@ import torch
 import fast.sampler
 import feedback_distill
 import rollout
+from eval import logprob_gaps
 from experiments.summary import OldestTruncated
 from rollout import (
     CONTROLS,
@@ -580,7 +581,7 @@ def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
     episode, far = group[0].episodes[0], lambda **how: float(
-        rollout.rescore(model, episode, **how).abs().max()
+        logprob_gaps(model, episode, **how).abs().max()
     )
     assert far() < 1e-4
     episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
