@@ -41,7 +41,7 @@ import hsdp
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, effort
+from length_penalty import Weights, weighted_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 import fast
@@ -145,7 +145,7 @@ def make_record(chain, prices=PRICES):
         "level": chain.task.level,
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
-        "effort": float(effort(chain.stats, Weights())),
+        "effort": float(weighted_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
@@ -270,12 +270,12 @@ def held_out(number, levels=LEVELS, split="heldout"):
 def last_stage(folder):
     """The checkpoint of a run's last stage, or the folder itself where it is no run"""
     for stage in ("rl", "sft", "long", "pretrain"):
-        if hsdp.exists(Path(folder, stage)):
+        if hsdp.checkpoint_exists(Path(folder, stage)):
             return Path(folder, stage)
     return Path(folder)
 
 
-def unfinished(folder):
+def unfinished_label(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
     extra = hsdp.load_extra(folder)
@@ -292,7 +292,7 @@ def made_by(folder):
     return f"made by {patch}" if patch else ""
 
 
-def load(folder, device="cpu", plain=False):
+def load_policy(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
     `unfinished`."""
@@ -312,7 +312,7 @@ def load(folder, device="cpu", plain=False):
 
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
-    hsdp.load(path, model)
+    hsdp.load_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -475,9 +475,9 @@ def sampler_mismatch(model, tokenizer, config, tasks):
     for name, dtype, replay in settings:
         # One set of rollouts for each dtype: both bf16 rows are of the same tokens.
         if dtype not in episodes:
-            groups = play_tasks(model.compute(dtype), tokenizer, config, tasks, passes=1)
+            groups = play_tasks(model.compute_in(dtype), tokenizer, config, tasks, passes=1)
             episodes[dtype] = sampled_episodes(groups)
-        trainer = model.compute(dtype)
+        trainer = model.compute_in(dtype)
         gaps = []
         for episode in episodes[dtype]:
             gaps.append(logprob_gaps(trainer, episode, config["temperature"], replay).abs())
@@ -513,18 +513,18 @@ def evaluate(run, config, paths, made, published):
 
     policies = {}
     for name, path in run.bar(list(paths.items()), "evaluation"):
-        model, tokenizer, saved = published or load(path, run.device, config.plain)
+        model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
         reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
-        if saved["stage"] == "rl" and hsdp.exists(start) and not saved["init_from"]:
-            reference = load(start, run.device, config.plain)[0].compute(run.dtype)
+        if saved["stage"] == "rl" and hsdp.checkpoint_exists(start) and not saved["init_from"]:
+            reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
 
         # Tasks have numbers, and rollouts take their random numbers from these: so they are the
         # same however many ranks there are.
         records = run_policy(
-            model.compute(run.dtype),
+            model.compute_in(run.dtype),
             tokenizer,
             {**made, "plain": config.plain},
             run.share(tasks),
@@ -576,8 +576,8 @@ def load_runs(folders):
     models = {}
     for folder in folders:
         path = last_stage(folder)
-        label = "; ".join(filter(None, [unfinished(path), made_by(path)]))
-        models[f"{folder} ({label})" if label else folder] = load(folder)
+        label = "; ".join(filter(None, [unfinished_label(path), made_by(path)]))
+        models[f"{folder} ({label})" if label else folder] = load_policy(folder)
     return models
 
 

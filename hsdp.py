@@ -108,7 +108,7 @@ class Layout:
         """Different batches; the cp ranks of one group read the same batch."""
         return self.world // self.cp
 
-    def check(self, shapes):
+    def check_expert_shapes(self, shapes):
         """shapes: {name: shape}. Raises unless every expert stack (E, R, C) can be cut: E over ep,
         R over efsdp."""
         for name, shape in shapes.items():
@@ -172,7 +172,7 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
 # ---------------------------------------------------------------- context parallelism
 
 
-def zigzag(length, cp, rank):
+def zigzag_positions(length, cp, rank):
     """Positions of CP rank `rank` in a sequence: of 2*cp chunks, rank i takes i and 2*cp-1-i. Under
     a causal mask late chunks see more keys than early ones; the pair sees the same number on every
     rank."""
@@ -190,13 +190,13 @@ def shard_sequence(t, meshes, dim=1):
     cp = meshes.layout.cp
     if cp == 1:
         return t
-    return t.index_select(dim, zigzag(t.shape[dim], cp, meshes.rank % cp).to(t.device))
+    return t.index_select(dim, zigzag_positions(t.shape[dim], cp, meshes.rank % cp).to(t.device))
 
 
-def positions(length, meshes, device="cpu"):
+def local_positions(length, meshes, device="cpu"):
     """What model.forward wants as `positions`: (T/cp,), or None where the sequence is whole."""
     cp = meshes.layout.cp
-    return None if cp == 1 else zigzag(length, cp, meshes.rank % cp).to(device)
+    return None if cp == 1 else zigzag_positions(length, cp, meshes.rank % cp).to(device)
 
 
 class GatherSequence(torch.autograd.Function):
@@ -241,7 +241,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.way_back), None, None, None
 
 
-def dispatch(x, counts, run, group):
+def all_to_all_dispatch(x, counts, run, group):
     """MoE.dispatch: x (M, D) sorted by global expert, counts (E,) -> each row through its expert,
     back in the same order. Rank r owns experts r*E/ep to (r+1)*E/ep, so rows sorted by expert are
     sorted by rank. A rank may get no row at all."""
@@ -286,7 +286,7 @@ def parallelize(model, meshes, wire=None):
     reduced in fp32."""
     if meshes.layout.world == 1:
         return model
-    meshes.layout.check({name: p.shape for name, p in model.named_parameters()})
+    meshes.layout.check_expert_shapes({name: p.shape for name, p in model.named_parameters()})
     same_weights(model)
 
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -295,7 +295,7 @@ def parallelize(model, meshes, wire=None):
         # Context parallelism: attention gathers the latents of the whole sequence.
         if meshes.layout.cp > 1:
             group = meshes.context.get_group("cp")
-            block.attn.gather = partial(gather_sequence, group=group)
+            block.attn.gather_entries = partial(gather_sequence, group=group)
 
         # Experts first, on their own mesh: the dense mesh then takes what is left of the block.
         if hasattr(block.ffn, "experts"):
@@ -337,7 +337,7 @@ def shard_experts(moe, meshes, policy):
             mine = p.detach().chunk(ep.size())[ep.get_local_rank()].clone()
             mine = DTensor.from_local(mine, ep, [Shard(0)], run_check=False)
             moe.experts.register_parameter(name, torch.nn.Parameter(mine))
-        moe.dispatch = partial(dispatch, group=ep.get_group())
+        moe.dispatch = partial(all_to_all_dispatch, group=ep.get_group())
 
     # FSDP cuts the rows, and gathers them on the ranks of its direction alone.
     efsdp = mesh[tuple(name for name in mesh.mesh_dim_names if name != "ep")]
@@ -388,7 +388,7 @@ def same_weights(model):
 # ---------------------------------------------------------------- what a step needs from all ranks
 
 
-def connect(device="cpu", seconds=PATIENCE):
+def join_process_group(device="cpu", seconds=PATIENCE):
     """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world)"""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "gloo"
@@ -418,7 +418,7 @@ def check_cards():
 
 def all_reduce_sum(t):
     """Sum of a tensor or number over all ranks: token counts, losses, the router's counts
-    (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
+    (update_router_bias(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
     data rank."""
     t = torch.as_tensor(t).clone()
     if rank_and_world()[1] > 1:
@@ -522,12 +522,12 @@ def full_state(model):
 # ---------------------------------------------------------------- checkpoints
 
 
-def save(directory, model, optimizer=None, extra=None, more=None):
+def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights
     are: a teacher's) and `extra` (plain data, equal on all ranks: configuration, tokenizer, step)
     to a folder all ranks see. It takes its name, and the place of the one before, only when every
     file is complete. A full disk: SaveFailed on every rank, and the one before stays. Call it when
-    router loads are zero, right after balance(): they are counts of one rank, and only one rank's
+    router loads are zero, right after update_router_bias(): they are counts of one rank, and only one rank's
     are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank, _ = rank_and_world()
@@ -566,7 +566,7 @@ def save(directory, model, optimizer=None, extra=None, more=None):
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
             write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # Two renames. Between them the good one is .old, a name that load() knows.
+            # Two renames. Between them the good one is .old, a name that load_checkpoint knows.
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -593,7 +593,7 @@ def fail_on_all_ranks(directory, part):
         )
 
 
-def load(directory, model, optimizer=None, more=None):
+def load_checkpoint(directory, model, optimizer=None, more=None):
     """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. ->
     extra. A folder that is missing, damaged or of another model: ValueError on every rank, before
     anything is loaded."""
@@ -630,7 +630,7 @@ def load(directory, model, optimizer=None, more=None):
     return extra
 
 
-def exists(directory):
+def checkpoint_exists(directory):
     """Is there a checkpoint? A save that ended between its two renames left the one before it as
     .old."""
     return Path(directory).exists() or Path(f"{directory}.old").exists()
@@ -721,7 +721,7 @@ def forward_backward(model, meshes, seed=1):
     rows = torch.randint(0, 64, (8, 65), generator=torch.Generator().manual_seed(seed))
     mine = rows.chunk(meshes.layout.data)[meshes.data_rank]
     tokens, targets = shard_sequence(mine[:, :-1], meshes), shard_sequence(mine[:, 1:], meshes)
-    logits = model.logits(model(tokens, positions(64, meshes)))
+    logits = model.logits(model(tokens, local_positions(64, meshes)))
     logits, flat = logits.flatten(0, 1), targets.flatten()
     nll = torch.nn.functional.cross_entropy(logits, flat, reduction="sum")
     loss = nll / all_reduce_sum(targets.numel())

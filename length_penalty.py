@@ -68,7 +68,7 @@ class Weights:
 # ---------------------------------------------------------------- mathematics
 
 
-def cost(x, k=1.0, q=0.5):
+def concave_cost(x, k=1.0, q=0.5):
     """The concave cost C(x), in float64, same shape as x."""
     x = np.asarray(x, dtype=np.float64)
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
@@ -121,7 +121,7 @@ def count_effort(chain):
     )
 
 
-def effort(counts, weights=Weights()):
+def weighted_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
     missing = [field.name for field in fields(weights) if field.name not in counts]
@@ -132,7 +132,7 @@ def effort(counts, weights=Weights()):
     return x
 
 
-def charged(x, truncated=False, budget=math.inf):
+def charged_effort(x, truncated=False, budget=math.inf):
     """The effort that is paid for. A truncated episode, however short, and an over-long one pay for
     the whole budget."""
     known = math.isfinite(budget) or not np.any(truncated)
@@ -147,7 +147,7 @@ def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=m
     scale of 0 turns the penalty off."""
     if not scale:
         return reward
-    price = scale * cost(charged(x, truncated, budget), k, q)
+    price = scale * concave_cost(charged_effort(x, truncated, budget), k, q)
     return np.asarray(reward, dtype=np.float64) - price
 
 
@@ -162,20 +162,20 @@ def effort_budget(window, turns, weights=Weights()):
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return float(effort(counts, weights))
+    return float(weighted_effort(counts, weights))
 
 
 def linear_scale(x, scale=0.15, k=1.0, q=0.5):
     """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one.
     A fair ablation compares the two at this scale."""
-    return scale * cost(x, k, q) / x
+    return scale * concave_cost(x, k, q) / x
 
 
-def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
+def margin_over_quitting(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
     """Expected reward of trying less that of giving up at once. solved: the probability that trying
     succeeds. Keep it above .1 on every level: where it is negative, the reward teaches the policy
     to quit."""
-    return solved - scale * (cost(x_solving, k, q) - cost(x_quitting, k, q))
+    return solved - scale * (concave_cost(x_solving, k, q) - concave_cost(x_quitting, k, q))
 
 
 # ---------------------------------------------------------------- demo
@@ -192,8 +192,8 @@ def price_curves(x, k, q, scale, token):
     }
     curves = {}
     for name, (k, q, scale) in penalties.items():
-        paid = scale * cost(x, k, q)
-        curves[name] = paid, scale * cost(x + 100 * token, k, q) - paid
+        paid = scale * concave_cost(x, k, q)
+        curves[name] = paid, scale * concave_cost(x + 100 * token, k, q) - paid
     return curves
 
 
@@ -202,7 +202,7 @@ def print_reference():
     worst = 0.0
     print("reference values        x = 1       3      10      30     100")
     for (k, q), known in REFERENCE.items():
-        values = cost([1, 3, 10, 30, 100], k, q)
+        values = concave_cost([1, 3, 10, 30, 100], k, q)
         worst = max(worst, float(np.abs(values - known).max()))
         print(f"  C(x; k={k:<4g} q={q:<3g})" + "".join(f"{v:8.3f}" for v in values))
     return worst
@@ -214,7 +214,9 @@ def print_margins(k, q, scale):
     print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
     print("(the two penalties are equal at effort 9)")
     for x in (5, 9, 13, 21):
-        concave, linear = margin(0.9, x, 3, scale, k, q), margin(0.9, x, 3, even, q=0)
+        concave, linear = margin_over_quitting(0.9, x, 3, scale, k, q), margin_over_quitting(
+            0.9, x, 3, even, q=0
+        )
         print(f"  effort {x:2}: this penalty {concave:+.2f}    linear {linear:+.2f}")
 
 
@@ -223,7 +225,7 @@ def print_groups(k, q, scale, weights):
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
-    x = effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    x = weighted_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
     for name, solved in groups.items():
@@ -246,7 +248,7 @@ def parse_flags(parser, argv):
     args = parser.parse_args(argv)
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
-        cost(1.0, args.k, args.q)
+        concave_cost(1.0, args.k, args.q)
         fits = args.scale >= 0 and math.isfinite(args.scale)
         assert fits, f"scale must be finite and >= 0, not {args.scale}"
         for name, value in vars(args).items():
@@ -268,7 +270,7 @@ def demo(k, q, scale, weights):
     x, path = np.linspace(0, 60, 400), "out/length_penalty.png"
     draw_prices(x, price_curves(x, k, q, scale, weights.thinking_tokens), path)
     x = np.array([0, 40.0])
-    price = scale * (cost(x + 100 * weights.thinking_tokens, k, q) - cost(x, k, q))
+    price = scale * (concave_cost(x + 100 * weights.thinking_tokens, k, q) - concave_cost(x, k, q))
     print(
         f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
         f"{price[0]:.3f} at the start and {price[1]:.3f} at effort 40;\n"

@@ -21,7 +21,7 @@ fp32 residual stream, initialisation, the balancing rate.
                 learned from the main head's logits at t+1
 
 Left out: dropout; every way to compute the same sooner. The model knows no ranks: hsdp.py replaces
-two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents of the
+two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of the
 whole sequence).
 
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value
@@ -101,7 +101,7 @@ class ModelConfig:
         return self.kv_lora + self.qk_rope
 
     @property
-    def balances(self):
+    def has_router_bias(self):
         """Do its routers have a bias that balances the load?"""
         return True
 
@@ -159,7 +159,7 @@ def apply_rotary_emb(x, cos, sin):
     return turned.to(x.dtype)
 
 
-def attend(q, k, v, mask, scale):
+def dot_product_attention(q, k, v, mask, scale):
     """softmax(scale q k^T) v: q (B, H, T, N + R), k (B, H, S, N + R), v (B, H, S, V) -> (B, H, T,
     V). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to t."""
     causal = mask is None
@@ -187,7 +187,7 @@ def divide_by_temperature(scores, temperature):
 # ---------------------------------------------------------------- layers
 
 
-def weight(*shape, std=None):
+def init_weight(*shape, std=None):
     return nn.Parameter(torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std))
 
 
@@ -199,7 +199,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.dtype = torch.float32  # see Model.compute
+        self.dtype = torch.float32  # see Model.compute_in
 
     def forward(self, x):
         x = x.float()
@@ -212,9 +212,9 @@ class FFN(nn.Module):
 
     def __init__(self, dim, hidden):
         super().__init__()
-        self.w_gate = weight(hidden, dim)
-        self.w_up = weight(hidden, dim)
-        self.w_down = weight(dim, hidden, std=0)
+        self.w_gate = init_weight(hidden, dim)
+        self.w_up = init_weight(hidden, dim)
+        self.w_down = init_weight(dim, hidden, std=0)
 
     def forward(self, x):
         return swiglu(x, self.w_gate, self.w_up, self.w_down)
@@ -226,9 +226,9 @@ class Experts(nn.Module):
     def __init__(self, experts, dim, hidden, precision=""):
         super().__init__()
         self.precision = precision
-        self.w_gate = weight(experts, hidden, dim)
-        self.w_up = weight(experts, hidden, dim)
-        self.w_down = weight(experts, dim, hidden, std=0)
+        self.w_gate = init_weight(experts, hidden, dim)
+        self.w_up = init_weight(experts, hidden, dim)
+        self.w_down = init_weight(experts, dim, hidden, std=0)
 
     def local_weights(self):
         """The experts that this rank owns: all, unless hsdp.py has cut the stacks."""
@@ -255,16 +255,16 @@ class Router(nn.Module):
             config.route_scale,
             config.norm_gates,
         )
-        self.weight = weight(config.experts, config.dim)
+        self.weight = init_weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
-        # tokens per expert since the last balance()
+        # tokens per expert since the last update_router_bias()
         self.register_buffer("load", torch.zeros(config.experts))
 
-    def score(self, x):
+    def score_experts(self, x):
         """x (M, D) -> each expert's score (M, E), between 0 and 1"""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
-    def limit(self, biased):
+    def rule_out_experts(self, biased):
         """biased (M, E) -> by what experts are chosen: a subclass may rule some out"""
         return biased
 
@@ -272,11 +272,11 @@ class Router(nn.Module):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
         >= 0; scores stay live. A replayed expert that scores below plausible * (the router's own
         K-th best) gives way to the router's candidate."""
-        score = self.score(x)
+        score = self.score_experts(x)
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
         biased = score.detach() + self.bias
-        preference = self.limit(biased)
+        preference = self.rule_out_experts(biased)
         if replay is not None:
             replayed = self.find_replayed(replay, score.detach(), plausible)
             preference = torch.where(replayed, biased + 1e3, preference)
@@ -350,25 +350,25 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.scale = 1.0  # YaRN's temperature, see Model.extend
+        self.scale = 1.0  # YaRN's temperature, see Model.extend_window
         self.head_dim = c.qk_nope + c.qk_rope
         if c.q_lora:
-            self.wq_a = weight(c.q_lora, c.dim)
+            self.wq_a = init_weight(c.q_lora, c.dim)
             # DeepSeek's code: 1e-6 here, whatever norm_eps
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
-        self.wq = weight(c.heads, self.head_dim, c.q_lora or c.dim)
-        self.wkv_a = weight(c.kv_lora + c.qk_rope, c.dim)
+        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)
         self.kv_norm = RMSNorm(c.kv_lora, 1e-6)
-        self.wk_b = weight(c.heads, c.qk_nope, c.kv_lora)
-        self.wv_b = weight(c.heads, c.v_dim, c.kv_lora)
-        self.wo = weight(c.dim, c.heads * c.v_dim, std=0)
+        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)
+        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)
+        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
 
-    def gather(self, entries):
+    def gather_entries(self, entries):
         """Context parallelism (hsdp.py) replaces this: each rank has a part of the sequence, and
         gathers the entries (B, T, C + R) of the whole."""
         return entries
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, C + R)"""
         c = self.config
 
@@ -391,13 +391,13 @@ class Attention(nn.Module):
         return torch.cat((k_nope, k_rope), -1), linear(latent, self.wv_b)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        """x (B, T, D) -> (B, T, D). mask: see attend. cache: a function that stores the entries of
+        """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. cache: a function that stores the entries of
         these tokens and returns those of all keys (B, S, C + R)."""
-        q, entries = self.project(x, cos, sin)
-        entries = self.gather(entries) if cache is None else cache(entries)
+        q, entries = self.project_qkv(x, cos, sin)
+        entries = self.gather_entries(entries) if cache is None else cache(entries)
         k, v = self.keys_values(entries)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, dims)
-        out = attend(q, k, v, mask, self.scale * self.head_dim**-0.5)  # (B, H, T, V)
+        out = dot_product_attention(q, k, v, mask, self.scale * self.head_dim**-0.5)  # (B, H, T, V)
         return linear(out.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -421,7 +421,7 @@ class Block(nn.Module):
 
 
 @contextmanager
-def recomputing(block):
+def without_counting_load(block):
     """While a block computes its activations once more, its router does not count the tokens once
     more."""
     training, block.ffn.training = block.ffn.training, False
@@ -441,7 +441,7 @@ class MTP(nn.Module):
         self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
         self.token_norm = RMSNorm(config.dim, config.norm_eps)
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.join = weight(config.dim, 2 * config.dim)
+        self.join = init_weight(config.dim, 2 * config.dim)
         self.block = make_block(config, dense=True)
 
     def forward(self, hidden, embedded, cos, sin, mask=None, cache=None):
@@ -483,12 +483,12 @@ class Model(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)
         self.mtp = MTP(config, self.make_block) if config.mtp else None
-        self.extend(config.yarn_factor)
+        self.extend_window(config.yarn_factor)
 
     def make_block(self, config, dense):
         return Block(config, dense)
 
-    def extend(self, factor):
+    def extend_window(self, factor):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
         self.config = c = replace(self.config, yarn_factor=factor)
         frequency, temperature = rope_frequencies(
@@ -501,7 +501,7 @@ class Model(nn.Module):
             if isinstance(module, Attention):
                 module.config, module.scale = c, temperature
 
-    def compute(self, dtype):
+    def compute_in(self, dtype):
         """Matrix products in `dtype`; weights, residual stream, norms, router and softmax stay in
         fp32."""
         for module in self.modules():
@@ -509,7 +509,7 @@ class Model(nn.Module):
                 module.dtype = dtype
         return self
 
-    def angles(self, positions):
+    def rotary_cos_sin(self, positions):
         """positions (B or 1, T) -> cos and sin (B or 1, T, 1, R)"""
         return rope_cos_sin(positions.float()[..., None, None] * self.frequency)
 
@@ -532,9 +532,9 @@ class Model(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
-            keys = self.layers[0].attn.gather(positions.view(1, -1, 1))[0, :, 0]
+            keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]
             mask = (keys <= positions[:, None])[None, None]  # (1, 1, T, S)
-        cos, sin = self.angles(positions[None])
+        cos, sin = self.rotary_cos_sin(positions[None])
 
         real = self.mark_real(tokens) if self.training else None
         x = self.embed_tokens(tokens.clamp(min=0))
@@ -558,10 +558,10 @@ class Model(nn.Module):
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), recomputing(block)),
+            context_fn=lambda: (nullcontext(), without_counting_load(block)),
         )
 
-    def locate(self, tokens, cache, rows, start):
+    def locate_in_cache(self, tokens, cache, rows, start):
         """-> rows (B,), positions (B, T) of tokens (B, T) from start (B,) on, and what they may look
         at (B, 1, T, S)"""
         room, device = cache.data.shape[2], tokens.device
@@ -579,8 +579,8 @@ class Model(nn.Module):
         are masked now and overwritten later. The cache's last place is never read by a real token:
         give it one more than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
-        rows, positions, mask = self.locate(tokens, cache, rows, start)
-        cos, sin = self.angles(positions)
+        rows, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
+        cos, sin = self.rotary_cos_sin(positions)
         x, choices = self.embed_tokens(tokens), []
         for layer, block in enumerate(self.layers):
             x = block(
@@ -590,7 +590,7 @@ class Model(nn.Module):
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x
 
-    def draft(self, hidden, following, cache=None, rows=None, start=None):
+    def draft_logits(self, hidden, following, cache=None, rows=None, start=None):
         """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab)
         for the token after that. Embedding and output head are the model's, but this gradient does
         not reach them: the draft learns, the model stays."""
@@ -604,10 +604,10 @@ class Model(nn.Module):
     def run_mtp(self, hidden, embedded, following, cache, rows, start):
         if cache is None:
             positions = torch.arange(following.shape[1], device=following.device)
-            return self.mtp(hidden, embedded, *self.angles(positions[None]))
-        rows, positions, mask = self.locate(following, cache, rows, start)
+            return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions[None]))
+        rows, positions, mask = self.locate_in_cache(following, cache, rows, start)
         update = partial(cache.update, len(self.layers), rows, positions)
-        return self.mtp(hidden, embedded, *self.angles(positions), mask, update)
+        return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions), mask, update)
 
     def logits(self, hidden):
         """hidden (..., D) -> logits (..., vocab), fp32"""
@@ -630,7 +630,7 @@ class Model(nn.Module):
 # ---------------------------------------------------------------- balancing and drafting
 
 
-def balance(model, rate=1e-3, reduce=lambda counts: counts):
+def update_router_bias(model, rate=1e-3, reduce=lambda counts: counts):
     """Aux-loss-free balancing (arXiv 2408.15664): one step of every router's bias from the tokens
     counted since the last call. `reduce` sums counts over data ranks, so that all ranks move alike.
     Returns the worst load / mean load."""
@@ -655,7 +655,7 @@ def mtp_loss(model, tokens, hidden, places=None):
     real = following >= 0
     with torch.no_grad():
         target = model.logits(hidden[:, 1:]).log_softmax(-1)
-    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
+    draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
     divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
     return (divergence * real).sum() / (real.sum().clamp(min=1) if places is None else places)
 
@@ -665,12 +665,12 @@ def count_draft_hits(model, tokens, hidden):
     """As mtp_loss -> how many places have a draft that is the main head's own first choice. Over
     the number of places: the share that speculative decoding accepts."""
     following = tokens[:, 1:]
-    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
+    draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
     return ((draft == model.logits(hidden[:, 1:]).argmax(-1)) & (following >= 0)).sum()
 
 
 @torch.inference_mode()
-def speculate(model, prompt, count):
+def decode_speculatively(model, prompt, count):
     """Greedy decoding with the MTP head as the draft: prompt (T,) -> (a list of `count` tokens,
     share of drafts that were right). A pass reads the last sure token and the draft of the next
     one. If the model itself chooses that draft, its choice behind the draft counts too: two tokens.
@@ -694,7 +694,7 @@ def speculate(model, prompt, count):
         # The draft of the token after the next. A wrong draft's entry is overwritten.
         kept = sure + hit
         following = torch.tensor([tokens[read + 1 : read + 1 + kept]], device=prompt.device)
-        draft = int(model.draft(hidden[:, :kept], following, *place)[0, -1].argmax())
+        draft = int(model.draft_logits(hidden[:, :kept], following, *place)[0, -1].argmax())
         read, passes, right = read + kept, passes + 1, right + hit
     return tokens[len(prompt) : len(prompt) + count], right / max(passes - 1, 1)
 
@@ -761,7 +761,7 @@ def train_small(config, data, rate, steps=150):
 
         losses.append(loss.item())
         loads.append(router.load / router.load.sum())
-        balance(model, rate)
+        update_router_bias(model, rate)
     return model.eval(), losses, torch.stack(loads)
 
 
@@ -783,7 +783,7 @@ def demo():
             f"shares of the last 20 steps: {shares}"
         )
     draw_loads({name: shown for name, (_, *shown) in runs.items()}, "out/moe.png")
-    text, right = speculate(model, data[:64], 100)
+    text, right = decode_speculatively(model, data[:64], 100)
     print(
         f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, "
         f"{1 + right:.2f} bytes per pass; it goes on with {bytes(text)[:24]!r}"

@@ -36,7 +36,7 @@ def build_scale_model(bench, **changes):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), **changes)
     torch.manual_seed(0)
-    model = accelerate(shape.build_model()).to(bench.device).compute(torch.bfloat16)
+    model = accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
     tokens = torch.randint(
         0, shape.vocab, (max(1, config.micro_tokens // config.context), config.context + 1)
     )

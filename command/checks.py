@@ -269,7 +269,7 @@ def check_layout(configs):
             layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
             cut = layout.shard > 1 or config.ep > 1
             if cut and not config.init_from and config.stage != "eval" and config.layers > 1:
-                layout.check(
+                layout.check_expert_shapes(
                     {
                         "layers.1.ffn.experts.w_gate": (
                             config.experts,

@@ -6,7 +6,7 @@ result (tests/test_fast_cpu_kernels.py): fast.accelerate(model) puts the twin in
     FastRMSNorm            RMSNorm with a backward by hand: on a CPU, where PyTorch makes it of many
                            steps, each over all of x, it takes a third of the time; on a GPU torch's
                            own fused norm
-    attend_in_blocks       attend: on a CPU 128 queries at a time with the keys that they may see,
+    attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that they may see,
                            .4 to .8 of the time of torch's kernel
     FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64 rows
                            an expert on, a loop whose operands stay in the cache
@@ -29,7 +29,7 @@ Letters: as in moe.py; N places whose log-prob is wanted, Q query width, V vocab
 import torch
 import torch.nn.functional as F
 
-from moe import COLDEST, Experts, MoE, RMSNorm, attend, divide_by_temperature
+from moe import COLDEST, Experts, MoE, RMSNorm, dot_product_attention, divide_by_temperature
 
 
 def round_up(number, multiple=64):
@@ -95,7 +95,7 @@ class FastRMSNorm(RMSNorm):
 
 
 def attend_in_blocks(q, k, v, mask, scale, coarse=True):
-    """moe.attend. mask: None = causal; True = may look; or 0 and -inf in the dtype of q, which the
+    """moe.dot_product_attention. mask: None = causal; True = may look; or 0 and -inf in the dtype of q, which the
     kernel would make of it in every layer again. q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V).
     coarse: scores may be rounded to the dtype of q, as products on a CPU are."""
     S = k.shape[2]
@@ -108,7 +108,7 @@ def attend_in_blocks(q, k, v, mask, scale, coarse=True):
     # flash attention wants equal widths
     Q, V = q.shape[-1], v.shape[-1]
     v = F.pad(v, (0, Q - V)) if Q > V else v
-    return attend(q, k, v, mask, scale)[..., :V]
+    return dot_product_attention(q, k, v, mask, scale)[..., :V]
 
 
 def attend_by_products(q, k, v, mask, scale):

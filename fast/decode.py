@@ -151,7 +151,7 @@ class DecodingAttention(Attention):
             for part, w in zip(parts, weights)
         ]
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         """As Attention.project; RoPE turns the heads' queries and the shared key at once."""
         c = self.config
         q, down = self.input_projections(x)
@@ -164,10 +164,10 @@ class DecodingAttention(Attention):
         return q, entries
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        q, entries = self.project(x, cos, sin)
+        q, entries = self.project_qkv(x, cos, sin)
         q = q.transpose(1, 2)  # (B, H, T, N + R)
         if cache is None:
-            out = self.attend_entries(q, self.gather(entries), mask)
+            out = self.attend_entries(q, self.gather_entries(entries), mask)
         else:
             out = cache(q, entries, self.attend_stored)
         return linear(out.transpose(1, 2).flatten(2), self.wo)
@@ -211,7 +211,7 @@ class DecodingGroupedQueryAttention(DecodingAttention, GroupedQueryAttention):
     def input_weights(self):
         return [self.wq_a if self.config.q_lora else self.wq, self.wk, self.wv]
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         c = self.config
         q, k, v = self.input_projections(x)
         if c.q_lora:
@@ -302,7 +302,7 @@ class DecodingModel(Model):
         """All layers for tokens that continue cached sequences; of any shape, see attend_cached ->
         hidden (N, D)"""
         x = self.embed(tokens.reshape(1, -1)).float()
-        cos, sin = self.angles(position.reshape(1, -1))
+        cos, sin = self.rotary_cos_sin(position.reshape(1, -1))
         for layer, block in enumerate(self.layers):
             stored = attend_cached(cache, layer, row, position, spans, order)
             x = block(x, cos, sin, None, stored, None, record)
@@ -368,7 +368,7 @@ class DecodingModel(Model):
         row, position, spans = self.locate_span(following.shape[1], cache, rows, start)
         stored = attend_cached(cache, len(self.layers), row, position, spans)
         one_row = hidden.flatten(0, 1)[None], embedded.flatten(0, 1)[None]
-        x = self.mtp(*one_row, *self.angles(position.reshape(1, -1)), None, stored)
+        x = self.mtp(*one_row, *self.rotary_cos_sin(position.reshape(1, -1)), None, stored)
         return x.view(hidden.shape)
 
     def logprobs(self, hidden, targets, temperature=1.0, where=None):

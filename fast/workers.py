@@ -49,7 +49,7 @@ from world.sandbox import Sandbox
 def generation_model(config, dtype, device="cpu"):
     """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
     fp32."""
-    model = accelerate(config.build_model()).to(device).compute(dtype)
+    model = accelerate(config.build_model()).to(device).compute_in(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
