@@ -64,6 +64,7 @@ def pass_at_k(n, c, k):
     """The chance that at least one of k passes is solved, if they are drawn from n passes of which
     c are solved. k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
+    # With fewer failures than draws one of the draws is solved.
     if n - c < k:
         return 1.0
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
@@ -132,6 +133,7 @@ def compare_pairs(first, second):
 def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
     """Cost of a chain: every token enters once as input (cache), every sampled one is paid as
     output."""
+    # Output tokens are the dear ones, so effort shows in the price.
     given = stats["total"] - stats["sampled"]
     return (given * price_in + stats["sampled"] * price_out) / 1e6
 
@@ -143,6 +145,7 @@ def make_record(chain, prices=PRICES):
         **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
+        # Where a limit cut the agent off it has submitted nothing, whatever its files can do.
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
         "effort": float(weighted_effort(chain.stats, Weights())),
@@ -240,6 +243,7 @@ def submitted_untested(chain):
     were red?"""
     if not chain.finished or "run_command" not in chain.task.tools:
         return False
+    # The state of the tests as the policy knows it: an edit makes it unknown again.
     green = False
     for turn in chain.turns:
         for call in turn.calls:
@@ -310,6 +314,7 @@ def load_policy(folder, device="cpu", plain=False):
                 "experiments/summary.py"
             )
 
+    # Tokenizer and shape are in the checkpoint too: a policy needs nothing else to act.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
     hsdp.load_checkpoint(path, model)
@@ -334,6 +339,7 @@ def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None
     groups of chains, one for each task"""
     if temperature is None:
         temperature = config["temperature"]
+    # The world that the policy was trained in: other limits would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
@@ -374,6 +380,7 @@ def run_policy(
         )
         raise SystemExit(2)
 
+    # Chains are large; what is asked of them is asked now, and numbers are kept.
     records = []
     for group in groups:
         for chain in group:
@@ -431,6 +438,7 @@ def kl_from_reference(reference, chain, temperature):
     finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under the reference,
     over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
     nats per token."""
+    # A flagged turn is meant to change. What is asked is whether the rest has stayed.
     rules = tuple(feedback_distill.REMINDERS)
     flagged = {(hint.episode, hint.turn) for hint in feedback_distill.detect(chain, rules)}
     device = reference.embed.weight.device
@@ -558,6 +566,7 @@ def demo():
 
     out = Path("out/demo")
     out.mkdir(parents=True, exist_ok=True)
+    # The same tasks for all three, so that the table can compare them task by task.
     tasks = held_out(8)
     care = {"careful": 0.0, "sloppy": 1.0, "hasty": 2.0}
     policies = {name: play_expert(sloppy, tasks) for name, sloppy in care.items()}

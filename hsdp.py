@@ -418,8 +418,8 @@ def check_cards():
 
 def all_reduce_sum(t):
     """Sum of a tensor or number over all ranks: token counts, losses, the router's counts
-    (update_router_bias(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
-    data rank."""
+    (update_router_bias(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they
+    count like any data rank."""
     t = torch.as_tensor(t).clone()
     if rank_and_world()[1] > 1:
         dist.all_reduce(t)
@@ -527,8 +527,8 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     are: a teacher's) and `extra` (plain data, equal on all ranks: configuration, tokenizer, step)
     to a folder all ranks see. It takes its name, and the place of the one before, only when every
     file is complete. A full disk: SaveFailed on every rank, and the one before stays. Call it when
-    router loads are zero, right after update_router_bias(): they are counts of one rank, and only one rank's
-    are kept."""
+    router loads are zero, right after update_router_bias(): they are counts of one rank, and only
+    one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank, _ = rank_and_world()
 

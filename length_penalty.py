@@ -70,6 +70,7 @@ class Weights:
 
 def concave_cost(x, k=1.0, q=0.5):
     """The concave cost C(x), in float64, same shape as x."""
+    # Outside these bounds the cost is not concave, or no number.
     x = np.asarray(x, dtype=np.float64)
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
     assert fits, f"k and q must be finite and >= 0, not k={k}, q={q}"
@@ -124,6 +125,7 @@ def count_effort(chain):
 def weighted_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
+    # A count that is left out would be free of charge, so it is refused.
     missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
     x = 0
@@ -137,6 +139,7 @@ def charged_effort(x, truncated=False, budget=math.inf):
     the whole budget."""
     known = math.isfinite(budget) or not np.any(truncated)
     assert known, "a truncated episode is charged the budget: pass a finite budget"
+    # Else a policy near the limit could save by being cut off.
     x = np.asarray(x, dtype=np.float64)
     pays_budget = np.asarray(truncated, dtype=bool) | (x > budget)
     return np.where(pays_budget, budget, x)[()]  # [()]: a number for a number
@@ -147,6 +150,8 @@ def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=m
     scale of 0 turns the penalty off."""
     if not scale:
         return reward
+    # The price comes off the reward before any mean is taken: within a group the cheaper of two
+    # solved rollouts has the larger advantage.
     price = scale * concave_cost(charged_effort(x, truncated, budget), k, q)
     return np.asarray(reward, dtype=np.float64) - price
 
@@ -159,6 +164,7 @@ def effort_budget(window, turns, weights=Weights()):
     It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
     Episodes of more than 40 turns have several contexts, so there the tokens grow in proportion to
     the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
+    # As if the whole budget were written in tool calls, one a turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
@@ -184,6 +190,7 @@ def margin_over_quitting(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5
 def price_curves(x, k, q, scale, token):
     """Over effort x: {penalty: (what an episode pays, what its next 100 tokens cost)}. token: the
     effort of one token."""
+    # Beside the penalty asked for: a straight line, and two curves that bend more.
     penalties = {
         f"k={k:g} q={q:g}": (k, q, scale),
         "linear, equal at x=9": (1, 0, linear_scale(9, scale, k, q)),
@@ -210,6 +217,7 @@ def print_reference():
 
 def print_margins(k, q, scale):
     """Is trying worth its price, by how much effort the task takes?"""
+    # Equal at effort 9, so that only the shape of the two penalties differs.
     even = linear_scale(9, scale, k, q)
     print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
     print("(the two penalties are equal at effort 9)")
@@ -224,6 +232,7 @@ def print_groups(k, q, scale, weights):
     """Eight rollouts, one of them a thinking token longer than the others. -> largest advantage of
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
+    # Equal in everything but one thinking token of one rollout.
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
     x = weighted_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}

@@ -885,8 +885,8 @@ def demo():
     rewards = [chain.reward for chain in group]
     tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
-        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of "
+        f"{len(group)} from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
         f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled."
     )
     draw_kl_variances(*kl_variances(), "out/rollout.png")
