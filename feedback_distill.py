@@ -760,7 +760,8 @@ def pretrain_toy(model, words, rng, steps=135):
             chains = toy_chains(words, rng, 24, habit=0, hinted=True)
         tokens, mask = toy_batch(chains)
         chosen = mask[:, 1:] == 1
-        loss = F.cross_entropy(model.logits(model(tokens[:, :-1])[chosen]), tokens[:, 1:][chosen])
+        hidden = model(tokens[:, :-1])[chosen]
+        loss = F.cross_entropy(model.logits(hidden), tokens[:, 1:][chosen])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

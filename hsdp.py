@@ -374,7 +374,8 @@ def same_weights(model):
     if not dist.is_initialized() or next(model.parameters()).is_meta:
         return model
     # One number for all weights, and its smallest and largest value over the ranks.
-    low = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
+    sums = [p.detach().double().sum() for p in model.parameters()]
+    low = torch.stack(sums).sum()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)

@@ -135,7 +135,8 @@ def power_of_two_below(X):
     matrix of zeros can be divided by it."""
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
     integer, mask = EXPONENT_BITS[X.dtype]
-    return (largest.view(integer) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
+    power = (largest.view(integer) & mask).view(X.dtype)
+    return power.clamp(min=torch.finfo(X.dtype).tiny)
 
 
 # ---------------------------------------------------------------- who holds what, who computes what
@@ -159,7 +160,8 @@ def block_of(shape, mesh_shape, placements, coordinate):
         if isinstance(placement, Shard):
             lo, hi = spans[placement.dim]
             size = -(-(hi - lo) // ranks)
-            spans[placement.dim] = [min(lo + index * size, hi), min(lo + (index + 1) * size, hi)]
+            start = min(lo + index * size, hi)
+            spans[placement.dim] = [start, min(start + size, hi)]
     # A matrix is a stack of one, a vector a stack of one row.
     spans = [[0, 1]] * (3 - len(shape)) + spans
     return tuple(edge for span in spans for edge in span)
@@ -275,8 +277,8 @@ class Unit:
 
     def local_part(self, matrix):
         """The part of a local matrix (rows here, columns here) that belongs to this unit."""
-        c0 = self.sharded.block[4]
-        return matrix[:, max(self.column - c0, 0) : max(self.column + self.shape[1] - c0, 0)]
+        start = self.column - self.sharded.block[4]
+        return matrix[:, max(start, 0) : max(start + self.shape[1], 0)]
 
 
 def piece_size(piece):
@@ -816,7 +818,8 @@ def noise_of_places(start, shape, seed, device):
     """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of
     the seed and of each number's place. The places of each dimension are hashed as a vector, and
     the vectors are combined by one more hash."""
-    noise = torch.full((), hash((*seed, -1)) % 2**31, dtype=torch.int32, device=device)
+    key = hash((*seed, -1)) % 2**31
+    noise = torch.full((), key, dtype=torch.int32, device=device)
     for dim, (first, size) in enumerate(zip(start, shape)):
         # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
         key = hash((*seed, dim)) % 2**31

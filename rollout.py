@@ -558,7 +558,8 @@ def sample_from_logits(logits, uniform, temperature=1.0):
     # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
-    tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(mass, draw[:, None], right=True)  # (B, 1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
 
 
@@ -577,7 +578,9 @@ class Context:
         if not self.experts:
             return None
         known = np.concatenate(self.experts)[:length]
-        return np.pad(known, ((0, length - len(known)), (0, 0), (0, 0)), constant_values=-1)
+        experts = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
+        experts[: len(known)] = known
+        return experts
 
 
 class Sampler:
@@ -830,7 +833,8 @@ def pack(episodes, advantage, multiple=1):
     batch["experts"] = None
     records = [episode.experts for episode in episodes if episode.experts is not None]
     if records:
-        experts = np.full((len(episodes), T, *records[0].shape[1:]), -1, dtype=records[0].dtype)
+        _, L, K = records[0].shape
+        experts = np.full((len(episodes), T, L, K), -1, dtype=records[0].dtype)
         for row, episode in zip(experts, episodes):
             if episode.experts is not None:
                 row[: len(episode.experts)] = episode.experts

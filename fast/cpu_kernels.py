@@ -120,7 +120,8 @@ def attend_by_products(q, k, v, mask, scale):
     shared = k is v
     k = k.contiguous()
     v = k if shared else v.contiguous()
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    q, v = q.flatten(0, 1), v.flatten(0, 1)
+    k = k.flatten(0, 1).transpose(1, 2)
 
     out = []
     for rows in slice_rows(T, 128):
@@ -134,7 +135,8 @@ def attend_by_products(q, k, v, mask, scale):
         bias = bias.expand(B, H, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(bias, q[:, rows], k[:, :, :end], alpha=scale)
         out.append(torch.bmm(scores.softmax(-1), v[:, :end]))
-    return (torch.cat(out, 1) if len(out) > 1 else out[0]).view(B, H, T, V)
+    attended = torch.cat(out, 1) if len(out) > 1 else out[0]
+    return attended.view(B, H, T, V)
 
 
 # ---------------------------------------------------------------- experts
@@ -176,7 +178,8 @@ class LoopedSwiGLU(torch.autograd.Function):
         for i, _, r in expert_rows:
             torch.mm(x[r], w_gate[i].T, out=gate[r])
             torch.mm(x[r], w_up[i].T, out=up[r])
-            torch.mm(F.silu(gate[r]).mul_(up[r]), w_down[i].T, out=y[r])
+            hidden = F.silu(gate[r]).mul_(up[r])
+            torch.mm(hidden, w_down[i].T, out=y[r])
         ctx.save_for_backward(x, gate, up, w_gate, w_up, w_down)
         ctx.expert_rows = expert_rows
         return y.resize_(rows, y.shape[1])  # no view: FSDP warns of those
@@ -187,11 +190,14 @@ class LoopedSwiGLU(torch.autograd.Function):
         d_gate, d_up, d_down = (torch.empty_like(w) for w in (w_gate, w_up, w_down))
         dx = torch.empty_like(x)
         for i, n, r in ctx.expert_rows:
-            dy = F.pad(grad[r.start : r.start + n], (0, 0, 0, r.stop - r.start - n))
+            # The rows behind an expert's own are padding, or the next expert's.
+            padding = r.stop - r.start - n
+            dy = F.pad(grad[r.start : r.start + n], (0, 0, 0, padding))
             act = F.silu(gate[r])
             torch.mm(dy.T, act * up[r], out=d_down[i])
             dh = dy @ w_down[i]
-            du, dg = act.mul_(dh), torch.ops.aten.silu_backward(dh.mul_(up[r]), gate[r])
+            du = act.mul_(dh)
+            dg = torch.ops.aten.silu_backward(dh.mul_(up[r]), gate[r])
             torch.mm(dg.T, x[r], out=d_gate[i])
             torch.mm(du.T, x[r], out=d_up[i])
             torch.addmm(dg @ w_gate[i], du, w_up[i], out=dx[r])

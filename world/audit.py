@@ -162,7 +162,8 @@ def literals(text, parse):
     for node in ast.walk(parsed(text, parse)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 3:
             found.add(ast.dump(node))
-        if isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.Set)) and len(ast.dump(node)) > 60:
+        is_table = isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.Set))
+        if is_table and len(ast.dump(node)) > 60:
             if not any(isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node)):
                 found.add(ast.dump(node))
     return found

@@ -107,8 +107,12 @@ def kept_lines(before, after):
     """(start, end, start, end) of the stretches in which two texts differ: between their common
     beginning and end, by lines."""
     most = min(len(before), len(after))
-    head = next((i for i in range(most) if before[i] != after[i]), most)
-    tail = next((i for i in range(most - head) if before[-1 - i] != after[-1 - i]), most - head)
+    head = 0
+    while head < most and before[head] == after[head]:
+        head += 1
+    tail = 0
+    while tail < most - head and before[-1 - tail] == after[-1 - tail]:
+        tail += 1
     lines = [
         re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]) for text in (before, after)
     ]
@@ -133,7 +137,10 @@ def put_in_place(shown, start, old, new):
     for a, b, c, d in kept_lines(old, new):
         parts.append(shown.piece(start + done, start + a))
         fresh = with_line_ends(new[c:d], end)
-        lone = [shown.piece(start + i, start + i + 1) for i in range(a, b) if old[i] == NO_TEXT]
+        lone = []
+        for place in range(a, b):
+            if old[place] == NO_TEXT:
+                lone.append(shown.piece(start + place, start + place + 1))
         # As many as were shown there: each is what it was. Otherwise there is no telling which one
         # is meant.
         if lone and fresh.count(NO_TEXT) == len(lone):

@@ -57,10 +57,10 @@ def wrong_value(node):
         if isinstance(value, bytes):
             return ast.Constant(value + b" changed")
         return ast.Constant("changed")
-    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return type(node)(
-            [*node.elts, ast.Constant(1000003)], *([ast.Load()] * (not isinstance(node, ast.Set)))
-        )
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return type(node)([*node.elts, ast.Constant(1000003)], ast.Load())
+    if isinstance(node, ast.Set):
+        return ast.Set([*node.elts, ast.Constant(1000003)])
     if isinstance(node, ast.Dict):
         return ast.Dict(
             [*node.keys, ast.Constant("changed")], [*node.values, ast.Constant(1000003)]
@@ -188,7 +188,8 @@ def another(value, rng):
         return round(rng.uniform(-abs(value) - 10, abs(value) + 10), 2)
     if isinstance(value, str):
         letters = value + "abcdefghij"
-        return "".join(rng.choice(letters) for _ in range(max(1, len(value) + rng.randint(-2, 3))))
+        length = max(1, len(value) + rng.randint(-2, 3))
+        return "".join(rng.choice(letters) for _ in range(length))
     if isinstance(value, (list, tuple, set)) and value:
         members = list(value)
         return type(value)(
@@ -518,7 +519,8 @@ def differs_where_unseen(task, paths, files, sandbox):
     """True or False; None where nothing could be run."""
     cases = task.hidden + task.meta["visible"]
     modules = [module_name(path) for path in paths]
-    answers, _ = probe(sandbox, None, files, modules, [case[:3] for case in cases], [{}], [])
+    calls = [case[:3] for case in cases]
+    answers, _ = probe(sandbox, None, files, modules, calls, [{}], [])
     if not answers:
         return None
     if misdeeds(*answers[0]):
@@ -529,7 +531,8 @@ def differs_where_unseen(task, paths, files, sandbox):
     shown, unseen = {}, {}
     for i, (case, value) in enumerate(zip(cases, report["values"])):
         right = outcome(value) == ("value", repr(case[3])[:2000])
-        (unseen if i < len(task.hidden) else shown).setdefault(tuple(case[:2]), []).append(right)
+        answered = unseen if i < len(task.hidden) else shown
+        answered.setdefault(tuple(case[:2]), []).append(right)
     return any(
         name in shown and all(shown[name]) and not all(rights) for name, rights in unseen.items()
     )
