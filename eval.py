@@ -317,7 +317,7 @@ def load_policy(folder, device="cpu", plain=False):
     # Tokenizer and shape are in the checkpoint too: a policy needs nothing else to act.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
-    hsdp.load_checkpoint(path, model)
+    hsdp.load_sharded_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config

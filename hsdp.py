@@ -523,7 +523,7 @@ def full_state(model):
 # ---------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
+def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights
     are: a teacher's) and `extra` (plain data, equal on all ranks: configuration, tokenizer, step)
     to a folder all ranks see. It takes its name, and the place of the one before, only when every
@@ -567,7 +567,7 @@ def save_checkpoint(directory, model, optimizer=None, extra=None, more=None):
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
             write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # Two renames. Between them the good one is .old, a name that load_checkpoint knows.
+            # Two renames. Between them the good one is .old, where loading looks for it too.
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -594,7 +594,7 @@ def fail_on_all_ranks(directory, part):
         )
 
 
-def load_checkpoint(directory, model, optimizer=None, more=None):
+def load_sharded_checkpoint(directory, model, optimizer=None, more=None):
     """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. ->
     extra. A folder that is missing, damaged or of another model: ValueError on every rank, before
     anything is loaded."""

@@ -2,15 +2,13 @@
 sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
-message; hidden tests give the reward. This file holds the tokenizer, the transcript (turns,
-episodes, chains), the agent as one coroutine, a sampler in its plain form (one agent after the
-other, one token at a time), group rollouts, and the policy-gradient objective.
+message; hidden tests give the reward. In this order: the tokenizer, the transcript, the agent as
+one coroutine, a sampler in its plain form, group rollouts, and the policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
 deviation (a group where every rollout is right would have its accidents blown up to unit
 advantage); no length standardisation, no overlong masking; KL by the k1 estimator; router replay.
-Seed names of the tools: read_file, edit_file, run_command, search_codebase.
 
     A_i = r_i - mean_group(r)
     J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
@@ -299,8 +297,7 @@ def flatten(episode):
 
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
-    answers: of a tool's, which tool was called, that it was call i of n in one turn, and the call's
-    id where it has one."""
+    answers: see Tokenizer.write_turn"""
     tokens = without_middle(tokenizer, tokenizer.encode(text), most)
     return tokenizer.write_turn(role, tokens, text, answers)
 
@@ -333,7 +330,7 @@ def opening_turn(tokenizer, task):
     return turn
 
 
-# ---------------------------------------------------------------- tools
+# ---------------------------------------------------------------- one agent, as a coroutine
 
 
 def run_tool(workspace, call):
@@ -352,9 +349,6 @@ def run_tools(workspace, calls, chain):
         chain.failure = str(failure)
 
 
-# ---------------------------------------------------------------- one agent, as a coroutine
-
-
 @dataclass(frozen=True)
 class Limits:
     window: int = 512  # tokens that the context may hold
@@ -364,7 +358,7 @@ class Limits:
     commands: int = 0  # run_command calls per chain that are answered (0: all)
 
     @property
-    def turn(self):
+    def max_turn_tokens(self):
         return self.turn_tokens or max(192, self.window * 3 // 8)
 
 
@@ -419,7 +413,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if room < 2:
             break
         tokens = context_tokens(tokenizer, unread)
-        most = min(limits.turn, room)
+        most = min(limits.max_turn_tokens, room)
         answer = yield Request(tokens, restart, most, summarizing, call_number)
         turn = sampled_turn(tokenizer, prompt, room, *answer)
         episode.turns.append(turn)
@@ -473,16 +467,11 @@ def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
     than there is room for: then the rest is cut off."""
     body, logprobs = body[:room], logprobs[:room]
     text, calls = tokenizer.read_action(body)
-    return Turn(
-        "assistant",
-        [*prompt, *body],
-        text,
-        calls,
-        thinking=calls[0].start if calls else 0,
-        logprobs=logprobs,
-        versions=np.resize(versions, len(body)),
-        head=len(prompt),
-    )
+    turn = Turn("assistant", [*prompt, *body], text, calls, head=len(prompt))
+    turn.thinking = calls[0].start if calls else 0
+    turn.logprobs = logprobs
+    turn.versions = np.resize(versions, len(body))
+    return turn
 
 
 def output_turns(tokenizer, chain, limits, compact):
@@ -641,6 +630,7 @@ class Sampler:
         """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
         body, logprobs = [], []
         while len(body) < room:
+            # A number per token, drawn by this agent alone.
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
             token, logprob = sample_from_logits(logits, uniform, self.temperature)
@@ -870,14 +860,14 @@ def small_model(tokenizer, **sizes):
 
 
 def demo():
-    from command.bpe import train_tokenizer
+    from command.bpe import fit_tokenizer
     from command.demo_figures import draw_kl_variances
     from command.kl_estimates import kl_variances
     from command.transcripts import describe_chain, format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
-    tokenizer, task = train_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
+    tokenizer, task = fit_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
@@ -890,7 +880,8 @@ def demo():
     tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
         f"\nAbove, what the policy writes is bright: only that is trained on. A group of "
-        f"{len(group)} from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
+        f"{len(group)} from an\nuntrained model, rewards {rewards},\n"
+        f"advantages {advantages(rewards).tolist()}:\n"
         f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled."
     )
     draw_kl_variances(*kl_variances(), "out/rollout.png")

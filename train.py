@@ -456,7 +456,7 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return bpe.train_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
+    return bpe.fit_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
 def seq_len_divisor(step, config):
@@ -1488,11 +1488,11 @@ def train(config, interrupted, sources=None):
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if previous:
-            hsdp.load_checkpoint(origin, run.model)
+            hsdp.load_sharded_checkpoint(origin, run.model)
         source = STAGE[stage](run)
         if begun:
             source.load_state_dict(begun["source"])
-            hsdp.load_checkpoint(out, run.model, optimizer, source.tensors())
+            hsdp.load_sharded_checkpoint(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
 
@@ -1622,7 +1622,7 @@ def save_checkpoint(run, source, optimizer, step, out):
         "source": source.state_dict(),
         "patch": PATCH,
     }
-    hsdp.save_checkpoint(out, run.model, optimizer, extra, source.tensors())
+    hsdp.save_sharded_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
 
 def bias_rate(run):

@@ -15,7 +15,7 @@ import feedback_distill
 import moe
 import muon
 import rollout
-from command.bpe import train_tokenizer
+from command.bpe import fit_tokenizer
 import synth_tasks
 import train
 from benchmarks.gpu_bench import relative_error
@@ -181,7 +181,7 @@ def upload_differences(device):
 def sampler_mismatch(device, dtype):
     """Mean |log-prob of the sampler - log-prob of the trainer| over the tokens that real agents
     sampled"""
-    tokenizer = train_tokenizer(synth_tasks.example_texts(100, 0), 700)
+    tokenizer = fit_tokenizer(synth_tasks.example_texts(100, 0), 700)
     model = build_small_model(device, dtype, vocab=tokenizer.vocab)
     sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())

@@ -14,7 +14,7 @@ import regex  # comes with tiktoken
 from rollout import CONTROLS, SPLIT, Tokenizer
 
 
-def train_tokenizer(texts, vocab):
+def fit_tokenizer(texts, vocab):
     return Tokenizer(train_bpe(texts, vocab))
 
 

@@ -1,4 +1,4 @@
-"""command/in_turn.py: the rollouts of a training run in one process that samples and learns in turn.
+"""command/in_turn.py: the rollouts of a run whose one process samples and learns in turn.
 
 The plain form of fast/workers.py, where other processes sample while this one learns: the same
 tasks, seeds and limits, and so the same tokens.

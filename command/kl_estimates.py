@@ -1,8 +1,11 @@
 """command/kl_estimates.py: why the KL penalty of rollout.policy_loss is k1.
 
-Three estimates of KL(pi || ref) from samples x ~ pi, with r = ref / pi. k1 = -log r and k3 = r - 1 -
-log r have the right mean, k2 = (log r)^2 / 2 nearly. Close to the reference k3 scatters least; far
-from it a rare sample with a large r makes its variance explode (Technical Report, section 4.1).
+Three estimates of KL(pi || ref) from samples x ~ pi, with r = ref / pi:
+
+    k1 = -log r          k2 = (log r)^2 / 2          k3 = r - 1 - log r
+
+k1 and k3 have the right mean, k2 nearly. Close to the reference k3 scatters least; far from it a
+rare sample with a large r makes its variance explode (Technical Report, section 4.1).
 
 It stands apart from rollout.py because training uses k1 alone. `python rollout.py` draws what is
 computed here. Left out: the bias of their gradients. As a loss k1's is zero in expectation, which

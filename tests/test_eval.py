@@ -365,7 +365,7 @@ def run(tmp_path_factory):
             "summarize": True,
             "max_turns": 3,
         }
-        hsdp.save_checkpoint(
+        hsdp.save_sharded_checkpoint(
             folder / stage,
             model,
             None,
@@ -393,7 +393,7 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
     model, tokenizer, config = evaluation.load_policy(run[0])
     for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
         config["steps"] = 60
-        hsdp.save_checkpoint(
+        hsdp.save_sharded_checkpoint(
             tmp_path / "r" / "rl",
             model,
             None,

@@ -272,7 +272,7 @@ def save_and_go_on(meshes, folder):
     for step in range(2):
         forward_backward(model, meshes, step)
         update(model, optimizer)
-    hsdp.save_checkpoint(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, 2)
     update(model, optimizer)
@@ -283,7 +283,7 @@ def load_and_go_on(meshes, folder):
     """The same from another layout, starting from other weights."""
     model = parallelize(build(seed=5), meshes)
     optimizer = make_optimizer(model)
-    extra = hsdp.load_checkpoint(folder, model, optimizer)
+    extra = hsdp.load_sharded_checkpoint(folder, model, optimizer)
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, extra["step"])
     update(model, optimizer)
@@ -479,7 +479,7 @@ def saved(tmp_path):
     """A checkpoint of one process at step 1."""
     model = build()
     optimizer = make_optimizer(model)
-    hsdp.save_checkpoint(tmp_path / "run", model, optimizer, {"step": 1})
+    hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer, {"step": 1})
     return tmp_path / "run", model, optimizer
 
 
@@ -496,7 +496,7 @@ def test_a_damaged_checkpoint_is_refused_with_one_clear_line(saved, damage):
     else:
         folder = folder.with_name("nothing")
     with pytest.raises(ValueError) as refusal:
-        hsdp.load_checkpoint(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -520,22 +520,22 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
                 *((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended
             )
             with pytest.raises(KeyboardInterrupt):
-                hsdp.save_checkpoint(folder, model, optimizer, {"step": 2})
-        assert hsdp.load_checkpoint(folder, model, optimizer) == {"step": 1} and hsdp.load_extra(
-            folder
-        ) == {"step": 1}
-    hsdp.save_checkpoint(folder, model, optimizer, {"step": 3})
-    assert hsdp.load_checkpoint(folder, model, optimizer) == {"step": 3}
+                hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
+        assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {
+            "step": 1
+        } and hsdp.load_extra(folder) == {"step": 1}
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load_checkpoint(saved[0], other)
+        hsdp.load_sharded_checkpoint(saved[0], other)
     with pytest.raises(ValueError, match="optimizer.*missing here"):
         # it makes its state in the first step
-        hsdp.load_checkpoint(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
+        hsdp.load_sharded_checkpoint(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
 
 
 def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tmp_path):
@@ -543,7 +543,7 @@ def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tm
     optimizer, seconds = make_optimizer(model), []
     for _ in range(3):
         start = time.monotonic()
-        hsdp.save_checkpoint(tmp_path / "run", model, optimizer)
+        hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer)
         seconds.append(time.monotonic() - start)
     assert sum(p.numel() for p in model.parameters()) > 0.8e6 and min(seconds) < 0.3
 
@@ -649,7 +649,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
         with pytest.raises(checkpoint_files.SaveFailed) as refusal:
-            hsdp.save_checkpoint(folder, model, optimizer, {"step": 2})
+            hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
     assert (
         "the disk is full" in text
@@ -659,29 +659,29 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     )
     # What was half written has given its space back, and the one before is whole.
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
-    assert hsdp.load_checkpoint(folder, model, optimizer) == {"step": 1}
-    hsdp.save_checkpoint(folder, model, optimizer, {"step": 3})
-    assert hsdp.load_checkpoint(folder, model, optimizer) == {"step": 3}
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 1}
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
 
 
 def one_disk_is_full(rank, world, folder):
     """-> what each rank is told when one of them cannot write, at different moments, and what is
     there afterwards"""
     model, told = parallelize(build(), make_meshes(world)), []
-    hsdp.save_checkpoint(folder, model, None, {"step": 1})
+    hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
     for failing, (where, name) in itertools.product(
         range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))
     ):
         right = getattr(where, name)
         setattr(where, name, full if rank == failing else right)
         try:
-            hsdp.save_checkpoint(folder, model, None, {"step": 2})
+            hsdp.save_sharded_checkpoint(folder, model, None, {"step": 2})
             told.append("saved")
         except checkpoint_files.SaveFailed as error:
             told.append(str(error))
         setattr(where, name, right)
-        told.append(hsdp.load_checkpoint(folder, model)["step"])
-        hsdp.save_checkpoint(folder, model, None, {"step": 1})
+        told.append(hsdp.load_sharded_checkpoint(folder, model)["step"])
+        hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
     return told
 
 
@@ -724,7 +724,7 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
     with torch.no_grad():
         [p.zero_() for p in model.parameters()]
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_checkpoint(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
 
@@ -741,7 +741,7 @@ def test_a_checkpoint_of_an_earlier_version_without_checksums_loads(saved):
     folder, model, optimizer = saved
     forget_checksums(folder)
     other = build(seed=4)
-    assert hsdp.load_checkpoint(folder, other, make_optimizer(other)) == {"step": 1}
+    assert hsdp.load_sharded_checkpoint(folder, other, make_optimizer(other)) == {"step": 1}
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
@@ -752,7 +752,7 @@ def test_damage_is_one_line_without_checksums_too(saved, name, how):
     forget_checksums(folder)
     spoil(folder / name, how)
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_checkpoint(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -767,7 +767,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
     (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
     for way in (
-        lambda: hsdp.load_checkpoint(folder, model, optimizer),
+        lambda: hsdp.load_sharded_checkpoint(folder, model, optimizer),
         lambda: hsdp.load_extra(folder),
     ):
         with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
@@ -788,7 +788,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
     with pytest.raises(checkpoint_files.DamagedCheckpoint, match="no readable manifest"):
-        hsdp.load_checkpoint(*saved)
+        hsdp.load_sharded_checkpoint(*saved)
 
 
 class Runs:
@@ -853,7 +853,7 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
         }[kind]
     replace_metadata(folder, here)
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load_checkpoint(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert (
         "not to be trusted" in str(refusal.value)
         and "\n" not in str(refusal.value)

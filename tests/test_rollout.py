@@ -968,12 +968,12 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_th
 
 
 def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
-    assert [Limits(window).turn for window in (200, 512, 1024, 8192)] == [
+    assert [Limits(window).max_turn_tokens for window in (200, 512, 1024, 8192)] == [
         192,
         192,
         384,
         3072,
-    ] and Limits(8192, 9, 40).turn == 40
+    ] and Limits(8192, 9, 40).max_turn_tokens == 40
     room = [
         next(agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(window))).room
         for window in (150, 4096)
