@@ -41,7 +41,7 @@ import hsdp
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, weighted_effort
+from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 import fast
@@ -148,7 +148,7 @@ def make_record(chain, prices=PRICES):
         # Where a limit cut the agent off it has submitted nothing, whatever its files can do.
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
-        "effort": float(weighted_effort(chain.stats, Weights())),
+        "effort": float(compute_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }

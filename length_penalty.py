@@ -122,7 +122,7 @@ def count_effort(chain):
     )
 
 
-def weighted_effort(counts, weights=Weights()):
+def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
     # A count that is left out would be free of charge, so it is refused.
@@ -168,7 +168,7 @@ def effort_budget(window, turns, weights=Weights()):
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return float(weighted_effort(counts, weights))
+    return float(compute_effort(counts, weights))
 
 
 def linear_scale(x, scale=0.15, k=1.0, q=0.5):
@@ -234,7 +234,7 @@ def print_groups(k, q, scale, weights):
     that is all solved"""
     # Equal in everything but one thinking token of one rollout.
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
-    x = weighted_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    x = compute_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
     for name, solved in groups.items():
@@ -246,7 +246,7 @@ def print_groups(k, q, scale, weights):
     return sizes
 
 
-def parse_flags(parser, argv):
+def parse_penalty_flags(parser, argv):
     """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
     parser.add_argument("--k", type=float, default=1.0)
     parser.add_argument("--q", type=float, default=0.5)
@@ -292,7 +292,7 @@ def main(argv):
     from command.demonstration import draw_or_refuse, make_parser
 
     parser = make_parser("length_penalty.py", "The curves of the length penalty.")
-    args, weights = parse_flags(parser, argv)
+    args, weights = parse_penalty_flags(parser, argv)
     draw_or_refuse(parser, lambda: demo(args.k, args.q, args.scale, weights))
 
 

@@ -307,7 +307,7 @@ def assign_owners(units):
 Route = namedtuple("Route", "rank unit piece")
 
 
-class Task:
+class MuonTask:
     """Units that are computed, and travel, together. Routes say which pieces cross the wire, in
     which order:
 
@@ -421,7 +421,7 @@ def cut_tasks(matrices, itemsize, bound):
         units = units + blocks
         size += matrix_bytes(blocks, itemsize)
         if size >= bound or blocks is matrices[-1]:
-            tasks.append(Task(units))
+            tasks.append(MuonTask(units))
             units, size = [], 0
     return tasks
 

@@ -298,11 +298,11 @@ def flatten(episode):
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
     answers: see Tokenizer.write_turn"""
-    tokens = without_middle(tokenizer, tokenizer.encode(text), most)
+    tokens = without_middle_tokens(tokenizer, tokenizer.encode(text), most)
     return tokenizer.write_turn(role, tokens, text, answers)
 
 
-def without_middle(tokenizer, tokens, most):
+def without_middle_tokens(tokenizer, tokens, most):
     """The tokens, or of more than `most` the beginning and the end, since the end of a test run
     says what failed, and between them a line that says how many are missing. The line counts
     against the limit; where it has no room, a shorter one stands there."""
@@ -849,7 +849,7 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
 # ---------------------------------------------------------------- demo
 
 
-def small_model(tokenizer, **sizes):
+def random_model(tokenizer, **sizes):
     """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
@@ -873,7 +873,7 @@ def demo():
         print(format_transcript(line))
 
     # A group of rollouts of an untrained model
-    model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
+    model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
     rewards = [chain.reward for chain in group]

@@ -984,7 +984,7 @@ class Reinforcement(Source):
         config = self.run.config
         chain.solved = chain.solved and chain.finished
         chain.stats["effort"] = float(
-            length_penalty.weighted_effort(chain.stats, self.effort_weights)
+            length_penalty.compute_effort(chain.stats, self.effort_weights)
         )
         reward = length_penalty.shaped_reward(
             float(chain.solved),

@@ -94,8 +94,7 @@ def decoding_error(device, dtype):
     tokens = draw_tokens(4, 200).to(device)
     # The prompt at once, then token by token, each fed as it is given: nothing is sampled.
     cache = moe.Cache(sampler_model, 4, 260)
-    prompts = tokens[:, :150].tolist()
-    sampler_model.prefill(prompts, cache, rows=[0, 1, 2, 3], start=[0] * 4)
+    sampler_model.prefill([row[:150].tolist() for row in tokens], cache, [0, 1, 2, 3], [0] * 4)
     logits = []
     for i in range(150, 200):
         start = torch.full((4,), i, device=device)
@@ -114,8 +113,7 @@ def orthogonalize_fast(gradient, dtype):
 
 def orthogonalize_error(device, dtype):
     worst = 0.0
-    square, wide, tall, tiny = (64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)
-    for shape in (square, wide, tall, tiny):
+    for shape in ((64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         expected = orthogonalize_fast(gradient, torch.float32)
         worst = max(worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected))

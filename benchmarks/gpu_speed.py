@@ -45,9 +45,7 @@ def build_scale_model(bench, **changes):
 
 def train_once(model, tokens):
     """Forward and backward of one micro-batch"""
-    hidden = model(tokens[:, :-1])
-    loss = -model.logprobs(hidden, tokens[:, 1:]).mean()
-    loss.backward()
+    (-model.logprobs(model(tokens[:, :-1]), tokens[:, 1:]).mean()).backward()
     for p in model.parameters():
         p.grad = None
 
@@ -224,11 +222,7 @@ def measure_speed(bench):
     what = "Muon and AdamW, the model of the scale"
     bench.attempt(table, what, partial(measure_model_step, bench))
     # Layers, width, heads, experts and hidden units of an expert: 2M, 67M and 359M parameters
-    sizes = [
-        (4, 128, 4, 8, 128),
-        (6, 384, 6, 8, 1024),
-        (8, 768, 12, 8, 2048),
-    ]
+    sizes = [(4, 128, 4, 8, 128), (6, 384, 6, 8, 1024), (8, 768, 12, 8, 2048)]
     if bench.tiny:
         sizes = [(1, 64, 2, 2, 64)]
     for layers, width, *others in sizes:

@@ -57,15 +57,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    T=128,
-    D=32,
-    F=32,
-    E=4,
-    batch=2,
-    decoded_rows=4,
-    repeat=1,
-    prompts=(16,),
-    new_tokens=4,
+    T=128, D=32, F=32, E=4, batch=2, decoded_rows=4, repeat=1, prompts=(16,), new_tokens=4
 )
 
 

@@ -31,7 +31,7 @@ def make_axes(title, x, y, panels=1):
     return figure, ax
 
 
-def first_line(error):
+def first_message_line(error):
     """Of an exception's message, which may be empty"""
     return (str(error).splitlines() or [""])[0]
 
@@ -44,7 +44,7 @@ def try_to_draw():
         figure.savefig(io.BytesIO(), format="png")
     # Whatever a foreign library, and the settings that it finds, may raise.
     except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
+        what = f"{type(error).__name__}: {first_message_line(error)}"
         return f"no figures: matplotlib does not draw here ({what})"
     return ""
 
@@ -55,5 +55,7 @@ def draw_safely(draw_it, *inputs):
     try:
         draw_it(*inputs)
     except Exception as error:
-        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_line(error)})"
+        return (
+            f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_message_line(error)})"
+        )
     return ""

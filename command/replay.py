@@ -8,7 +8,7 @@ has one.
 """
 
 from command.demonstration import draw_or_refuse, make_parser, refuse_moved
-from command.transcripts import replay
+from command.transcripts import print_transcript
 
 
 def replay_or_demonstrate(argv, demo):
@@ -27,6 +27,6 @@ def replay_or_demonstrate(argv, demo):
     if not given.replay:
         parser.error("--replay= names no file")
     try:
-        replay(given.replay, given.line)
+        print_transcript(given.replay, given.line)
     except ValueError as error:
         parser.error(error)

@@ -570,7 +570,7 @@ def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
 
 def bf16_gradients(rank, world, micro_batches, **sizes):
     """The gradients of equal micro-batches, summed; whole, on every rank."""
-    meshes, model = make_meshes(world, **sizes), hsdp.small_model()
+    meshes, model = make_meshes(world, **sizes), hsdp.demo_model()
     for p in model.parameters():
         p.data = p.data.bfloat16()
     replicas = meshes.layout.shard == 1

@@ -107,12 +107,8 @@ def kept_lines(before, after):
     """(start, end, start, end) of the stretches in which two texts differ: between their common
     beginning and end, by lines."""
     most = min(len(before), len(after))
-    head = 0
-    while head < most and before[head] == after[head]:
-        head += 1
-    tail = 0
-    while tail < most - head and before[-1 - tail] == after[-1 - tail]:
-        tail += 1
+    head = next((i for i in range(most) if before[i] != after[i]), most)
+    tail = next((i for i in range(most - head) if before[-1 - i] != after[-1 - i]), most - head)
     lines = [
         re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]) for text in (before, after)
     ]

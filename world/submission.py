@@ -57,10 +57,10 @@ def wrong_value(node):
         if isinstance(value, bytes):
             return ast.Constant(value + b" changed")
         return ast.Constant("changed")
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return type(node)([*node.elts, ast.Constant(1000003)], ast.Load())
-    if isinstance(node, ast.Set):
-        return ast.Set([*node.elts, ast.Constant(1000003)])
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        return type(node)(
+            [*node.elts, ast.Constant(1000003)], *([ast.Load()] * (not isinstance(node, ast.Set)))
+        )
     if isinstance(node, ast.Dict):
         return ast.Dict(
             [*node.keys, ast.Constant("changed")], [*node.values, ast.Constant(1000003)]
@@ -531,8 +531,7 @@ def differs_where_unseen(task, paths, files, sandbox):
     shown, unseen = {}, {}
     for i, (case, value) in enumerate(zip(cases, report["values"])):
         right = outcome(value) == ("value", repr(case[3])[:2000])
-        answered = unseen if i < len(task.hidden) else shown
-        answered.setdefault(tuple(case[:2]), []).append(right)
+        (unseen if i < len(task.hidden) else shown).setdefault(tuple(case[:2]), []).append(right)
     return any(
         name in shown and all(shown[name]) and not all(rights) for name, rights in unseen.items()
     )
