@@ -66,7 +66,7 @@ class ModelConfig:
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
     # a replayed expert must score this much of the router's own K-th best, or is replaced
     plausible: float = 0.0
-    # of the expert products: "mxfp8", "nvfp4", or "" = that of compute()
+    # of the expert products: "mxfp8", "nvfp4", or "" = that of compute_in()
     precision: str = ""
     mtp: int = 0  # 1: a head that drafts the token after the next
     norm_eps: float = 1e-6

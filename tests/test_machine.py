@@ -128,7 +128,7 @@ with Workspace(task, sandbox) as workspace:
     assert "proc" not in str(workspace.root) and "shm" not in str(workspace.root)
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
-model = rollout.small_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
+model = rollout.random_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
 (chain,), = rollout.rollouts(fast.sampler.Sampler(fast.accelerate(model), tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
 assert chain.files and not chain.failure
 with tempfile.TemporaryDirectory() as out:

@@ -31,6 +31,7 @@ from command import (
     flags,
     idle_flags,
     old_flags,
+    policy_report,
     source_files,
     step_log,
 )
@@ -399,9 +400,9 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
     assert re.search(
-        r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M
+        r"without room for a turn +2$", policy_report.format_table({"one": records}), re.M
     )
-    assert "without room" not in train.eval.format_table({"one": records[2:]})
+    assert "without room" not in policy_report.format_table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
