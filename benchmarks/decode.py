@@ -27,7 +27,7 @@ from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
-from rollout import Chain, Request, Tokenizer, Work, sample_from_logits, small_model
+from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
@@ -92,7 +92,7 @@ def build_models(tokenizer, quick):
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     dtype = fast_dtype("cpu")
-    model = accelerate(small_model(tokenizer, **sizes)).compute(dtype)
+    model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
     sampler_model = generation_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model

@@ -38,10 +38,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import eval
 import feedback_distill
 import train
-from command import failures
+from command import drawing, failures
 from command.output_files import check_writable
 from experiments import tables
 from command import launch
@@ -310,7 +309,7 @@ def main(module, argv):
         check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
         usage_error(f"{error.filename or folder}: {error.strerror}")
-    problem = eval.try_to_draw()
+    problem = drawing.try_to_draw()
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)
 
@@ -323,7 +322,7 @@ def main(module, argv):
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
     results = tables.read_results(experiment, runs)
     text = tables.compare(experiment.question, results)
-    problem = eval.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
+    problem = drawing.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
     if problem:
         text += f"\n{problem}"
     record = {

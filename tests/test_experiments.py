@@ -71,7 +71,7 @@ def stage_of(patch, **config):
 
 
 def weights(folder):
-    return {name: t.clone() for name, t in evaluation.load(folder)[0].state_dict().items()}
+    return {name: t.clone() for name, t in evaluation.load_policy(folder)[0].state_dict().items()}
 
 
 def log_of(folder, stage="rl"):
@@ -301,13 +301,13 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
         if not name.endswith(("router.bias", "router.load")):
             assert torch.equal(tensor, before[name]), name
 
-    tokenizer = evaluation.load(run / "sft")[1]
+    tokenizer = evaluation.load_policy(run / "sft")[1]
     task, limits = synth_tasks.make_task(0, 5), rollout.Limits(1024)
     chain = rollout.demonstrate(task, tokenizer, random.Random(5), limits, 0.0)
     batch = rollout.pack(chain.episodes, [1.0])
     likelihood = []
     for folder in (run / "sft", tmp_path / "a" / "rl"):
-        model = evaluation.load(folder)[0]
+        model = evaluation.load_policy(folder)[0]
         logp = model.logprobs(model(batch["tokens"]), batch["targets"])
         likelihood.append(float((logp * batch["mask"]).sum()))
     assert likelihood[1] > likelihood[0] + 1
