@@ -87,6 +87,7 @@ class Experiment:
     policies: tuple = ("after RL",)  # of which evaluation's policies the numbers are
     # (folder of a run, its evaluation's policies) -> more numbers of its end
     more: Callable = no_more_numbers
+    by_seed: tuple = ()  # numbers of the end that are printed run by run, too
 
 
 @dataclass(frozen=True)
@@ -322,6 +323,8 @@ def main(module, argv):
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
     results = tables.read_results(experiment, runs)
     text = tables.compare(experiment.question, results)
+    if experiment.by_seed:
+        text += f"\n\n{tables.list_runs(results, seeds, experiment.by_seed)}"
     problem = drawing.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
     if problem:
         text += f"\n{problem}"

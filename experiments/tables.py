@@ -145,6 +145,16 @@ def compare(question, results):
     return "\n".join(lines)
 
 
+def list_runs(results, seeds, columns):
+    """-> the text of a table with a line for each run: its seed, its arm and these numbers"""
+    rows = [["seed", "arm", *columns]]
+    for i, seed in enumerate(seeds):
+        for arm, runs in results.items():
+            cells = [format_number(runs[i]["end"][column], "{:.3f}") for column in columns]
+            rows.append([str(seed), arm, *cells])
+    return "\n".join(align(rows))
+
+
 def align(rows):
     """Rows of texts -> lines: the first column to the left, the others to the right"""
     widths = [max(len(text) for text in column) + 2 for column in zip(*rows)]

@@ -462,6 +462,17 @@ def test_the_spread_over_seeds_is_the_samples():
     assert "0.250" in text and "(0" not in text and "one seed" in text
 
 
+def test_runs_are_listed_seed_by_seed():
+    def runs(*solved):
+        return [{"end": {"solved": value, "GB": 3.5}} for value in solved]
+
+    text = tables.list_runs({"one": runs(0.5, 0.7), "two": runs(0.6, 0.8)}, [7, 3], ("solved",))
+    cells = [line.split() for line in text.splitlines()]
+    assert cells[0] == ["seed", "arm", "solved"]
+    assert cells[1:3] == [["7", "one", "0.500"], ["7", "two", "0.600"]]
+    assert cells[3:] == [["3", "one", "0.700"], ["3", "two", "0.800"]]
+
+
 def test_differences_are_of_runs_of_one_seed():
     def runs(*solved):
         return [{"curves": {}, "end": {"solved": s, "unknown": float("nan")}} for s in solved]

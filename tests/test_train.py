@@ -467,6 +467,12 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
     assert len(drawn) == 3 and not set(range(drawn[0], drawn[-1] + 1)) & set(tried)
 
 
+def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
+    assert train.demonstration_levels(6) == [0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
+    assert train.demonstration_levels(1) == [0]
+    assert train.demonstration_levels(8)[-3:] == [5, 6, 7]
+
+
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
     """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
     for dtype in ("float32", "bfloat16"):
