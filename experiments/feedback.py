@@ -6,7 +6,8 @@ hints. The habit that feedback is to remove is a call to a tool that is not ther
     reward alone                  without the distillation of hints
     with targeted feedback        the default run
 
-    python -m experiments.feedback --seeds=1337,1,2,3,4,5
+    python -m experiments.feedback
+    python -m experiments.feedback --seeds=1337,1,2,3,4,5    # 2 hours
 
 The table's last part has a line for each run, with what the whole default run took.
 

@@ -401,15 +401,26 @@ def fake_runs(monkeypatch):
         seed = next(int(w.removeprefix("--seed=")) for w in words if w.startswith("--seed="))
         bad = [0.5, 0.4, 0.3] if "--feedback=0" in words else [0.5, 0.1 * seed, 0.0]
         lines = [
-            {"step": i + 1, "bad_tool": b, "cheats": b, "reward": 1 - b, "seconds": seed}
+            {
+                "step": i + 1,
+                "bad_tool": b,
+                "solved": 1 - b,
+                "cheats": b,
+                "reward": 1 - b,
+                "seconds": seed,
+            }
             for i, b in enumerate(bad)
         ]
         (out / "rl.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         lines = [{"step": i + 1, "loss": 1 / seed} for i in range(60)]
-        (out / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1])
+        lines[-1]["constants"] = 0.9
+        if "--stage=rl" not in words and "--stage=eval" not in words:
+            (out / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        whole = dict(solved=0.5 + 0.1 * seed, tokens=100, bad_tool=bad[-1], finished=1.0)
         policy = {"overall": whole, "levels": {"0": whole, "1": whole}}
-        (out / "summary.json").write_text(json.dumps({"policies": {"after RL": policy}}))
+        table = "this command: 14.0 minutes, 3.1 GB at most in 2 processes"
+        record = {"policies": {"after RL": policy}, "table": table}
+        (out / "summary.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(runner, "run_job", run_job)
     return asked
@@ -441,7 +452,8 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     ]
     assert not any(job.patch for job in asked)
     data = json.loads((tmp_path / "feedback" / "feedback.json").read_text())
-    assert data["results"]["reward alone"][1]["curves"] == {"bad_tool": [0.5, 0.4, 0.3]}
+    curves = data["results"]["reward alone"][1]["curves"]
+    assert curves == {"bad_tool": [0.5, 0.4, 0.3], "solved": [0.5, 0.6, 0.7]}
     assert data["seeds"] == [1, 3] and data["flags"] == ["--scale=tiny"] and "commit" in data
     ends = [run["end"] for runs in data["results"].values() for run in runs]
     assert {end["bad_tool: tenth at"] for end in ends} == {4}  # never
@@ -450,6 +462,8 @@ def test_an_experiment_runs_every_arm_with_every_seed_from_one_base_and_reports_
     assert re.split("  +", arms)[-2:] == ["reward alone", "with targeted feedback"]
     numbers = {line[:22].strip(): line[22:].split() for line in lines}
     assert numbers["solved"] == 2 * ["0.700", "(0.141)"]
+    *_, last = [line.split() for line in lines if "with targeted feedback" in line]
+    assert last[0] == "3" and {"0.900", "0.800", "14.000", "3.100"} <= set(last)
     assert numbers["seconds a step"] == 2 * ["2.000", "(1.414)"]
     assert (tmp_path / "feedback" / "feedback.png").stat().st_size > 5000
 
