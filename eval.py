@@ -44,7 +44,7 @@ import hsdp
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, effort
+from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 import fast
@@ -157,7 +157,7 @@ def make_record(chain, prices=PRICES):
         "level": chain.task.level,
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
-        "effort": float(effort(chain.stats, Weights())),
+        "effort": float(compute_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
@@ -267,7 +267,7 @@ def last_stage(folder):
     return Path(folder)
 
 
-def unfinished(folder):
+def unfinished_label(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
     extra = hsdp.load_extra(folder)
@@ -284,10 +284,10 @@ def made_by(folder):
     return f"made by {patch}" if patch else ""
 
 
-def load(folder, device="cpu", plain=False):
+def load_policy(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
-    `unfinished`."""
+    unfinished (`unfinished_label`)."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
 
@@ -394,7 +394,7 @@ def hint_effect(model, tokenizer, chain):
         turn = episode.turns[hint.turn]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
         span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        targets = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
+        targets = feedback_distill.pack_hinted([episode], [(0, hint.turn, text, span)]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
         plain = []
@@ -437,7 +437,7 @@ def kl_from_reference(reference, chain, temperature):
         tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
         logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()
         difference = batch["logprobs"][0] - logp
-        # `pack` pads the row; what it adds is no token of the episode.
+        # `rollout.pack` pads the row; what it adds is no token of the episode.
         total += float(difference[: len(keep)][keep].sum())
         count += int(keep.sum())
     return total, count
@@ -608,7 +608,7 @@ def make_axes(title, x, y, panels=1):
     return figure, ax
 
 
-def first_line(error):
+def first_message_line(error):
     """Of an exception's message, which may be empty"""
     return (str(error).splitlines() or [""])[0]
 
@@ -621,7 +621,7 @@ def try_to_draw():
         figure.savefig(io.BytesIO(), format="png")
     # Whatever a foreign library, and the settings that it finds, may raise.
     except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
+        what = f"{type(error).__name__}: {first_message_line(error)}"
         return f"no figures: matplotlib does not draw here ({what})"
     return ""
 
@@ -632,7 +632,9 @@ def draw_safely(draw_it, *inputs):
     try:
         draw_it(*inputs)
     except Exception as error:
-        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_line(error)})"
+        return (
+            f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_message_line(error)})"
+        )
     return ""
 
 
@@ -721,13 +723,13 @@ def evaluate(run, config, paths, made, published):
 
     policies = {}
     for name, path in run.bar(list(paths.items()), "evaluation"):
-        model, tokenizer, saved = published or load(path, run.device, config.plain)
+        model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
         reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
         if saved["stage"] == "rl" and hsdp.exists(start) and not saved["init_from"]:
-            reference = load(start, run.device, config.plain)[0].compute(run.dtype)
+            reference = load_policy(start, run.device, config.plain)[0].compute(run.dtype)
 
         # Tasks have numbers, and rollouts take their random numbers from these: so they are the
         # same however many ranks there are.
@@ -782,8 +784,8 @@ def load_runs(folders):
     models = {}
     for folder in folders:
         path = last_stage(folder)
-        label = "; ".join(filter(None, [unfinished(path), made_by(path)]))
-        models[f"{folder} ({label})" if label else folder] = load(folder)
+        label = "; ".join(filter(None, [unfinished_label(path), made_by(path)]))
+        models[f"{folder} ({label})" if label else folder] = load_policy(folder)
     return models
 
 
@@ -815,10 +817,10 @@ def report_hint_effects(run, records):
 
 
 def main(argv):
-    from command.eval_flags import parse_arguments, usage_error
+    from command.eval_flags import parse_eval_flags, usage_error
     from command.output_files import check_writable
 
-    args = parse_arguments(argv, len(LEVELS))
+    args = parse_eval_flags(argv, len(LEVELS))
     problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

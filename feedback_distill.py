@@ -479,7 +479,7 @@ class Targets:
         return Targets(**values)
 
 
-def pack(episodes, hinted, keep_empty=False):
+def pack_hinted(episodes, hinted, keep_empty=False):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
     any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
     speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
@@ -789,7 +789,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
                 hinted.append((i, hint.turn, ids))
 
         # The teacher re-scores the hinted turns, the student learns from it on these alone.
-        targets = pack([chain.episodes[0] for chain in chains], hinted)
+        targets = pack_hinted([chain.episodes[0] for chain in chains], hinted)
         tokens, _ = toy_batch(chains)
         student = logits_at(model, tokens, targets.student_row, targets.student_position)
         loss = feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
@@ -815,7 +815,7 @@ def kl_along_episode(model, words, chain, hint):
     return [words.names[i] for i in tokens[at]], divergence(student, teacher).numpy()
 
 
-def draw(path, names, kl, curve):
+def draw_hint_effect(path, names, kl, curve):
     os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
 
@@ -866,7 +866,7 @@ def demo(path):
         wrong, good, moved = curve[step]
         now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"
         print(f"step {step:2}  {now}  final message moved {moved:.4f}")
-    draw(path, names, kl, curve)
+    draw_hint_effect(path, names, kl, curve)
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
         f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of "

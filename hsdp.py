@@ -742,7 +742,7 @@ class CommCounter(TorchDispatchMode):
         return others * whole.nbytes
 
 
-def small_model():
+def demo_model():
     from moe import Model, ModelConfig
 
     torch.manual_seed(0)
@@ -778,12 +778,12 @@ def largest_difference(model, grads):
     return worst
 
 
-def demo_rank(rank, world, layouts):
+def demo_layout_rank(rank, world, layouts):
     """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
-        model = parallelize(small_model(), meshes)
+        model = parallelize(demo_model(), meshes)
         with CommCounter() as counter:
             loss = forward_backward(model, meshes)
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -805,7 +805,7 @@ def describe_ranks(layout):
     return table
 
 
-def draw(layouts, path):
+def draw_layouts(layouts, path):
     """The same ranks on two meshes, side by side: equal colours hold equal weights."""
     os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
@@ -852,11 +852,11 @@ def demo(path="out/hsdp.png"):
     # starts autograd's device threads with its first backward, and cannot be forked afterwards.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
-    model = small_model()
+    model = demo_model()
     expected = forward_backward(model, make_meshes())
 
     # The same on eight ranks, for each layout.
-    found = fork_ranks(8, demo_rank, layouts)[0]
+    found = fork_ranks(8, demo_layout_rank, layouts)[0]
     worst = 0.0
     for layout, (loss, grads, received) in zip(layouts, found):
         print(f"cp={layout.cp}, ep={layout.ep}, dp_replicate={layout.dp_replicate}")
@@ -870,7 +870,7 @@ def demo(path="out/hsdp.png"):
         )
         worst = max(worst, error, abs(loss - expected))
 
-    draw(layouts, path)
+    draw_layouts(layouts, path)
     print(
         f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process "
         f"computes, to {worst:.0e}."

@@ -89,7 +89,7 @@ def cost(x, k=1.0, q=0.5):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
-def effort(counts, weights=Weights()):
+def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
     missing = [field.name for field in fields(weights) if field.name not in counts]
@@ -130,7 +130,7 @@ def effort_budget(window, turns, weights=Weights()):
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return float(effort(counts, weights))
+    return float(compute_effort(counts, weights))
 
 
 def linear_scale(x, scale=0.15, k=1.0, q=0.5):
@@ -149,7 +149,7 @@ def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
 # ---------------------------------------------------------------- demo
 
 
-def draw(path, k, q, scale, token):
+def draw_penalty(path, k, q, scale, token):
     """Left what an episode pays, right what its next 100 tokens cost; token: the weight of one"""
     os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
     import matplotlib.pyplot as plt
@@ -202,7 +202,7 @@ def print_groups(k, q, scale, weights):
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
-    x = effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    x = compute_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
     for name, solved in groups.items():
@@ -219,7 +219,7 @@ def refuse(message):
     sys.exit(2)
 
 
-def parse_flags():
+def parse_penalty_flags():
     """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
     parser = argparse.ArgumentParser(
         description="The curves of the length penalty.", allow_abbrev=False
@@ -245,7 +245,7 @@ def parse_flags():
 
 
 def main():
-    args, weights = parse_flags()
+    args, weights = parse_penalty_flags()
     k, q, scale = args.k, args.q, args.scale
     worst = print_reference()
     print_margins(k, q, scale)
@@ -253,7 +253,7 @@ def main():
     mixed, _, same, blown = print_groups(k, q, scale, weights)
     path = Path("out/length_penalty.png")
     try:
-        draw(path, k, q, scale, weights.thinking_tokens)
+        draw_penalty(path, k, q, scale, weights.thinking_tokens)
     except OSError as problem:
         refuse(f"cannot write {path}: {problem.strerror}")
 

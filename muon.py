@@ -310,7 +310,7 @@ def assign_owners(units):
 Route = namedtuple("Route", "rank unit piece")
 
 
-class Task:
+class MuonTask:
     """Units that are computed, and travel, together. Routes say which pieces cross the wire, in
     which order:
 
@@ -424,7 +424,7 @@ def cut_tasks(matrices, itemsize, bound):
         units = units + blocks
         size += matrix_bytes(blocks, itemsize)
         if size >= bound or blocks is matrices[-1]:
-            tasks.append(Task(units))
+            tasks.append(MuonTask(units))
             units, size = [], 0
     return tasks
 
@@ -914,7 +914,7 @@ def train_demo(params):
     return optimizer
 
 
-def demo_rank(rank, world):
+def demo_training_rank(rank, world):
     params = make_parameters(DEMO, DeviceMesh("cpu", torch.arange(world)))
     optimizer = train_demo(params)
     whole = {name: p.full_tensor().detach() for name, p in params.items()}
@@ -971,7 +971,7 @@ def demo():
     # The same three steps in one process and on four ranks.
     single = make_parameters(DEMO)
     train_demo(single)
-    ranks = fork_ranks(4, demo_rank)
+    ranks = fork_ranks(4, demo_training_rank)
     error = 0.0
     for whole, _, _ in ranks:
         for name, p in single.items():

@@ -371,11 +371,11 @@ def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
     answers: of a tool's, which tool was called, that it was call i of n in one turn, and the call's
     id where it has one."""
-    tokens = without_middle(tokenizer, tokenizer.encode(text), most)
+    tokens = without_middle_tokens(tokenizer, tokenizer.encode(text), most)
     return tokenizer.write_turn(role, tokens, text, answers)
 
 
-def without_middle(tokenizer, tokens, most):
+def without_middle_tokens(tokenizer, tokens, most):
     """The tokens, or of more than `most` the beginning and the end, since the end of a test run
     says what failed, and between them a line that says how many are missing. The line counts
     against the limit; where it has no room, a shorter one stands there."""
@@ -1025,7 +1025,7 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
 # ---------------------------------------------------------------- demo
 
 
-def small_model(tokenizer, **sizes):
+def random_model(tokenizer, **sizes):
     """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
@@ -1087,7 +1087,7 @@ def demo():
         print(format_transcript(line))
 
     # A group of rollouts of an untrained model, and their log-probs computed again
-    model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
+    model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
     worst = 0.0
@@ -1113,7 +1113,7 @@ def refuse(text):
 
 
 def main(argv):
-    from command.transcripts import replay
+    from command.transcripts import print_transcript
 
     if "--bench" in argv:
         refuse("--bench has moved: python -m benchmarks.decode")
@@ -1136,7 +1136,7 @@ def main(argv):
         refuse("--replay= names no file")
     if given.replay is not None:
         try:
-            return replay(given.replay, given.line)
+            return print_transcript(given.replay, given.line)
         except ValueError as error:
             refuse(error)
     try:

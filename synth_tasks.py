@@ -48,7 +48,7 @@ from world.audit import audit
 from world.autoinstall import autoinstall
 from world.copies import telltales, without_copies, without_test_copies
 from world.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
-from world.expert import demonstrate, expert, play
+from world.expert import expert, play, record_expert
 from world.features import (
     REPO_LEVELS,
     draw_feature,
@@ -379,7 +379,7 @@ def example_texts(number, seed):
     for i in range(number):
         rng = random.Random(f"{seed}/text/{i}")
         task = make_task(i % 6, (seed << 24) + i)
-        story, files = demonstrate(task, rng)
+        story, files = record_expert(task, rng)
         parts = [task.problem_statement, *files.values()]
         for action, outputs in story:
             parts.append(action.text)

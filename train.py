@@ -622,12 +622,12 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
-        task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
-        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
+        task = make_training_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
+        pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
     return pairs
 
 
-def demonstrate(config, task, rng, tokenizer, compact, **more):
+def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
@@ -655,7 +655,7 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     return episodes
 
 
-def make_task(config, level, seed):
+def make_training_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
 
@@ -909,7 +909,11 @@ class Reinforcement(Source):
             self.sampled_tasks[step] = sorted(sampled)
         tasks = []
         for level, number in self.sampled_tasks[step]:
-            given = self.tasks[level][number] if self.tasks else make_task(config, level, number)
+            given = (
+                self.tasks[level][number]
+                if self.tasks
+                else make_training_task(config, level, number)
+            )
             tasks.append(given)
         return tasks
 
@@ -983,7 +987,9 @@ class Reinforcement(Source):
         limit cut short has submitted nothing."""
         config = self.run.config
         chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.effort_weights))
+        chain.stats["effort"] = float(
+            length_penalty.compute_effort(chain.stats, self.effort_weights)
+        )
         reward = length_penalty.shaped_reward(
             float(chain.solved),
             chain.stats["effort"],
@@ -1116,7 +1122,7 @@ class Reinforcement(Source):
         if batch["real"]:
             for i, episode in enumerate(batch["episodes"]):
                 hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True)
+        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
         teacher_batch = teacher_batch.to(self.run.device)
         teacher_logits = self.teacher(teacher_batch)
         return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
@@ -1481,7 +1487,7 @@ def train(config, interrupted, sources=None):
     optimizer = run.make_optimizer()
 
     # 3) The weights, and where the batches and the losses come from.
-    label = eval.unfinished(origin) if previous else ""
+    label = eval.unfinished_label(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
@@ -1635,7 +1641,7 @@ def bias_rate(run):
 # ---------------------------------------------------------------- evaluation and the command
 
 
-def evaluate(config, given, sources):
+def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
     if hsdp.exists(trained):
@@ -1719,7 +1725,7 @@ def run_stages(argv, stages, configs, given):
         config, (_, sources) = configs[stage], merge_flags(given, stage)
         if stage == "eval":
             launch.stop_at_once()
-            evaluate(config, given, sources)
+            evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
         # what a stage held, before the next one begins

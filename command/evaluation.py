@@ -17,14 +17,14 @@ from pathlib import Path
 import hsdp
 from command.output_files import digest_file
 from command.learning_curves import draw_training, read_step_log
-from eval import draw_policies, draw_safely, format_table, load, unfinished, write_json
+from eval import draw_policies, draw_safely, format_table, load_policy, unfinished_label, write_json
 from world.task import Refusal
 
 
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, the published model as `load` gives it or None).
+    configuration that the last one was made with, what load_published() gives or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -49,12 +49,12 @@ def find_policies(config, given, sizes, load_published):
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
     for name, path in paths.items():
-        label = "" if published else unfinished(path)
+        label = "" if published else unfinished_label(path)
         labelled[f"{name} ({label})" if label else name] = path
 
     # One model, one window, one limit of turns, ... for all of them: those of the last one.
     last = list(labelled.values())[-1]
-    made = published[2] if published else load(last)[2]
+    made = published[2] if published else load_policy(last)[2]
     if config.init_from not in ("", made["init_from"]):
         raise Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "

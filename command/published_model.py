@@ -77,8 +77,8 @@ def export_run(config, given):
         stage = Path(config.out, config.stage)
         if config.stage == "all":
             stage = eval.last_stage(config.out)
-        label = eval.unfinished(stage)
-        model, tokenizer, saved = eval.load(stage)
+        label = eval.unfinished_label(stage)
+        model, tokenizer, saved = eval.load_policy(stage)
         dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)

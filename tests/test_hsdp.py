@@ -211,7 +211,7 @@ def bf16_wire(world):
                 )
             )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    rows = plan.traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
+    rows = plan.comm_traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
     planned = [
         sum(size for kind, _, size, _ in rows if kind == one)
         for one in ("all-gather", "reduce-scatter")
@@ -253,7 +253,7 @@ def counted_bytes(world):
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         planned = dict.fromkeys(hsdp.CommCounter.KINDS.values(), 0)
-        for kind, _, size, _ in plan.traffic(
+        for kind, _, size, _ in plan.comm_traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
@@ -568,7 +568,7 @@ def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
 
 def bf16_gradients(rank, world, micro_batches, **sizes):
     """The gradients of equal micro-batches, summed; whole, on every rank."""
-    meshes, model = make_meshes(world, **sizes), hsdp.small_model()
+    meshes, model = make_meshes(world, **sizes), hsdp.demo_model()
     for p in model.parameters():
         p.data = p.data.bfloat16()
     replicas = meshes.layout.shard == 1

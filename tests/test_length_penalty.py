@@ -77,21 +77,21 @@ def test_effort_is_the_weighted_sum_of_six_counts():
     weights = lp.Weights(
         thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6
     )
-    assert lp.effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
+    assert lp.compute_effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
     # statistics may hold more than the six
-    assert lp.effort({**COUNTS, "other": 9}, weights) == 899
+    assert lp.compute_effort({**COUNTS, "other": 9}, weights) == 899
     several = {name: np.array([n, 0]) for name, n in COUNTS.items()}
-    assert lp.effort(several, weights).tolist() == [899, 0]
+    assert lp.compute_effort(several, weights).tolist() == [899, 0]
 
 
 def test_a_second_call_in_the_same_turn_costs_less_than_in_a_turn_of_its_own():
     one = dict(COUNTS, calls=1, turns=1)
-    assert lp.effort(dict(one, calls=2)) < lp.effort(dict(one, calls=2, turns=2))
+    assert lp.compute_effort(dict(one, calls=2)) < lp.compute_effort(dict(one, calls=2, turns=2))
 
 
 def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
     with pytest.raises(AssertionError, match="turns"):
-        lp.effort({name: 0 for name in COUNTS if name != "turns"})
+        lp.compute_effort({name: 0 for name in COUNTS if name != "turns"})
     for bad in (dict(thinking_tokens=-1), dict(turns=float("nan"))):
         with pytest.raises(AssertionError, match="weight"):
             lp.Weights(**bad)
@@ -137,7 +137,7 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
         calls=4,
         turns=5,
     )
-    r = lp.shaped_reward(1, lp.effort(counts))
+    r = lp.shaped_reward(1, lp.compute_effort(counts))
     # one of eight differs: mean is 1/8 away
     assert same == pytest.approx((r[0] - r[1]) * 7 / 8)
     # whatever the size of the difference
@@ -197,7 +197,7 @@ def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_win
         dict(call_tokens=window),
         dict(thinking_tokens=window / 2, output_tokens=window / 2),
     ):
-        assert lp.effort({**none, **spent}) < budget
+        assert lp.compute_effort({**none, **spent}) < budget
     assert lp.effort_budget(2 * window, turns) > budget < lp.effort_budget(window, 2 * turns)
 
 

@@ -361,7 +361,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     over calls and summaries."""
     ours = published(family)
     model = fast.accelerate(
-        rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+        rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
     )
     calls = ours.write_action("", CALLS[:1])[:-1]
     # it likes calls and endings, or it would only babble
@@ -369,7 +369,13 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
     (group,) = rollout.rollouts(
-        sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compaction(900, 500)
+        sampler,
+        [make_task(1, 5)],
+        9,
+        0,
+        Limits(900, 8, 60),
+        rollout.Sandbox(),
+        Compaction(900, 500),
     )
     scored = [
         rollout.rescore(model, e).abs()
@@ -929,7 +935,7 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
             "flags" in m for m in transcripts.describe_chain(chain, ours)[0]["messages"]
         )
         model = fast.accelerate(
-            rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+            rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
         )
         with torch.no_grad():
             model.embed.weight.fill_(1.0)

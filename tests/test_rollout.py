@@ -573,7 +573,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
 
 @pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
-    model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
+    model = rollout.random_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
     model = fast.accelerate(model) if kind is fast.sampler.Sampler else model
     (group,) = rollout.rollouts(
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()

@@ -48,7 +48,7 @@ from world.recorder import (
     recorded_cheats,
     weakened,
 )
-from world.replay import outside_folder, replay
+from world.replay import outside_folder, replay_calls
 from world.sandbox import audit_sandbox
 from world.source import syntax
 from world.submission import fingerprint, investigate_code, looks_special, remembered
@@ -304,7 +304,7 @@ def look_closer(task, transcript, diff, again):
                 and name != "edit_file"
                 and is_plain(name, arguments, task, is_protected)
             )
-            found = replay(task, transcript, watch, outside, needless) if transcript else []
+            found = replay_calls(task, transcript, watch, outside, needless) if transcript else []
             files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
             key = "code", task.instance_id, fingerprint(task.files), fingerprint(files)
             return found + remembered(

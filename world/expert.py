@@ -74,7 +74,7 @@ def play(task, agent, workspace):
             return story
 
 
-def demonstrate(task, rng, sloppy=1.0):
+def record_expert(task, rng, sloppy=1.0):
     """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
     turn."""
     workspace = InMemoryWorkspace(task)

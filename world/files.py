@@ -75,7 +75,7 @@ def census(root):
     return total, number
 
 
-def weight(root):
+def disk_usage(root):
     """Bytes on disk under a directory."""
     return census(root)[0]
 

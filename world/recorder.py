@@ -100,7 +100,7 @@ def ways_around(node):
     return found
 
 
-def definitions(tree):
+def own_definitions(tree):
     """{name: node} of a module's own functions and classes: of equal names the last one counts."""
     return {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
 
@@ -137,7 +137,7 @@ def weakened(before, after, path, parse):
     old_tree, new_tree = parsed(before, parse), parsed(after, parse)
 
     # Every definition of before is there with all its statements; nothing leads around them.
-    old, new = definitions(old_tree), definitions(new_tree)
+    old, new = own_definitions(old_tree), own_definitions(new_tree)
     for name, node in old.items():
         if name not in new or simple_statements(node) - simple_statements(new[name]):
             return True

@@ -272,7 +272,7 @@ def watched_folders(root):
     return masks
 
 
-def replay(task, transcript, watch, outside, needless):
+def replay_calls(task, transcript, watch, outside, needless):
     """Plays the calls again among decoys -> findings. needless(tool, arguments): whether a call
     opens and changes nothing, so that it need not be played.
     """
@@ -289,7 +289,7 @@ def replay(task, transcript, watch, outside, needless):
                 if needless(name, arguments):
                     continue
                 words = evidence_of(name, arguments)
-                events, outer, versions, output = observe(
+                events, outer, versions, output = watch_call(
                     workspace, watch, outside, name, arguments, protected
                 )
                 rules = judge_call(decoys, events, outer, output, words)
@@ -307,7 +307,7 @@ def replay(task, transcript, watch, outside, needless):
     return found
 
 
-def observe(workspace, watch, outside, name, arguments, protected):
+def watch_call(workspace, watch, outside, name, arguments, protected):
     """One call, watched -> (events in the folder, events outside, versions of test files in
     between, output)
     """

@@ -40,7 +40,7 @@ import weakref
 from pathlib import Path
 
 from world.copies import installed_copies
-from world.files import census, give, tree_key, weight, write_tree
+from world.files import census, give, tree_key, disk_usage, write_tree
 from world.machine import (
     EXHAUSTED,
     MachineFailure,
@@ -407,7 +407,7 @@ class Sandbox:
         self.idle.append(server)
 
         # Where there is no room, and the command did not take it, its failure is the machine's.
-        if int(code) and not note and room_left(root) < 1 << 16 and weight(root) < self.LIGHT:
+        if int(code) and not note and room_left(root) < 1 << 16 and disk_usage(root) < self.LIGHT:
             return Result(127, f"no room is left in {Path(root).parent}", started=False)
         return Result(int(code), text, note == "timed out", stopped=note)
 
@@ -522,7 +522,7 @@ class Server:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        weakref.finalize(self, leave, self.line, process, os.getpid())
+        weakref.finalize(self, close_server, self.line, process, os.getpid())
         # It says so when it stands ready.
         if not self.line.recv(1):
             raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
@@ -560,7 +560,7 @@ def open_input(stdin):
     return input_fd
 
 
-def leave(line, process, pid):
+def close_server(line, process, pid):
     """A fork of the process that started a server lets go of its copy of the line only."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):  # it was killed

@@ -56,7 +56,7 @@ def tell(place, text):
     os.close(file)
 
 
-def traffic():
+def network_counters():
     """What went over the network, which holds its ports for a minute, and sockets that still hang
     in other sockets."""
     with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:
@@ -324,7 +324,7 @@ if caged:
     # where the next process can be given its number
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     drop_bounding_set()
-    still, refusals = traffic(), forbidden()
+    still, refusals = network_counters(), forbidden()
 exec(compile(b"", "", "exec"))  # the first time of anything is dear
 gc.freeze()
 line.send(b"!")
@@ -356,7 +356,7 @@ while True:
     for place in places:
         os.close(place)
     code = watch(last)
-    if caged and not online and traffic() != still:
+    if caged and not online and network_counters() != still:
         another_network()
     line.send(b"%d\n" % code)
     if not line.recv(1):  # nobody there who has heard
