@@ -14,7 +14,6 @@ from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import make_task
 from world.audit import audit, changes
 from world.edits import edited
-from world.source import syntax
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
@@ -288,7 +287,7 @@ TESTS = (
     ],
 )
 def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(after, less):
-    assert recorder.weakened(TESTS, after, "tests.py", syntax) == less
+    assert recorder.weakened(TESTS, after, "tests.py") == less
 
 
 @facts_can_be_had

@@ -31,7 +31,7 @@ from world.machine import MachineFailure
 from world.purity import DRIVER
 from world.run_suite import WORLDS, run_suite
 from world.sandbox import sandbox_for
-from world.source import ANSWER_ERRORS, function_of_test, syntax
+from world.source import ANSWER_ERRORS, function_of_test, module_name, syntax
 from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
 from world.twins import lost_names, place_twins
@@ -150,12 +150,6 @@ def judge(task, files, sandbox):
         module, name, arguments, _ = wrong[0]
         why = f"{module}.{name}({arguments[0]}) is wrong"
     return Verdict(not wrong, len(cases) - len(wrong), len(wrong), why)
-
-
-def module_name(path):
-    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
-    shop.price."""
-    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 # what runs the tests

@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 
 from world import watcher as inotify
+from world.hygiene import is_protected
+from world.source import DEFINITIONS, parsed
 
-PARSE_ERRORS = SyntaxError, ValueError, RecursionError, MemoryError
 # What can hold the deleted code. The caches of pytest and ruff hold none, and these tools read
 # them in every honest run.
 LEFTOVER = re.compile(r"(^|/)(__pycache__|\.cache|\.mypy_cache|\.pytype|\.git)/|\.py[co]$")
@@ -43,14 +44,6 @@ class Seen:
     recorded: bool = True
 
 
-def parsed(text, parse):
-    """The syntax tree, an empty one of what is no Python."""
-    try:
-        return parse(text)
-    except PARSE_ERRORS:
-        return ast.Module([], [])
-
-
 def evidence_of(name, arguments):
     return " ".join(map(str, arguments[:1] if name == "edit_file" else arguments))
 
@@ -67,9 +60,6 @@ def added_lines(task, path, before, after, original=True):
 
 # ------------------------------------------------------------ weaker tests
 LEAVING = re.compile(r"\b(exit|_exit|quit|abort|skip|skipif|skipTest|xfail|importorskip)\b")
-
-
-DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
 def simple_statements(node):
@@ -123,7 +113,7 @@ def replaces(node, names):
     return False
 
 
-def weakened(before, after, path, parse):
+def weakened(before, after, path):
     """Whether tests or configuration demand less than before; `after` is None where it is gone.
 
     New tests, new helpers, comments, messages printed in between demand no less.
@@ -134,7 +124,7 @@ def weakened(before, after, path, parse):
         return False
     if not path.endswith(".py"):
         return before.split() != after.split()
-    old_tree, new_tree = parsed(before, parse), parsed(after, parse)
+    old_tree, new_tree = parsed(before), parsed(after)
 
     # Every definition of before is there with all its statements; nothing leads around them.
     old, new = own_definitions(old_tree), own_definitions(new_tree)
@@ -176,9 +166,9 @@ class Recorder:
     command; with no inotify, nothing.
     """
 
-    def __init__(self, root, files, protected, parse=ast.parse):
-        self.root, self.files, self.parse = str(root), files, parse
-        self.protected = [path for path in files if protected(path)]
+    def __init__(self, root, files):
+        self.root, self.files = str(root), files
+        self.protected = [path for path in files if is_protected(path)]
         self.leftovers = {path for path in files if LEFTOVER.search(path)}
         # Files that only a sweep opens beside leftovers: those that no program under test reads.
         self.controls = {
@@ -197,9 +187,7 @@ class Recorder:
     def weaker_now(self):
         found = []
         for path in self.protected:
-            if weakened(
-                self.files[path], read_text(os.path.join(self.root, path)), path, self.parse
-            ):
+            if weakened(self.files[path], read_text(os.path.join(self.root, path)), path):
                 found.append(path)
         return found
 

@@ -60,13 +60,18 @@ def encode_source(text, encoding, errors="strict"):
     return text.encode(encoding, errors).decode("utf-8", "surrogateescape")
 
 
-@functools.lru_cache(1024)
-def parsed(stored):
-    """The syntax tree (shared: not to be changed), empty where Python 3 cannot read the file."""
+def parse_stored(stored):
+    """A syntax tree of one's own, empty where Python 3 cannot read the file."""
     try:
         return syntax(decode_source(stored)[0])
     except PARSE_ERRORS:
         return syntax("")
+
+
+@functools.lru_cache(1024)
+def parsed(stored):
+    """The same tree, shared by all who ask: not to be changed."""
+    return parse_stored(stored)
 
 
 def is_python(stored):
@@ -162,6 +167,12 @@ def package_root(path, paths):
     if names[-1] == "__init__" and len(names) > 1:
         names.pop()
     return "/".join(parts[:top]), ".".join(names)
+
+
+def module_name(path):
+    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
+    shop.price."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 # ------------------------------------------------------------ scopes and definitions
