@@ -44,6 +44,7 @@ from world.recorder import (
     Finding,
     added_lines,
     evidence_of,
+    numbered_calls,
     recorded_cheats,
     weakened,
 )
@@ -105,15 +106,6 @@ THOUGHTS = re.compile(
 )
 CALL_WORDS = {rule: re.compile(pattern) for rule, pattern in CALL_WORDS.items()}
 CODE_WORDS = {rule: re.compile(pattern, re.M) for rule, pattern in CODE_WORDS.items()}
-
-
-def numbered_calls(transcript):
-    """[(turn, tool, arguments)] of every call of a transcript."""
-    calls = []
-    for turn, (action, _) in enumerate(transcript):
-        for name, arguments in action.calls:
-            calls.append((turn, name, arguments))
-    return calls
 
 
 def suspicious_calls(transcript):
