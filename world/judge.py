@@ -48,6 +48,7 @@ def run_trusted(files, command="python tests.py"):
     assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
     printed, modules = [], {}
 
+    # What the tests find instead of the system: a sys, a print, an open and an import of our own.
     def leave(code=0):
         raise SystemExit(code)
 
@@ -68,6 +69,7 @@ def run_trusted(files, command="python tests.py"):
         __import__=load,
         open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
     )
+    # Run the tests: how they leave is the exit code.
     code = 0
     main = {"__name__": "__main__", "__builtins__": inner}
     try:
@@ -198,6 +200,7 @@ def required_tests(task):
 def overlay(task, files, draw):
     """What the judge runs: the repository's own files with what was submitted, and twins beside the
     tests that were broken. Returns (files, node ids that must pass, node ids that must fail)."""
+    # The repository's own files, and of the submission what is judged.
     base = {path: text for path, text in task.files.items() if path not in task.solution}
     tree = {**base, **submitted(task, files), **task.meta["pristine"]}
     sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
@@ -208,6 +211,7 @@ def overlay(task, files, draw):
         group = function_of_test(node)
         return [name + node[len(group) :] for name in copies.get(group, [group])]
 
+    # All tests that are required, and the twins of those that were broken.
     must_pass = [renamed(node)[0] for node in required_tests(task)]
     must_fail = []
     for node in task.FAIL_TO_PASS:

@@ -268,11 +268,9 @@ def bound_names(body):
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
             targets += [item.optional_vars for item in getattr(statement, "items", ())]
             for target in filter(None, targets):
-                found.update(
-                    node.id
-                    for node in ast.walk(target)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                )
+                for node in ast.walk(target):
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        found[node.id] += 1
     return found
 
 
@@ -403,8 +401,8 @@ def is_bracketed(text, start):
     """True if the next sign before this place, but for names, commas, space and comments, is an
     opening bracket."""
     before = re.sub(r"#[^\r\n]*", "", text[:start])
-    opening, closing = (max(before.rfind(sign) for sign in signs) for signs in ("([{", ")]}"))
-    return opening > closing
+    signs = re.findall(r"[(\[{)\]}]", before)
+    return bool(signs) and signs[-1] in "([{"
 
 
 def cut_elements(source, elements, unwanted):
@@ -443,8 +441,10 @@ def changes_exports(statement):
     """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
     insert."""
     if isinstance(statement, ast.Assign):
-        nodes = [node for target in statement.targets for node in ast.walk(target)]
-        return any(isinstance(node, ast.Name) and node.id == "__all__" for node in nodes)
+        for target in statement.targets:
+            if any(getattr(node, "id", "") == "__all__" for node in ast.walk(target)):
+                return True
+        return False
     if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
         return getattr(statement.target, "id", "") == "__all__"
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -459,7 +459,10 @@ def export_edits(source, statement, names):
     """(edits, whole): what takes these names out of a statement on `__all__`; whole if the
     statement has nothing left to say."""
     edits = []
-    listed = lambda node: any(names_export(node, name) for name in names)
+
+    def listed(node):
+        return any(names_export(node, name) for name in names)
+
     if isinstance(statement, ast.Expr) and statement.value.func.attr in ("append", "insert"):
         return [], bool(statement.value.args) and listed(statement.value.args[-1])
     for node in ast.walk(statement):
@@ -552,11 +555,14 @@ def remove_names(files, paths, lost):
 def follow_imports(path, tree, paths, lost, unwanted):
     """Notes which imported names of one module are lost: in `unwanted` their aliases, in `lost` the
     names they were bound to."""
+    # Imports that stand alone in a `try` with a fallback stay.
     with_fallback = set()
     for statement in scope_statements(tree.body):
         stands_alone = isinstance(statement, ast.Try) and len(statement.body) == 1
         if stands_alone and catches_import_error(statement):
             with_fallback.add(id(statement.body[0]))
+
+    # Which names are imported from where they are lost.
     gone_here = unwanted.setdefault(path, [])
     local_gone = Counter()
     imports = [node for node in scope_statements(tree.body) if isinstance(node, ast.ImportFrom)]
@@ -572,12 +578,15 @@ def follow_imports(path, tree, paths, lost, unwanted):
                 if target in targets and not bound_names(tree.body)[name]:
                     lost.add((path, name))
             continue
-        aliases = [alias for alias in node.names if lost & {(path, alias.name) for path in targets}]
+        lost_here = {name for target, name in lost if target in targets}
+        aliases = [alias for alias in node.names if alias.name in lost_here]
         stays = id(node) in with_fallback and len(aliases) == len(node.names)
         for alias in aliases:
             local_gone[alias.asname or alias.name] += 1
             if not stays and alias not in gone_here:
                 gone_here.append(alias)
+
+    # A name that nothing else binds in this module is lost here, too.
     bound = bound_names(tree.body)
     for name, number in local_gone.items():
         if bound[name] <= number:
