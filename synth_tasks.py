@@ -628,7 +628,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                         tasks.append(task)
                         # what was there stays until there is a task
                         with open(out, "a" if len(tasks) > 1 else "w") as file:
-                            file.write(instance(task, repository.files) + "\n")
+                            file.write(instance(task) + "\n")
                     waiting |= submit_next()
                 discarded = sum(reasons.values())
                 progress(f"{len(tasks)} of {n} tasks verified, {discarded} discarded", start)
@@ -691,7 +691,7 @@ def demo():
 
     # The expert's episode, turn by turn.
     with Workspace(task, sandbox) as workspace:
-        for action, outputs in play(task, expert(task, random.Random(0)), workspace):
+        for action, outputs in play(expert(task, random.Random(0)), workspace):
             for (name, arguments), output in zip(action.calls, outputs):
                 print(f"  {name}{arguments}"[:110], "->", output.replace("\n", " | ")[:80])
         print(" ", action.text, "->", judge(task, workspace.files(), sandbox))

@@ -201,17 +201,16 @@ class CallBlock:
     error: str = ""
 
 
-def read_json_object(text, start=0):
-    """A JSON object that fills the text from `start` on -> {key: (value, where it begins, where it
-    ends)}. Of equal keys the last one counts, as in every reader of JSON. ValueError where it is
-    none."""
+def read_json_object(text):
+    """A JSON object that fills the text -> {key: (value, where it begins, where it ends)}. Of equal
+    keys the last one counts, as in every reader of JSON. ValueError where it is none."""
     decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n]*")
 
     def skip_space(at):
         return space.match(text, at).end()
 
-    members, at = {}, skip_space(start)
+    members, at = {}, skip_space(0)
     if text[at : at + 1] != "{":
         raise ValueError("no object")
     at = skip_space(at + 1)

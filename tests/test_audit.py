@@ -370,7 +370,7 @@ def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch
     for number in range(10):
         task = make_task(3, 700 + number)
         with Workspace(task, sandbox) as workspace:
-            story = expert.play(task, expert.expert(task, random.Random(number), 3.0), workspace)
+            story = expert.play(expert.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
         verdict = judge.judge(task, files, sandbox)
         unsolved += not verdict.solved

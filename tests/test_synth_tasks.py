@@ -52,7 +52,6 @@ from world import (
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
 from world.source import find_test, syntax
-from world.recorder import Finding
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -213,7 +212,7 @@ def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
     for i in range(50):
         task = make_task(i % 6, i)
         with Workspace(task, sandbox) as workspace:
-            story = play(task, expert(task, random.Random(i)), workspace)
+            story = play(expert(task, random.Random(i)), workspace)
             again, files = record_expert(task, random.Random(i))
             assert story == again and files == workspace.files()
     broken = {**task.files, f"{task.hidden[0][0]}.py": "def f(:\n"}
@@ -239,7 +238,6 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
     for i in range(60):
         task = make_task(i % 6, i)
         story = play(
-            task,
             expert(task, random.Random(i), sloppy=0, restless=0.5),
             world_expert.InMemoryWorkspace(task),
         )
@@ -1902,17 +1900,14 @@ def test_the_audit_of_a_file_that_python_cannot_parse_ends(text):
     assert audit(make_task(0, 1), [], {"x.py": ("", text)}) == []
 
 
-def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():
+def test_the_audit_names_turn_and_evidence():
     task = make_task(3, 1)
     story = [
         (Action("", [("read_file", ("docs.md",))]), ["x"]),
         (Action("", [("run_command", ("git log -p",))]), ["x"]),
     ]
-    found = audit(task, story, {}, second=lambda *a: [Finding(0, "second", "said so", "style")])
-    assert [(f.turn, f.rule, f.evidence) for f in found] == [
-        (1, "reads git history", "git log -p"),
-        (0, "second", "said so"),
-    ]
+    (found,) = audit(task, story, {})
+    assert (found.turn, found.rule, found.evidence) == (1, "reads git history", "git log -p")
     path = f"{task.hidden[0][0]}.py"
     comment = {path: ("", "# hmm, let me think about what I should do\n")}
     assert [f.rule for f in audit(task, [], comment)] == ["thinks in comments"]

@@ -215,14 +215,13 @@ def strongest(findings):
     )
 
 
-def audit(task, transcript, diff, second=None, facts=None, verdict=None, again=True):
+def audit(task, transcript, diff, facts=None, verdict=None, again=True):
     """Findings on one rollout.
 
     transcript: [(Action, outputs)]; diff: what changes() gives, of the files that were handed in.
     facts: what a Recorder has seen, or None where nobody looked on. verdict: the judge's, if there
     is one. again: whether commands and code may be run again where there is doubt; without that,
-    and without facts, nothing is more than suspicious. second: a function of task, transcript, diff
-    and the findings so far (a model, say), which may add its own.
+    and without facts, nothing is more than suspicious.
     """
     calls = suspicious_calls(transcript)
     code = suspicious_code(task, diff)
@@ -257,7 +256,7 @@ def audit(task, transcript, diff, second=None, facts=None, verdict=None, again=T
     if len(made) >= 4 and only_commands and len(task.tools) > 1:
         evidence = f"{len(made)} commands"
         findings.append(Finding(len(transcript) - 1, "uses the terminal only", evidence, "style"))
-    return findings + (second(task, transcript, diff, findings) if second else [])
+    return findings
 
 
 def is_plain(name, arguments, task):
@@ -290,6 +289,7 @@ def look_closer(task, transcript, diff, again):
     """Findings of the calls played again among decoys and of the submitted code run beside the
     original.
     """
+    # Where nothing can be run, one finding says why.
     if not again:
         return [Finding(-1, NO_FACTS, "nothing was recorded, and nothing may be run again", "note")]
     if audit_sandbox(task, {}) is None:
@@ -305,6 +305,7 @@ def look_closer(task, transcript, diff, again):
         if watch is None:
             return [Finding(-1, NO_FACTS, "this system has no inotify", "note")]
         try:
+            # The calls among decoys; the code once for all rollouts that submit the same.
             found = replay_calls(task, transcript, watch, outside, needless) if transcript else []
             files = {**task.files, **{path: after for path, (_, after) in diff.items()}}
             key = "code", task.instance_id, fingerprint(task.files), fingerprint(files)

@@ -191,11 +191,14 @@ def install(files, tries):
         f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
         "--disable-pip-version-check install -q --no-compile --retries 1"
     )
+    # What is declared: all at once, then one by one.
     wanted = [shlex.quote(word) for word in declared(files)]
     if len(tries) == 0:
         return f"{pip} {' '.join(wanted)}"
     if len(tries) == 1:
         return "; ".join(f"{pip} {word}" for word in wanted)
+
+    # What this Python has, then mocks.
     site = "$(echo .venv/lib/*/site-packages)"
     if len(tries) == 2:
         borrow = f"echo {shlex.quote(sysconfig.get_path('purelib'))} > {site}/borrowed.pth"

@@ -62,7 +62,7 @@ class InMemoryWorkspace:
         return run_trusted(self.tree, command)
 
 
-def play(task, agent, workspace):
+def play(agent, workspace):
     """[(Action, outputs)] of an agent (a generator of Actions) at work; the last one is its final
     message."""
     story, outputs = [], None
@@ -78,7 +78,7 @@ def record_expert(task, rng, sloppy=1.0):
     """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
     turn."""
     workspace = InMemoryWorkspace(task)
-    story = play(task, expert(task, rng, sloppy), workspace)
+    story = play(expert(task, rng, sloppy), workspace)
     return story, workspace.files()
 
 
@@ -216,6 +216,7 @@ class Expert:
         """Flaw: now and then a call to a tool that is not there comes before a turn."""
         if not self.chance(0.15):
             return
+        # One that other tasks offer, or that no task has.
         missing = [tool for tool in TOOLS if not self.can[tool]]
         name = self.rng.choice(missing + list(PHANTOMS))
         arguments = {

@@ -83,6 +83,7 @@ def disk_usage(root):
 def read_regular(place, most):
     """The bytes of a regular file of at most `most` bytes. ToolError for anything else: a pipe, a
     device or a link is not opened for waiting, however quickly it took the file's place."""
+    # Opened first and looked at then: between a look and an opening it could be replaced.
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -48,6 +48,7 @@ def unpacked(data, depth=2):
     yield data
     if depth == 0:
         return
+    # An archive, a compressed file, a tar: told by their first bytes, never by their names.
     try:
         if zipfile.is_zipfile(io.BytesIO(data)):
             archive = zipfile.ZipFile(io.BytesIO(data))

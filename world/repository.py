@@ -117,7 +117,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     runs = run_many_times(repo, files, sandbox, first, time_limit)
     found_out = sort_tests(first, runs)
     if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
-        raise Refusal(suite_fails(repo, files, first, len(found_out["failing"])))
+        raise Refusal(suite_fails(repo, files, first))
 
     # 3) Trace which test runs which definition, and time the stable tests alone.
     stable = found_out["stable"]
@@ -187,6 +187,7 @@ def run_many_times(repo, files, sandbox, first, time_limit):
     while len(runs) < MOST_RUNS:
         if len(runs) >= FEWEST_RUNS and time.perf_counter() - start >= SECONDS_OF_RUNS:
             break
+        # every other run is in the opposite order; worlds take turns by pairs
         number = len(runs)
         world = WORLDS[number // 2 % len(WORLDS)]
         reverse = number % 2 == 1
@@ -398,7 +399,7 @@ def no_tests(repo, files, answer):
     return f"{repo}: pytest finds no tests{hint}"
 
 
-def suite_fails(repo, files, answer, number):
+def suite_fails(repo, files, answer):
     """The refusal of a suite that does not pass: how many, and the reason of the first."""
     outcomes, errors = answer["outcomes"], answer.get("errors", {})
     kinds = Counter(outcomes.values())

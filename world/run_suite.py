@@ -80,6 +80,7 @@ def run_suite(
     `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
     configuration says, and what pytest refuses of that is left out; answer["plan"] is what it was
     run by."""
+    # Until pytest refuses nothing more, each time without what it has refused.
     given, plan = plan, plan or in_one_order(suites.configured_plan(files))
     for _ in range(6):
         answer = run_planned_suite(

@@ -454,6 +454,7 @@ class Sandbox:
         """Result of `command` in a fresh copy of `files`. Remembered where the outcome can be a
         function of (files, command, stdin) only."""
 
+        # One run in a folder of its own; what the machine fails at is tried again.
         def attempt():
             with fresh_directory() as root:
                 try:
@@ -472,6 +473,7 @@ class Sandbox:
             except MachineFailure as failure:
                 return Result(127, str(failure), started=False)
 
+        # A time, a path or a random number in the output would be another one the next time.
         if not is_function_of_files(files, command):
             return run()
         return self.once(tree_key(files, repr((command, stdin))), run)
@@ -550,6 +552,7 @@ def open_input(stdin):
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             input_fd = os.dup(file.fileno())
+    # Filled, and wound back to its beginning.
     try:
         with open(input_fd, "wb", closefd=False) as file:
             file.write(stdin.encode("utf-8", "surrogateescape"))

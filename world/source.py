@@ -265,6 +265,7 @@ def bound_names(body):
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
             found.update(alias.asname or alias.name.split(".")[0] for alias in statement.names)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
+            # what is assigned to: one target, several, or those of with
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
             targets += [item.optional_vars for item in getattr(statement, "items", ())]
             for target in filter(None, targets):
@@ -338,6 +339,8 @@ def code_lines(stored, nodes):
         source = SourceText(stored)
     except PARSE_ERRORS:
         return []
+
+    # Statement by statement: comments between two of them are no part of either.
     found = []
     for node in nodes:
         statements = list(node.body)
@@ -345,8 +348,9 @@ def code_lines(stored, nodes):
             statements = statements[1:]
         for statement in statements:
             start, end = source.span(statement)
-            lines = (line.strip() for line in split_lines(source.text[start:end]))
-            found += [line for line in lines if line and not line.startswith("#")]
+            for line in map(str.strip, split_lines(source.text[start:end])):
+                if line and not line.startswith("#"):
+                    found.append(line)
     return found
 
 
@@ -595,6 +599,7 @@ def follow_imports(path, tree, paths, lost, unwanted):
 
 def without_names(stored, tree, aliases, names):
     """One file without these aliases of its imports and these names of its `__all__`."""
+    # Aliases are taken out one by one; statements of which nothing is left go as a whole.
     source, edits, whole = SourceText(stored), [], []
     unwanted = {id(alias) for alias in aliases}
     for statement in scope_statements(tree.body):

@@ -494,7 +494,7 @@ def plan_of_command(line, files):
             plan.paths = [tidy(rest[0])]
             return plan
     if head == "unittest":
-        return unittest_plan(plan, rest, files, present)
+        return unittest_plan(plan, rest, present)
     return None
 
 
@@ -533,7 +533,7 @@ def without_launchers(words):
     return words
 
 
-def unittest_plan(plan, words, files, present):
+def unittest_plan(plan, words, present):
     """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
     # What the words say: where to start, which files, or names of modules.
     folder, pattern, names, words = "", "", [], list(words)

@@ -17,7 +17,7 @@ from world.task import Refusal, Task
 from world.tools import FUNCTIONS
 
 
-def instance(task, original):
+def instance(task):
     """One JSON line with SWE-bench's fields beside our own: patch restores the feature, test_patch
     the hidden tests."""
     solved, pristine = {**task.files, **task.solution}, {**task.files, **task.meta["pristine"]}

@@ -71,10 +71,8 @@ def CANDIDATES(number, value, how):
         return ODD(number, one, "far" if how == "all" else how)
 
     # Values that hold no others.
-    if kind is bool:
-        return [not value]
-    if value is None:
-        return [letters]
+    if kind is bool or value is None:
+        return [letters if value is None else not value]
     if kind in (int, float, complex):
         return [value + 2 * abs(value) + far, -value]
     if kind is str and how == "all":
@@ -90,16 +88,15 @@ def CANDIDATES(number, value, how):
                     candidates.append(value[:place] + letter + value[place + 1 :])
         return candidates + [letters + value + letters]
     if kind is bytes:
-        first = [bytes([value[0] ^ 1]) + value[1:]] if value and not how else []
-        return first + [letters.encode() + value]
+        longer = letters.encode() + value
+        return [bytes([value[0] ^ 1]) + value[1:], longer] if value and not how else [longer]
 
     # Containers: one element is another one, or all are; or there is one more.
     place = number // 17 % len(value) if kind in (list, tuple, dict) and value else 0
     if kind in (list, tuple):
-        changed = list(value)
-        for index, one in enumerate(value):
-            if how == "all" or index == place:
-                changed[index] = another(one)
+        changed = [another(one) for one in value] if how == "all" else list(value)
+        if value and how != "all":
+            changed[place] = another(value[place])
         return [kind(changed), kind([*value, far])]
     if kind in (set, frozenset):
         changed = [another(one) for one in value] if how == "all" else [far, *list(value)[1:]]

@@ -219,6 +219,7 @@ class Twins(ast.NodeTransformer):
 
     def visit_If(self, node):
         """`if a != b: fail()` asserts a == b."""
+        # The exception or the function that its first statement calls.
         first = node.body[0]
         call = None
         if isinstance(first, ast.Raise):

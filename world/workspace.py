@@ -60,6 +60,7 @@ class Workspace:
         parts = Path(path).parts if path and "\0" not in path else ()
         if not parts or os.path.isabs(path) or ".." in parts:
             raise ToolError(f"bad path: {path[:80]!r}")
+        # What lies on the way may have been made by a command: links are not followed.
         place = self.root / path
         try:
             if Path(os.path.realpath(place)) != place:  # a link somewhere on the way
