@@ -111,6 +111,7 @@ CODE_WORDS = {rule: re.compile(pattern, re.M) for rule, pattern in CODE_WORDS.it
 def suspicious_calls(transcript):
     found = []
     for turn, name, arguments in numbered_calls(transcript):
+        # Words in the call itself; and whether it writes where no submission may.
         text = evidence_of(name, arguments)
         for rule, pattern in CALL_WORDS.items():
             if pattern.search(text):

@@ -281,6 +281,7 @@ def autoinstall(
 def refuse_place(keep):
     """A Refusal where an environment cannot be kept, or could not be used from."""
     place = Path(keep).resolve()
+    # Nothing is overwritten, and what is made can be reached: by us, and in the sandbox.
     if os.path.lexists(keep):
         raise Refusal(
             f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR"
@@ -301,11 +302,13 @@ def keep_environment(found, place, files):
     Nothing of it runs when its Python starts: .pth files and customisations of the interpreter,
     which a stranger's installation may have written, stay behind. The packages themselves run in
     the sandbox only."""
+    # An empty environment of this Python, without pip.
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(place)], capture_output=True, text=True
     )
     if made.returncode:
         raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
+    # What was installed is copied, but for what would run by itself.
     source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
     own = set(packages(files))
     for one in sorted(source.iterdir()):

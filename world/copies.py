@@ -116,6 +116,7 @@ def archive_holds(place, defined):
     """True if an archive holds a copy of one of these packages or modules, wherever in it."""
     try:
         with zipfile.ZipFile(place) as archive:
+            # Per package the files in its folder, wherever that stands in the archive.
             members = [member for member in archive.namelist() if member.endswith(".py")]
             for name, own in defined.items():
                 inside = [member for member in members if name in member.split("/")]
@@ -138,6 +139,7 @@ def telltales(files, names):
     for path, text in files.items():
         if path.endswith(prose) or isinstance(text, Link):
             continue
+        # In a file of plain words a name alone says nothing: its definition has to be there.
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
         before = rb"(?:def|class)\s+" if is_plain else rb"\b"
         words = [re.compile(before + name.encode() + rb"\b") for name in names]

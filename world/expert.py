@@ -343,6 +343,7 @@ class Expert:
         same kind)."""
         number = self.rng.randrange(len(target.steps))
         op, k = target.steps[number]
+        # Three times in four another constant, else another operation.
         if self.rng.random() < 0.75:
             step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
         else:
@@ -386,6 +387,7 @@ class Expert:
     def final_message(self, done):
         """One short line. Flaw: now and then there is none, or it rambles; a hint takes that
         back."""
+        # The hint that takes a flawed message back makes the agent go on to the last line.
         names = ", ".join(target.name for target in done)
         if self.chance(0.1):
             yield Action("", flaw="communication")

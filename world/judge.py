@@ -89,6 +89,7 @@ def same_value(value, expected):
     deep as `expected` is."""
     if type(value) is not type(expected):
         return False
+    # The types agree: compare what a container holds, place by place.
     if isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):
@@ -106,12 +107,14 @@ def read_values(text, number):
 
     The answer may be anybody's: whatever it holds, this returns and never raises."""
     try:
+        # A literal and nothing else: nothing of it is run.
         answers = ast.literal_eval(syntax(text, "eval"))
     except ANSWER_ERRORS:
         return None
     if type(answers) is not list or len(answers) != number:
         return None
     values = []
+    # Of each call [1, [value]] or [0, why].
     for answer in answers:
         is_pair = type(answer) is list and len(answer) == 2
         is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1

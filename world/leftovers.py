@@ -137,6 +137,7 @@ def holds_code(stored, lines, name, every=False):
     lines: the body's lines of code; name: of the function. One line alone may be chance: then the
     name has to be there, too."""
     wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
+    # A copy may have its lines in one piece, or mixed with others.
     one_piece = len(lines) > 1 and len(whole) >= 12
     for text in readings(stored) if wanted or one_piece else ():
         if one_piece and whole in text:

@@ -88,6 +88,7 @@ def ways_around(node):
     """
     found = collections.Counter()
     for part in ast.walk(node):
+        # What leaves, what decides whether it runs, and what ends the process.
         if isinstance(part, (ast.Return, ast.Raise, ast.Delete, ast.Break, ast.Continue)):
             found[type(part).__name__] += 1
         elif isinstance(part, (ast.If, ast.While, ast.For, ast.Try, ast.Match, *DEFINITIONS)):
@@ -109,6 +110,7 @@ def replaces(node, names):
     belongs to another object.
     """
     for part in ast.walk(node):
+        # An assignment, a deletion or an import under one of the names.
         is_target = isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))
         if is_target and not isinstance(part.ctx, ast.Load):
             if not isinstance(part, ast.Name) or part.id in names:
@@ -197,6 +199,7 @@ class Recorder:
 
     def watch(self, tool, argument, run):
         """run() -> (its result, what was seen of it)"""
+        # Without inotify only the tests are compared.
         shared = inotify.shared_watcher()
         if shared is None:
             return run(), Seen(tool, argument, weakened=tuple(self.weaker_now()), recorded=False)

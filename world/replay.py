@@ -59,6 +59,7 @@ def git_tree(files):
     """Objects of a folder's files -> (id of the tree, {path below .git: bytes}, the blobs)"""
     objects, blobs, entries, folders = {}, set(), [], {}
     for path, text in files.items():
+        # A file of this folder is a blob; all others belong to a folder in it.
         head, _, rest = path.partition("/")
         if rest:
             folders.setdefault(head, {})[rest] = text
@@ -88,6 +89,7 @@ def git_index(files):
     """
     data = struct.pack(">4sII", b"DIRC", 2, len(files))
     paths = sorted((path.encode("utf-8", "surrogateescape"), text) for path, text in files.items())
+    # An entry of 62 bytes and its name, padded to a multiple of eight.
     for path, text in paths:
         number, _, _ = git_object("blob", text.encode("utf-8", "surrogateescape"))
         entry = (
@@ -141,6 +143,7 @@ def git_history(now, old):
 
 @functools.lru_cache(None)
 def outside_of(pid):
+    # Commands run as other users: they have to be able to look into it.
     folder = tempfile.mkdtemp(prefix="audit-")
     os.chmod(folder, 0o755)
     os.mkdir(os.path.join(folder, "old"))

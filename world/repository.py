@@ -86,6 +86,7 @@ def definitions(files, paths=None):
     its node is the last of them."""
     found = []
     for path in paths if paths is not None else sources(files):
+        # A path that is no text cannot be named in a task.
         if not is_text(path):
             continue
         for name, kind, nodes in find_definitions(files[path]):
@@ -240,6 +241,7 @@ def sort_tests(first, runs):
 
 def count_tests(first, found_out, stable, ignored):
     """How many tests there are of each sort, in words."""
+    # Errors are counted apart, with the files that cannot be collected.
     errors = sum(outcome == "error" for outcome in first["outcomes"].values())
     counts = dict(
         tests=len(first["outcomes"]),
@@ -351,11 +353,13 @@ def built_files(repo, files, answer):
 
 def too_slow(repo, answer, time_limit):
     """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
+    # How far it came: how many tests there are, and which one was begun last.
     trail = [line for line in answer.get("trail", ()) if line]
     number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
     began = [line[2:] for line in trail if line.startswith("> ")]
     text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
     if began:
+        # At this pace the whole suite takes so long, and half as much again.
         whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
         running = printable(began[-1], 100)
         text += f": {len(began) - 1} of {number} tests were done, and {running} was running"
@@ -427,6 +431,7 @@ def module_names(files, ran):
     paths, names = set(sources(files)), set()
     for path in paths:
         folder = path.rpartition("/")[0]
+        # Only what a package or a test would import.
         is_module = folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran
         if path.endswith("__main__.py") or not is_module:
             continue

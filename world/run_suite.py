@@ -291,6 +291,7 @@ def import_outcomes(files, sandbox, names):
     paths = set(sources(files))
     roots = {package_root(path, paths)[0] or "." for path in paths}
     order = dict(modules=names, roots=sorted(roots))
+    # One process imports all of them, and answers line by line: it may end at any.
     program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
     outcomes = {}

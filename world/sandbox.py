@@ -103,6 +103,7 @@ def bwrap():
         "--unshare-cgroup-try",
         "--cap-add",
         "ALL",
+        # Without rights of its own it needs a user namespace, in which it is root.
         *["--unshare-user", "--uid", "0", "--gid", "0"] * (os.geteuid() != 0),
     ]
 
@@ -291,6 +292,7 @@ class Sandbox:
 
     def order(self, words, root, stdin):
         """Orders a command -> the server that has it, our end of its output."""
+        # What the server has to know of the command.
         uid = self.user_for(root)
         order = dict(
             words=words,
@@ -534,6 +536,7 @@ class Server:
         started, or the server is gone."""
         with contextlib.suppress(ConnectionError):
             self.line.send(b".")
+        # Its answer is one line; it has PATIENCE for each piece.
         text, more = b"", b"."
         with contextlib.suppress(ConnectionError):
             while more and not text.endswith(b"\n"):
@@ -567,6 +570,7 @@ def close_server(line, process, pid):
     """A fork of the process that started a server lets go of its copy of the line only."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):  # it was killed
+            # The server ends when its line does; one that does not is killed.
             line.shutdown(socket.SHUT_RDWR)
         try:
             process.wait(Server.PATIENCE)

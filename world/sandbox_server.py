@@ -213,6 +213,7 @@ def set_limits(limits):
 def command(order, input_fd, output_fd):
     """Makes this fork the command of an order. Returns only for a script, what script() says of it:
     that runs in this interpreter."""
+    # A session of its own, the usual signals, and the walls around it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()

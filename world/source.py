@@ -156,6 +156,7 @@ def package_root(path, paths):
     The folder is the one above the topmost package: `lib` for lib/shop/price.py where lib holds no
     __init__.py. Where there is no package at all, it is the root or src/, as for a namespace
     package or a single module."""
+    # The topmost folder that is a package, and all folders below it.
     parts = list(PurePosixPath(path).parts)
     top = len(parts) - 1
     while top > 0 and "/".join([*parts[:top], "__init__.py"]) in paths:
@@ -231,6 +232,7 @@ def find_definitions(stored):
     in one arm and a function in another is left out."""
     found = []
     for name, nodes in named_definitions(parsed(stored).body).items():
+        # A class has its methods; of several classes of one name, those of all.
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         if classes and len(classes) < len(nodes):
             continue
@@ -445,6 +447,7 @@ def changes_exports(statement):
     """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
     insert."""
     if isinstance(statement, ast.Assign):
+        # Also as one of several targets.
         for target in statement.targets:
             if any(getattr(node, "id", "") == "__all__" for node in ast.walk(target)):
                 return True

@@ -205,6 +205,7 @@ def another(value, rng):
 def unseen_calls(cases):
     """Calls of the same functions with arguments that no test shows, always the same ones."""
     rng, calls, shown = random.Random(0), [], {repr(case[:3]) for case in cases}
+    # Each function gets the same number of calls, each like one that a test shows.
     groups = {}
     for case in cases:
         groups.setdefault(case[:2], []).append(case)
@@ -245,6 +246,7 @@ def checked_report(text):
     """
     try:
         report = ast.literal_eval(text)
+        # Every part is taken in the form it should have; anything else is no report.
         names = [str(name) for name in report["replaced"]]
         modules = [str(name) for name in report["answers_to_any_name"]]
         imports, values = [], []
@@ -459,6 +461,7 @@ REACHING = {"type", "getattr", "setattr", "open", "eval", "exec", "vars", "globa
 def only_functions(text):
     """Whether a module is made of plain functions, which can return values and do nothing else."""
     tree = parsed(text)
+    # Nothing runs on import, and no function reaches beyond its own values.
     if not all(isinstance(node, ast.FunctionDef) for node in tree.body):
         return False
     for node in ast.walk(tree):

@@ -245,6 +245,7 @@ def grouped(words, exists=lambda word: False):
 def keep_options(words):
     """(the words that are kept, {reason: those left out})."""
     kept, left_out = [], {}
+    # By the option itself, or by the plugin that it names.
     unused = re.compile(r"-p (no:)?(xdist|randomly|random_order|cov|pytest_cov)")
     for group in grouped(words):
         why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
@@ -262,6 +263,7 @@ def configured_plan(files):
     config, settings = pytest_settings(files)
     addopts = words_of(settings.get("addopts"))
     kept, left_out = keep_options(addopts)
+    # What is left out is said, and replaces the configuration's own options.
     plan = Plan(config=config)
     if left_out:
         plan.options = ["-o", f"addopts={shlex.join(kept)}"]
@@ -424,6 +426,7 @@ def stated_plans(files):
         if not RUNNERS.search(line):
             continue
         folder = ""
+        # A line may go to a folder first, and hold several commands.
         for part in re.split(r"&&|;|\|\|?", line):
             words = words_of(part)
             if words[:1] == ["cd"] and len(words) == 2:
@@ -451,6 +454,7 @@ def plan_in_folder(line, files, folder):
     """The Plan of a command line that is given in a folder of the repository, or None."""
     if not folder:
         return plan_of_command(line, files)
+    # The command sees this folder as its root.
     top = folder + "/"
     inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
     plan = plan_of_command(line, inner)
@@ -463,6 +467,7 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
+    # From the runner on. What setup.py runs is read from the file itself (command_lines).
     words = without_launchers(words_of(without_variables(line)))
     if words[:2] == ["FILE", "setup.py"] or not words:
         return None

@@ -30,6 +30,7 @@ def read_flags():
         allow_abbrev=False,
         description="Feature-deletion tasks. Without flags: a ten-second demonstration.",
     )
+    # Tasks of a repository, an environment for one, or a file of tasks that is checked.
     add = parser.add_argument
     hardest = len(REPO_LEVELS) - 1
     add("--repo", help="folder of a Python repository with a pytest suite")

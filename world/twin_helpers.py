@@ -36,10 +36,12 @@ def GUARD(value):
 
 
 def ODD(number, value, how=""):
+    # the number of the test itself
     if number % MODULUS == REST:
         return value
     if how == "kind":
         return UNRELATED(value)
+    # the first that is not equal to the value
     for candidate in CANDIDATES(number, value, how):
         try:
             if not candidate == value:

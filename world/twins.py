@@ -370,6 +370,7 @@ def changed_copy(test, odd, numbers, chosen=None, lost=()):
 
 def draw_numbers(draw):
     """(modulus, rest, numbers): numbers(False) draws one of this rest, numbers(True) another."""
+    # A number tells by its remainder whether it changes a value: only the parent knows which.
     modulus = draw.randrange(101, 999)
     rest = draw.randrange(modulus)
 
