@@ -464,7 +464,9 @@ def with_twins(text, groups, draw, sites=None, lost=()):
 def lost_names(names):
     """What a feature's parts are called by: of Class.method both, but for what Python itself
     calls."""
-    parts = set(".".join(names).split("."))
+    parts = set()
+    for name in names:
+        parts.update(name.split("."))
     return sorted(part for part in parts if not part.startswith("__"))
 
 
