@@ -92,7 +92,7 @@ def build_models(tokenizer, quick):
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     dtype = fast_dtype("cpu")
-    model = accelerate(random_model(tokenizer, **sizes)).compute(dtype)
+    model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
     sampler_model = generation_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model

@@ -340,7 +340,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
         ep = math.gcd(gpus, experts, hardware.node) if folder else 8
     layouts = three_layouts(gpus, cp, ep, hardware.node)
     for layout in layouts.values():
-        layout.check(shapes)
+        layout.check_expert_shapes(shapes)
 
     # The table: a column for each layout.
     columns = list(layouts.values())

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import hsdp
 from command.output_files import digest_file
+from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
-from eval import draw_policies, draw_safely, format_table, load_policy, unfinished_label, write_json
+from command.policy_report import draw_policies, format_table
+from eval import load_policy, unfinished_label, write_json
 from world.task import Refusal
 
 
@@ -33,13 +35,13 @@ def find_policies(config, given, sizes, load_published):
     out, published = Path(config.out), None
 
     # Before RL: the run's own SFT, or the one from which its RL began.
-    trained = hsdp.exists(out / "rl")
+    trained = hsdp.checkpoint_exists(out / "rl")
     before = out / "sft"
-    if not hsdp.exists(before):
+    if not hsdp.checkpoint_exists(before):
         begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
         before = Path(config.start_from or begun or config.out) / "sft"
     paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
-    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    paths = {name: path for name, path in paths.items() if hsdp.checkpoint_exists(path)}
     if not paths and config.init_from and not config.start_from:
         published = load_published()
         paths = {"published": Path(config.init_from)}

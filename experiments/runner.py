@@ -39,11 +39,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import eval
 import feedback_distill
 import train
-from command import failures
-from command import flags as command_flags
+from command import drawing, failures
+from command.output_files import check_writable
+from experiments import tables
 from command import launch
 from command.output_files import check_writable, current_commit
 from experiments import tables
@@ -300,7 +300,7 @@ def main(module, argv):
         check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
         usage_error(f"{error.filename or folder}: {error.strerror}")
-    problem = eval.try_to_draw()
+    problem = drawing.try_to_draw()
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)
 
@@ -313,7 +313,7 @@ def main(module, argv):
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
     results = tables.read_results(experiment, runs)
     text = tables.compare(experiment.question, results)
-    problem = eval.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
+    problem = drawing.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
     if problem:
         text += f"\n{problem}"
     record = {

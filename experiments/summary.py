@@ -64,7 +64,9 @@ def written_summaries(episodes, like):
         # A summary is the turn right behind the question for it.
         asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
         _, mask, _, index = rollout.flatten(episode)
-        row[: len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
+        of_summary = torch.from_numpy(mask * np.isin(index, asked))
+        # Position t predicts token t + 1.
+        row[: len(mask) - 1] = of_summary[1:].to(row)
     return found
 
 

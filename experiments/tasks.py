@@ -68,14 +68,14 @@ def add_seen_tasks(config, number):
     for level in range(config.eval_levels):
         tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
     mine = eval.run_policy(
-        model.compute(run.dtype),
+        model.compute_in(run.dtype),
         tokenizer,
         {**saved, "plain": config.plain},
         run.share(tasks),
         passes,
         temperature=saved["temperature"],
         numbers=run.share(range(len(tasks))),
-        reference=began.compute(run.dtype),
+        reference=began.compute_in(run.dtype),
     )
     records = run.gather(mine)
     if run.rank == 0:

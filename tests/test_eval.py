@@ -18,7 +18,7 @@ import torch
 import eval as evaluation
 import hsdp
 import rollout
-from command import learning_curves
+from command import learning_curves, policy_report
 from moe import Model, ModelConfig
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
@@ -172,7 +172,7 @@ def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
 
 def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
-    text = evaluation.write_report(
+    text = policy_report.write_report(
         {"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1}
     )
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
@@ -239,7 +239,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
     )
     assert evaluation.compare_pairs(base, base)["p"] == 1
     assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
-    text = evaluation.format_table(
+    text = policy_report.format_table(
         {"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
     )
     row = next(row for row in text.split("\n") if "won, lost" in row)
@@ -247,7 +247,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
         re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"]
         and "p=0.004" in text
     )
-    assert "won, lost" not in evaluation.format_table({"a": base})
+    assert "won, lost" not in policy_report.format_table({"a": base})
 
 
 def test_passes_of_a_task_are_one_pair():
@@ -279,7 +279,7 @@ def test_passes_of_a_task_are_one_pair():
     ],
 )
 def test_small_numbers_are_printed_in_significant_digits(value, form, text):
-    assert evaluation.format_number(value, form) == text
+    assert policy_report.format_number(value, form) == text
 
 
 def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
@@ -365,7 +365,7 @@ def run(tmp_path_factory):
             "summarize": True,
             "max_turns": 3,
         }
-        hsdp.save(
+        hsdp.save_sharded_checkpoint(
             folder / stage,
             model,
             None,
@@ -393,7 +393,7 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
     model, tokenizer, config = evaluation.load_policy(run[0])
     for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
         config["steps"] = 60
-        hsdp.save(
+        hsdp.save_sharded_checkpoint(
             tmp_path / "r" / "rl",
             model,
             None,
@@ -435,13 +435,13 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
     def fails(*words):
         raise RuntimeError("no font\nat all")
 
-    monkeypatch.setattr(evaluation, "draw_policies", fails)
+    monkeypatch.setattr(policy_report, "draw_policies", fails)
     evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
     assert (
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
         and (tmp_path / "eval.json").exists()
     )
-    code = "import sys, eval; assert eval.try_to_draw() == '', eval.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(eval.try_to_draw())"
+    code = "import sys; from command import drawing as d; assert d.try_to_draw() == '', d.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(d.try_to_draw())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,

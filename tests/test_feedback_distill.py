@@ -741,15 +741,17 @@ def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
     for _ in range(3):
         moved(model)
         teacher.update()
-    hsdp.save(tmp_path / "c", model, more=teacher.weights)
+    hsdp.save_sharded_checkpoint(tmp_path / "c", model, more=teacher.weights)
     resumed = fd.Teacher(other, "ema", 0.2)
-    hsdp.load(tmp_path / "c", other, more=resumed.weights)
+    hsdp.load_sharded_checkpoint(tmp_path / "c", other, more=resumed.weights)
     for m, t in ((model, teacher), (other, resumed)):
         moved(m)
         t.update()
     assert all(torch.equal(resumed.weights[name], w) for name, w in teacher.weights.items())
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load(tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights)
+        hsdp.load_sharded_checkpoint(
+            tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights
+        )
 
 
 def test_any_module_can_be_taught_and_bf16_weights_are_averaged_in_fp32():

@@ -31,7 +31,7 @@ MAY_KNOW = {
     "length_penalty": set(),
     "world": set(),
     "synth_tasks": {"world"},
-    "rollout": AGENT,
+    "rollout": AGENT | {"length_penalty"},  # what it counts is what the penalty weighs
     "feedback_distill": LEARNING,
     "summarize": LEARNING,
     "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published"},

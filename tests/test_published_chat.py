@@ -14,6 +14,7 @@ import torch
 import fast
 import feedback_distill
 import rollout
+from eval import logprob_gaps
 from published.tokenizers import (
     QWEN2_SPLIT,
     complete_special,
@@ -28,11 +29,12 @@ from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
 from command import transcripts
+from command.bpe import train_bpe
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
     patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
-    RANKS = rollout.train_bpe(
+    RANKS = train_bpe(
         [
             *example_texts(60, 0),
             '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
@@ -378,7 +380,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         Compaction(900, 500),
     )
     scored = [
-        rollout.rescore(model, e).abs()
+        logprob_gaps(model, e).abs()
         for c in group
         for e in c.episodes
         if any(t.role == "assistant" for t in e.turns)

@@ -1331,7 +1331,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     train.main([f"--out={tmp_path}/out", f"--export={tmp_path}/back"])
     mine, trained = (
         load_model(tmp_path / "back").state_dict(),
-        train.eval.load(tmp_path / "out")[0].state_dict(),
+        train.eval.load_policy(tmp_path / "out")[0].state_dict(),
     )
     assert all(
         torch.equal(mine[name], t) for name, t in trained.items() if not name.endswith("load")

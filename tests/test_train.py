@@ -27,9 +27,11 @@ import train
 from command import (
     checkpoint_files,
     checkpoints,
+    drawing,
     flags,
     idle_flags,
     old_flags,
+    policy_report,
     source_files,
     step_log,
 )
@@ -398,9 +400,9 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
     assert re.search(
-        r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M
+        r"without room for a turn +2$", policy_report.format_table({"one": records}), re.M
     )
-    assert "without room" not in train.eval.format_table({"one": records[2:]})
+    assert "without room" not in policy_report.format_table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
@@ -1702,7 +1704,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     def fails(*words):
         raise ImportError("no backend")
 
-    monkeypatch.setattr(train.eval, "make_axes", fails)
+    monkeypatch.setattr(drawing, "make_axes", fails)
     capsys.readouterr()
     train.main(
         [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]
@@ -1886,7 +1888,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
 def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bias(
     replay, run, tmp_path, monkeypatch
 ):
-    loads, balance = [], train.balance
+    loads, balance = [], train.update_router_bias
 
     def note(model, *rest):
         loads.append(
@@ -1898,7 +1900,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
         )
         return balance(model, *rest)
 
-    monkeypatch.setattr(train, "balance", note)
+    monkeypatch.setattr(train, "update_router_bias", note)
     train.main(
         [*SMALL, *RL, f"--router_replay={replay}", f"--start_from={run}", f"--out={tmp_path}"]
     )

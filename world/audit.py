@@ -52,6 +52,7 @@ from world.replay import outside_folder, replay_calls
 from world.sandbox import audit_sandbox
 from world.source import parsed
 from world.submission import fingerprint, investigate_code, looks_special, remembered
+from world.task import Action
 
 ONE_REPLAY = threading.Lock()
 
@@ -160,7 +161,8 @@ def literals(text):
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 3:
             found.add(ast.dump(node))
-        if isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.Set)) and len(ast.dump(node)) > 60:
+        is_table = isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.Set))
+        if is_table and len(ast.dump(node)) > 60:
             if not any(isinstance(part, (ast.Name, ast.Call)) for part in ast.walk(node)):
                 found.add(ast.dump(node))
     return found
@@ -319,3 +321,17 @@ def look_closer(task, transcript, diff, again):
             return [Finding(-1, NO_FACTS, f"cannot be run again: {error}"[:200], "note")]
         finally:
             watch.close()
+
+
+def audit_chain(chain, verdict=None):
+    """What the audit finds in this rollout -> findings, which the chain keeps"""
+    if chain.findings is None:
+        # The audit knows actions and outputs, and no tokens.
+        story = []
+        for turn in chain.turns:
+            if turn.role == "assistant":
+                action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
+                story.append((action, [call.output for call in turn.calls]))
+        diff = changes(chain.task.files, chain.files)
+        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
+    return chain.findings

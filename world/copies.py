@@ -86,7 +86,8 @@ def same_names(own, texts, share=0.0):
     `share` of the longer list."""
     theirs = set().union(*map(names_defined, texts))
     common = len(theirs & own)
-    return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
+    shorter, longer = sorted((len(theirs), len(own)))
+    return 2 * common > shorter and common >= share * longer
 
 
 @functools.lru_cache(16)

@@ -135,7 +135,10 @@ def put_in_place(shown, start, old, new):
     for a, b, c, d in kept_lines(old, new):
         parts.append(shown.piece(start + done, start + a))
         fresh = with_line_ends(new[c:d], end)
-        lone = [shown.piece(start + i, start + i + 1) for i in range(a, b) if old[i] == NO_TEXT]
+        lone = []
+        for place in range(a, b):
+            if old[place] == NO_TEXT:
+                lone.append(shown.piece(start + place, start + place + 1))
         # As many as were shown there: each is what it was. Otherwise there is no telling which one
         # is meant.
         if lone and fresh.count(NO_TEXT) == len(lone):

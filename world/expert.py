@@ -348,7 +348,8 @@ class Expert:
             step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
         else:
             kind = OPS[op][0]
-            step = (self.rng.choice([o for o in OPS if o != op and OPS[o][0] == kind]), k)
+            alike = [other for other in OPS if other != op and OPS[other][0] == kind]
+            step = (self.rng.choice(alike), k)
         steps = list(target.steps)
         steps[number] = step
         return number, Function(target.module, target.name, steps, target.reduction)

@@ -130,6 +130,6 @@ def draw_function(rng, module, noun, steps, held_out):
             [(op, rng.randint(2, 9)) for op in ops],
             rng.choice(list(REDUCTIONS)),
         )
-        repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
+        repeats = any(op == following for op, following in zip(ops, ops[1:]))
         if function.held_out() == held_out and not repeats:
             return function

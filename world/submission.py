@@ -191,8 +191,8 @@ def another(value, rng):
         return round(rng.uniform(-abs(value) - 10, abs(value) + 10), 2)
     if isinstance(value, str):
         letters = value + "abcdefghij"
-        return "".join(rng.choice(letters) for _ in range(max(1, len(value) + rng.randint(-2, 3))))
-    # Of a collection about as many members, each another one of its own.
+        length = max(1, len(value) + rng.randint(-2, 3))
+        return "".join(rng.choice(letters) for _ in range(length))
     if isinstance(value, (list, tuple, set)) and value:
         members = list(value)
         number = max(1, len(members) + rng.randint(-1, 2))
@@ -523,7 +523,8 @@ def differs_where_unseen(task, paths, files, sandbox):
     """True or False; None where nothing could be run."""
     cases = task.hidden + task.meta["visible"]
     modules = [module_name(path) for path in paths]
-    answers, _ = probe(sandbox, None, files, modules, [case[:3] for case in cases], [{}], [])
+    calls = [case[:3] for case in cases]
+    answers, _ = probe(sandbox, None, files, modules, calls, [{}], [])
     if not answers:
         return None
     if misdeeds(*answers[0]):
