@@ -591,7 +591,7 @@ def load_runs(folders):
 
 
 def main(argv):
-    from command.eval_flags import parse_arguments, usage_error
+    from command.eval_flags import parse_eval_flags, usage_error
     from command.drawing import try_to_draw
     from command.output_files import check_writable
     from command.policy_report import (

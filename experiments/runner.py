@@ -41,10 +41,8 @@ from tqdm import tqdm
 
 import feedback_distill
 import train
-from command import drawing, failures
-from command.output_files import check_writable
-from experiments import tables
-from command import launch
+from command import drawing, failures, launch
+from command import flags as command_flags
 from command.output_files import check_writable, current_commit
 from experiments import tables
 

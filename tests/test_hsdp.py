@@ -253,7 +253,7 @@ def counted_bytes(world):
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         planned = dict.fromkeys(comm_counter.CommCounter.KINDS.values(), 0)
-        for kind, _, size, _ in plan.traffic(
+        for kind, _, size, _ in plan.comm_traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
