@@ -299,7 +299,7 @@ def made_by(folder):
 def load_policy(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
-    `unfinished`."""
+    unfinished (`unfinished_label`)."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
 
@@ -409,7 +409,7 @@ def hint_effect(model, tokenizer, chain):
         turn = episode.turns[hint.turn]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
         span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        targets = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
+        targets = feedback_distill.pack_hinted([episode], [(0, hint.turn, text, span)]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
         plain = []
@@ -453,7 +453,7 @@ def kl_from_reference(reference, chain, temperature):
         tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
         logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()
         difference = batch["logprobs"][0] - logp
-        # `pack` pads the row; what it adds is no token of the episode.
+        # `rollout.pack` pads the row; what it adds is no token of the episode.
         total += float(difference[: len(keep)][keep].sum())
         count += int(keep.sum())
     return total, count
@@ -591,7 +591,7 @@ def load_runs(folders):
 
 
 def main(argv):
-    from command.eval_flags import parse_arguments, usage_error
+    from command.eval_flags import parse_eval_flags, usage_error
     from command.drawing import try_to_draw
     from command.output_files import check_writable
     from command.policy_report import (
@@ -601,7 +601,7 @@ def main(argv):
         write_report,
     )
 
-    args = parse_arguments(argv, len(LEVELS))
+    args = parse_eval_flags(argv, len(LEVELS))
     problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

@@ -485,7 +485,7 @@ class Targets:
         return Targets(**values)
 
 
-def pack(episodes, hinted, keep_empty=False):
+def pack_hinted(episodes, hinted, keep_empty=False):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
     any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
     speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
@@ -804,7 +804,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
                 hinted.append((i, hint.turn, ids))
 
         # The teacher re-scores the hinted turns, the student learns from it on these alone.
-        targets = pack([chain.episodes[0] for chain in chains], hinted)
+        targets = pack_hinted([chain.episodes[0] for chain in chains], hinted)
         tokens, _ = toy_batch(chains)
         student = logits_at(model, tokens, targets.student_row, targets.student_position)
         loss = feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)

@@ -289,9 +289,9 @@ def demo(k, q, scale, weights):
 
 
 def main(argv):
-    from command.demonstration import draw_or_refuse, make_parser
+    from command.demonstration import draw_or_refuse, make_demo_parser
 
-    parser = make_parser("length_penalty.py", "The curves of the length penalty.")
+    parser = make_demo_parser("length_penalty.py", "The curves of the length penalty.")
     args, weights = parse_penalty_flags(parser, argv)
     draw_or_refuse(parser, lambda: demo(args.k, args.q, args.scale, weights))
 

@@ -637,12 +637,13 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
-        task = make_task(config, cycle[i % len(cycle)], ((config.seed or 1 << 32) << 24) + i)
-        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
+        task_number = ((config.seed or 1 << 32) << 24) + i
+        task = make_training_task(config, cycle[i % len(cycle)], task_number)
+        pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
     return pairs
 
 
-def demonstrate(config, task, rng, tokenizer, compact, **more):
+def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
@@ -670,7 +671,7 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     return episodes
 
 
-def make_task(config, level, seed):
+def make_training_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
 
@@ -924,7 +925,11 @@ class Reinforcement(Source):
             self.sampled_tasks[step] = sorted(sampled)
         tasks = []
         for level, number in self.sampled_tasks[step]:
-            given = self.tasks[level][number] if self.tasks else make_task(config, level, number)
+            given = (
+                self.tasks[level][number]
+                if self.tasks
+                else make_training_task(config, level, number)
+            )
             tasks.append(given)
         return tasks
 
@@ -1133,7 +1138,7 @@ class Reinforcement(Source):
         if batch["real"]:
             for i, episode in enumerate(batch["episodes"]):
                 hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True)
+        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
         teacher_batch = teacher_batch.to(self.run.device)
         teacher_logits = self.teacher(teacher_batch)
         return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
@@ -1652,7 +1657,7 @@ def bias_rate(run):
 # ---------------------------------------------------------------- evaluation and the command
 
 
-def evaluate(config, given, sources):
+def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
     if hsdp.checkpoint_exists(trained):
@@ -1740,7 +1745,7 @@ def run_stages(argv, stages, configs, given):
         config, (_, sources) = configs[stage], merge_flags(given, stage)
         if stage == "eval":
             launch.stop_at_once()
-            evaluate(config, given, sources)
+            evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
         # what a stage held, before the next one begins

@@ -217,7 +217,7 @@ def print_episodes(title, found, slowest):
     print_table(title, ["", "seconds", "tokens/s", f"x {slowest.split()[0]}"], rows)
 
 
-def bench_episodes(sampler_model, tokenizer, quick):
+def bench_samplers(sampler_model, tokenizer, quick):
     """Whole episodes, by three samplers"""
 
     def continuous():
@@ -247,7 +247,7 @@ def bench_episodes(sampler_model, tokenizer, quick):
 # ---------------------------------------------------------------- the command
 
 
-def bench(quick=False):
+def bench_decoding(quick=False):
     # As in train.py's processes: one for each core.
     torch.set_num_threads(1)
     length = 64 if quick else 256
@@ -273,13 +273,13 @@ def bench(quick=False):
         "that."
     )
 
-    bench_episodes(sampler_model, tokenizer, quick)
+    bench_samplers(sampler_model, tokenizer, quick)
 
 
 def main(argv):
     parser = make_parser("decode", __doc__)
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
-    bench(parser.parse_args(argv).quick)
+    bench_decoding(parser.parse_args(argv).quick)
 
 
 if __name__ == "__main__":

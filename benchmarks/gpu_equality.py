@@ -176,7 +176,7 @@ def upload_differences(device):
     return sum(count_different(arrived[name], new[name]) for name in new)
 
 
-def sampler_mismatch(device, dtype):
+def mean_sampler_mismatch(device, dtype):
     """Mean |log-prob of the sampler - log-prob of the trainer| over the tokens that real agents
     sampled"""
     tokenizer = fit_tokenizer(synth_tasks.example_texts(100, 0), 700)
@@ -266,5 +266,5 @@ def check_reinforcement(check, device):
         check(f"divergence, {kind}", FP32, divergence_error, device, kind)
     check("weights after a delta upload", 0, upload_differences, device)
     mismatch = "sampler's log-probs against the trainer's"
-    check(f"{mismatch}, fp32", 1e-4, sampler_mismatch, device, torch.float32)
-    check(f"{mismatch}, bf16", 5e-3, sampler_mismatch, device, torch.bfloat16)
+    check(f"{mismatch}, fp32", 1e-4, mean_sampler_mismatch, device, torch.float32)
+    check(f"{mismatch}, bf16", 5e-3, mean_sampler_mismatch, device, torch.bfloat16)

@@ -11,7 +11,7 @@ import argparse
 import sys
 
 
-def make_parser(file, about):
+def make_demo_parser(file, about):
     """A parser that answers wrong input by one line with the file's name"""
     parser = argparse.ArgumentParser(prog=file, description=about, allow_abbrev=False)
 
@@ -34,7 +34,7 @@ def refuse_moved(parser, argv, moved):
 
 def run_demo(file, about, demo, argv, moved={}):
     """Run the demonstration of a file that takes no flags."""
-    parser = make_parser(file, about)
+    parser = make_demo_parser(file, about)
     refuse_moved(parser, argv, moved)
     parser.parse_args(argv)
     draw_or_refuse(parser, demo)

@@ -26,7 +26,7 @@ from world.task import Refusal
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, the published model as `load` gives it or None).
+    configuration that the last one was made with, what load_published() gives or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.

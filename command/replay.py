@@ -7,12 +7,12 @@ It stands apart from rollout.py because a flag is no part of an agent. Left out:
 has one.
 """
 
-from command.demonstration import draw_or_refuse, make_parser, refuse_moved
+from command.demonstration import draw_or_refuse, make_demo_parser, refuse_moved
 from command.transcripts import print_transcript
 
 
 def replay_or_demonstrate(argv, demo):
-    parser = make_parser("rollout.py", "A demonstration and a group of rollouts.")
+    parser = make_demo_parser("rollout.py", "A demonstration and a group of rollouts.")
     refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
     about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
     parser.add_argument("--replay", metavar="FILE", help=about)

@@ -43,14 +43,14 @@ class TenTasks(FewTasks):
 def draw_from(curriculum):
     """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it
     was trained on, with about as many rollouts as on the others."""
-    plain = train.evaluate
+    plain = train.evaluate_run
 
     def evaluate(config, given, sources):
         plain(config, given, sources)
         add_seen_tasks(config, curriculum.number)
 
     synth_tasks.Curriculum = curriculum
-    train.evaluate = evaluate
+    train.evaluate_run = evaluate
 
 
 def add_seen_tasks(config, number):
@@ -66,7 +66,7 @@ def add_seen_tasks(config, number):
     first = saved["seed"] * 1_000_003
     tasks = []
     for level in range(config.eval_levels):
-        tasks += [train.make_task(config, level, first + i) for i in range(number)]
+        tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
     mine = eval.run_policy(
         model.compute_in(run.dtype),
         tokenizer,

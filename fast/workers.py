@@ -95,7 +95,7 @@ def zeros(weights):
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
 
 
-def fingerprint(weights):
+def digest_weights(weights):
     """-> 16 bytes that say whether weights arrived as they were sent"""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights.items():
@@ -132,7 +132,7 @@ class Publisher:
         for name, dtype in self.dtypes.items():
             new[name] = weights[name].detach().to("cpu", dtype, copy=True)
         is_base = self.count % self.every == 0
-        data = fingerprint(new) + encode_delta(zeros(new) if is_base else self.sent, new)
+        data = digest_weights(new) + encode_delta(zeros(new) if is_base else self.sent, new)
 
         # A reader sees the whole file or none of it.
         (self.folder / "part").write_bytes(data)
@@ -201,7 +201,7 @@ class Generator:
             sent_fingerprint, delta = data[:16], data[16:]
             held = self.sampler.model.state_dict()
             new = apply_delta(zeros(held) if name.endswith("base") else held, delta)
-            if fingerprint(new) != sent_fingerprint:
+            if digest_weights(new) != sent_fingerprint:
                 raise ValueError(f"{name}: what arrived are not the trainer's weights")
             self.sampler.model.load_state_dict(new)
             self.sampler.version = int(name[:8])

@@ -211,7 +211,7 @@ def bf16_wire(world):
                 )
             )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    rows = plan.traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
+    rows = plan.comm_traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
     planned = [
         sum(size for kind, _, size, _ in rows if kind == one)
         for one in ("all-gather", "reduce-scatter")
@@ -253,7 +253,7 @@ def counted_bytes(world):
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
         planned = dict.fromkeys(comm_counter.CommCounter.KINDS.values(), 0)
-        for kind, _, size, _ in plan.traffic(
+        for kind, _, size, _ in plan.comm_traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size

@@ -455,7 +455,7 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
     drawn = []
     monkeypatch.setattr(
         train,
-        "make_task",
+        "make_training_task",
         lambda config, level, number: drawn.append(number) or train.synth_tasks.make_task(0, 5),
     )
     tokenizer = train.rollout.Tokenizer({bytes([b]): b for b in range(256)})
@@ -1448,7 +1448,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
         config = train.replace(train.Config(), window=2048, habits=habits)
         train.checks.check_values(config)
         rng = train.random.Random(1)
-        return train.demonstrate(config, task, rng, tokenizer, None)
+        return train.make_demonstration(config, task, rng, tokenizer, None)
 
     def spoken(habits):
         return [turn.tokens for episode in episodes(habits) for turn in episode.turns]

@@ -120,6 +120,7 @@ def held_out_name(name):
 
 def draw_function(rng, module, noun, steps, held_out):
     """A function whose composition and name are (not) among the held-out ones."""
+    # Names of this split, then compositions until one is of this split, too.
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
         ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
