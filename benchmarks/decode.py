@@ -101,8 +101,8 @@ def build_models(tokenizer, quick):
 
 def decoding_step(model, tokens, position, window, device="cpu"):
     """tokens (B, T), to be fed at `position` of a cache of `window` places -> a call that decodes
-    them and samples, as the sampler does; and the cache. What stands before the position are
-    zeros, which take as much time as a text."""
+    them and samples, as the sampler does. Before the position stand zeros: they take as much time
+    as a text."""
     rows = len(tokens)
     cache = Cache(model, rows, window)
     start = torch.full((rows,), position, device=device)
@@ -113,15 +113,15 @@ def decoding_step(model, tokens, position, window, device="cpu"):
         # The sampler brings the tokens to the CPU, where the agents read them.
         return sample_from_logits(model.logits(hidden), uniform)[0].tolist()
 
-    return step, cache
+    return step
 
 
 @torch.inference_mode()
 def measure_steps(model, sampler_model, length, rounds):
     """{what: seconds of one step for ROWS sequences of `length` tokens}"""
     tokens = torch.randint(0, 256, (ROWS, length + 1 + DRAFT))
-    plain_step, _ = decoding_step(sampler_model, tokens[:, -1:], length, WINDOW + 2)
-    drafted_step, _ = decoding_step(sampler_model, tokens[:, length:], length, WINDOW + 2)
+    plain_step = decoding_step(sampler_model, tokens[:, -1:], length, WINDOW + 2)
+    drafted_step = decoding_step(sampler_model, tokens[:, length:], length, WINDOW + 2)
 
     def full_forward():
         hidden = model(tokens[:, : length + 1])[:, -1]

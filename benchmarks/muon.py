@@ -115,9 +115,9 @@ def build_steps(shapes, products, weights, device):
     )
     theirs = torch.optim.Muon(split_matrices(params), **rates)
     return {
-        "GEMM floor": gemm_floor(shapes.values(), products, device),
+        "floor": gemm_floor(shapes.values(), products, device),
         "torch.optim.Muon": theirs.step,
-        "muon.py": ours.step,
+        "ours": ours.step,
     }
 
 
