@@ -5,8 +5,8 @@
 
 Time on a GPU is short and rare, so the parts are ordered by worth and each has a time limit of its
 own. Every part is a process of its own: when CUDA crashes or hangs, the part is ended at its limit
-and the next one begins. DIR/gpu.json and DIR/gpu.md are written anew after each part. DIR/parts/ has
-the screen of each part and its rows, written one by one: a run that is cut short keeps them.
+and the next one begins. DIR/gpu.json and DIR/gpu.md are written anew after each part. DIR/parts/
+has the screen of each part and its rows, written one by one: a run that is cut short keeps them.
 
     card            the device, its driver, and two measured ceilings: a bf16 product, a copy
     equality        the same computations on the CPU and on the device, each with a limit

@@ -4,7 +4,8 @@ limit; a part of benchmarks/gpu.py.
 Weights and inputs are drawn on the CPU, so both devices get the same. On a CPU every difference
 is zero, but for what compares two ways of computing one thing (decoding from a cache).
 
-Left out: the sampler beside the trainer, which the part `job` compares in a step of RL.
+Left out: the sampler beside the trainer, which the part `job` compares in a step of RL; sampling,
+distillation and low precision, which are tests of the device (tests/test_device.py).
 """
 
 from functools import partial
@@ -12,16 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
-import feedback_distill
 import moe
-import muon
-import rollout
 import train
 from benchmarks.gpu_bench import relative_error
-from fast import accelerate
-from fast import workers
-from fast.gram_newton_schulz import gram_newton_schulz
-from fast.low_precision import FORMATS
+from fast import accelerate, workers
 from published.grouped_query import config_of
 
 # Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
@@ -102,20 +97,6 @@ def decoding_error(device, dtype):
     return relative_error(torch.cat(logits, 1), model.logits(model(tokens))[:, 150:])
 
 
-def orthogonalize_fast(gradient, dtype):
-    """As train.py does it"""
-    return muon.orthogonalize(gradient, dtype=dtype, iterate=gram_newton_schulz)
-
-
-def orthogonalize_error(device, dtype):
-    worst = 0.0
-    for shape in ((64, 64), (5, 48, 96), (3, 130, 33), (2, 7, 9)):
-        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        expected = orthogonalize_fast(gradient, torch.float32)
-        worst = max(worst, relative_error(orthogonalize_fast(gradient.to(device), dtype), expected))
-    return worst
-
-
 def make_optimizer(model, dtype):
     """train.py's own: Muon for the matrices, AdamW for the rest"""
     run = SimpleNamespace(config=train.Config(), model=model, replicas=False, world=1, dtype=dtype)
@@ -135,31 +116,9 @@ def five_optimizer_steps(device):
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - start
 
 
-def quantization_differences(device, name):
-    # Rows of very different sizes: each block has a scale of its own.
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
-    x = x * torch.logspace(-6, 6, 64)[:, None]
-    return count_different(FORMATS[name](x.to(device)), FORMATS[name](x))
-
-
 def training_step_differences(device):
     gradients = [run_backward(device, torch.bfloat16)[2] for _ in range(2)]
     return count_different(*gradients)
-
-
-def sampling_differences(device):
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(64, 512, generator=generator) * 3
-    uniform = torch.rand(64, generator=generator)
-    found = rollout.sample_from_logits(logits.to(device), uniform.to(device), 0.95)[0]
-    return count_different(found, rollout.sample_from_logits(logits, uniform, 0.95)[0])
-
-
-def divergence_error(device, kind):
-    generator = torch.Generator().manual_seed(8)
-    student, teacher = (torch.randn(32, 512, generator=generator) for _ in range(2))
-    found = feedback_distill.divergence(student.to(device), teacher.to(device), kind)
-    return relative_error(found, feedback_distill.divergence(student, teacher, kind))
 
 
 def check_equality(bench):
@@ -170,57 +129,30 @@ def check_equality(bench):
         table = "equality: relative error, or numbers that differ"
         bench.check(table, what, limit, partial(measure, *inputs))
 
-    check_model(check, bench.device)
-    check_optimizer(check, bench.device)
-    check_reinforcement(check, bench.device)
-
-
-def check_model(check, device):
-    """Forward and backward of every architecture, and decoding"""
-
-    def hidden_error(results, changes):
-        results["cpu"] = run_backward("cpu", torch.float32, **changes)
-        results["device"] = run_backward(device, torch.float32, **changes)
-        return relative_error(results["device"][0], results["cpu"][0])
-
-    def gradient_error(results):
-        return relative_error(results["device"][2], results["cpu"][2])
-
     for label, changes in ARCHITECTURES.items():
         # Each device runs once, for two checks.
         results = {}
-        check(f"{label}: hidden states, fp32", FP32, hidden_error, results, changes)
+        check(f"{label}: hidden states, fp32", FP32, hidden_error, bench.device, results, changes)
         check(f"{label}: gradients, fp32", FP32, gradient_error, results)
 
-    check("MLA: log-probs, bf16, mean difference", 0.05, bf16_difference, device)
     decoding = "prefill and decoding against one forward"
-    check(f"{decoding}, fp32", FP32, decoding_error, device, torch.float32)
-    check(f"{decoding}, bf16", BF16, decoding_error, device, torch.bfloat16)
+    check(f"{decoding}, fp32", FP32, decoding_error, bench.device, torch.float32)
+    check(f"{decoding}, bf16", BF16, decoding_error, bench.device, torch.bfloat16)
+
+    check("Muon and AdamW, five steps, fp32", FP32, optimizer_error, bench.device)
+    check("two runs of a training step, bf16", 0, training_step_differences, bench.device)
 
 
-def bf16_difference(device):
-    expected = run_backward("cpu", torch.bfloat16)[1]
-    found = run_backward(device, torch.bfloat16)[1].cpu()
-    return (found - expected).abs().mean()
+def hidden_error(device, results, changes):
+    """Runs one architecture on both devices, and leaves in `results` what gradient_error reads"""
+    for name, where in (("cpu", "cpu"), ("device", device)):
+        results[name] = run_backward(where, torch.float32, **changes)
+    return relative_error(results["device"][0], results["cpu"][0])
 
 
-def check_optimizer(check, device):
-    """Newton-Schulz alone, whole steps, low precision, and whether a step repeats"""
-    check("orthogonalize, fp32", FP32, orthogonalize_error, device, torch.float32)
-    check("orthogonalize, bf16 against fp32", BF16, orthogonalize_error, device, torch.bfloat16)
-    check("Muon and AdamW, five steps, fp32", FP32, optimizer_error, device)
-    for name in ("mxfp8", "nvfp4"):
-        what = f"{name} emulation, of 16,384 numbers"
-        check(what, 0, quantization_differences, device, name)
-    check("two runs of a training step, bf16", 0, training_step_differences, device)
+def gradient_error(results):
+    return relative_error(results["device"][2], results["cpu"][2])
 
 
 def optimizer_error(device):
     return relative_error(five_optimizer_steps(device), five_optimizer_steps("cpu"))
-
-
-def check_reinforcement(check, device):
-    """Sampling and distillation"""
-    check("tokens chosen from given logits", 0, sampling_differences, device)
-    for kind in ("forward", "reverse", "jsd"):
-        check(f"divergence, {kind}", FP32, divergence_error, device, kind)

@@ -64,23 +64,17 @@ def gemm_floor(shapes, dtype, device):
         matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
 
     # Batches as muon.py cuts them: as much as the cache of a CPU holds, or all at once on a GPU.
+    # Those of one shape share operands: the time of a product does not depend on the numbers.
     batches = []
     for (m, n), count in matrices.items():
-        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
-        batches += [(chunk, m, n)] * (count // chunk)
-        if count % chunk:
-            batches.append((count % chunk, m, n))
-
-    # Batches of one shape share their operands: the products do not depend on the numbers.
-    operands = {}
-    for size, m, n in set(batches):
-        operands[size, m, n] = [
-            torch.randn(size, m, columns, device=device).to(dtype) for columns in (n, m, n)
-        ]
+        chunk = min(count, cpu_chunk(m * n, dtype)) if device == "cpu" else count
+        X, A, Y = (torch.randn(chunk, m, columns, device=device).to(dtype) for columns in (n, m, n))
+        for first in range(0, count, chunk):
+            size = min(chunk, count - first)
+            batches.append((X[:size], A[:size], Y[:size]))
 
     def multiply():
-        for batch in batches:
-            X, A, Y = operands[batch]
+        for X, A, Y in batches:
             B = torch.empty_like(A)
             for _ in range(5):  # steps of Newton-Schulz
                 torch.bmm(X, X.mT, out=B)
@@ -133,7 +127,7 @@ def measure_one_device(shapes, products, weights, device, rounds):
     cast = torch.Tensor.bfloat16
     if products == torch.float32:
         torch.Tensor.bfloat16 = keep_dtype
-    # CPU seconds of the one thread: the clock on the wall also counts whoever else uses the machine.
+    # CPU seconds of the one thread: the wall would also count whoever else uses the machine.
     clock = time.process_time if device == "cpu" else time.perf_counter
     try:
         return measure_seconds(calls, rounds, min, clock=clock)

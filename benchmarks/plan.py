@@ -389,6 +389,7 @@ def main(argv):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     given = parser.parse_args(argv)
 
+    # Every field of the two tables of assumptions is a flag.
     step = Step(**{field.name: getattr(given, field.name) for field in fields(Step)})
     hardware = Hardware(**{field.name: getattr(given, field.name) for field in fields(Hardware)})
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:

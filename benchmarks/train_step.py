@@ -203,11 +203,8 @@ def bench_training(theirs, ours, device, sizes):
 
     same = draw_batch()
 
-    def repeat_batch():
-        return same
-
-    def train_model(model, get_batch):
-        tokens = get_batch()
+    def train_model(model, is_new):
+        tokens = draw_batch() if is_new else same
         model.zero_grad()
         if model is ours:
             train_once(ours, tokens)
@@ -215,14 +212,11 @@ def bench_training(theirs, ours, device, sizes):
             logits = model(tokens, use_cache=False).logits.flatten(0, 1).float()
             F.cross_entropy(logits, tokens.flatten()).backward()
 
-    for title, get_batch in (
-        ("a new batch each time", draw_batch),
-        ("the same batch again", repeat_batch),
-    ):
+    for title, is_new in (("a new batch each time", True), ("the same batch again", False)):
         # Each model by itself: on a CPU two that take turns would crowd out each other's kernels.
         seconds = {}
         for name, model in models.items():
-            step = partial(train_model, model.train(), get_batch)
+            step = partial(train_model, model.train(), is_new)
             seconds |= measure_seconds({name: step}, 3 * sizes.repeat)
         # Theirs is whichever of its two forms is faster.
         base = min(theirs, key=seconds.get)
@@ -243,13 +237,10 @@ def bench_generation(theirs, ours, device, sizes):
         cache = Cache(ours, rows, length + new + 1)
         # The whole prompt in one forward, then a token at a time.
         hidden = ours.decode(prompts, cache, slice(0, rows), prompts.new_zeros(rows))
-        text = prompts
         for i in range(new):
             token = ours.logits(hidden[:, -1:]).argmax(-1)
-            text = torch.cat((text, token), 1)
             position = prompts.new_full((rows,), length + i)
             hidden = ours.decode(token, cache, slice(0, rows), position)
-        return text
 
     for length in sizes.prompts:
         prompts = torch.randint(0, 1024, (rows, length), device=device)

@@ -189,7 +189,7 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr + text
     assert list(report["parts"]) == list(gpu.PARTS)
     holding, checks = gpu.count_checks(report)
-    assert holding == checks >= 34 and f"{holding} of {checks} checks hold" in text
+    assert holding == checks >= 18 and f"{holding} of {checks} checks hold" in text
 
     # What each part is for is there.
     stages = find_rows(report, "job", "stages")
