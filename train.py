@@ -57,11 +57,12 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import ModelConfig, balance, count_draft_hits, mtp_loss
+from moe import ModelConfig, count_draft_hits, mtp_loss, update_router_bias
 from muon import Muon, newton_schulz
 from published.loading import load_model
 from published.tokenizers import make_tokenizer, read_tokenizer
 from command import (
+    bpe,
     checkpoint_files,
     checkpoints,
     checks,
@@ -70,6 +71,7 @@ from command import (
     flags,
     hardware,
     idle_flags,
+    in_turn,
     launch,
     old_flags,
     published_model,
@@ -149,7 +151,7 @@ class Config:
     precision: str = "dtype"
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # pretrain, long and sft from the model's own predictions and changes no other weight.
-    # moe.speculate decodes with it; rollouts do not use it, their drafts come from the text
+    # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
     mtp: bool = False
 
     # ---- optimizer
@@ -454,9 +456,7 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return rollout.Tokenizer.train(
-        sample + synth_tasks.example_texts(1500, config.seed), config.vocab
-    )
+    return bpe.fit_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
 def seq_len_divisor(step, config):
@@ -622,12 +622,12 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
-        task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
-        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
+        task = make_training_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
+        pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
     return pairs
 
 
-def demonstrate(config, task, rng, tokenizer, compact, **more):
+def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
@@ -655,7 +655,7 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     return episodes
 
 
-def make_task(config, level, seed):
+def make_training_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
 
@@ -834,8 +834,8 @@ class Reinforcement(Source):
         )
         if config.plain:
             # A second model samples, since the policy's own may be cut over ranks.
-            policy = run.model.config.build_model().to(device).compute(run.dtype)
-            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+            policy = run.model.config.build_model().to(device).compute_in(run.dtype)
+            self.workers = self.publisher = in_turn.InTurn(policy, **settings)
             return
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
         settings |= dict(
@@ -909,7 +909,11 @@ class Reinforcement(Source):
             self.sampled_tasks[step] = sorted(sampled)
         tasks = []
         for level, number in self.sampled_tasks[step]:
-            given = self.tasks[level][number] if self.tasks else make_task(config, level, number)
+            given = (
+                self.tasks[level][number]
+                if self.tasks
+                else make_training_task(config, level, number)
+            )
             tasks.append(given)
         return tasks
 
@@ -983,7 +987,9 @@ class Reinforcement(Source):
         limit cut short has submitted nothing."""
         config = self.run.config
         chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.effort_weights))
+        chain.stats["effort"] = float(
+            length_penalty.compute_effort(chain.stats, self.effort_weights)
+        )
         reward = length_penalty.shaped_reward(
             float(chain.solved),
             chain.stats["effort"],
@@ -1116,7 +1122,7 @@ class Reinforcement(Source):
         if batch["real"]:
             for i, episode in enumerate(batch["episodes"]):
                 hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True)
+        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
         teacher_batch = teacher_batch.to(self.run.device)
         teacher_logits = self.teacher(teacher_batch)
         return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
@@ -1210,7 +1216,7 @@ class Run:
     def __init__(self, config):
         self.config, self.out = config, Path(config.out)
         self.device = hardware.device_of(config)
-        self.rank, self.world = hsdp.connect(self.device, seconds=1800)
+        self.rank, self.world = hsdp.join_process_group(self.device, seconds=1800)
         try:
             self.meshes = hsdp.make_meshes(
                 self.world,
@@ -1278,7 +1284,7 @@ class Run:
                 value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
                 part[name] = hsdp.shard_sequence(value, self.meshes)
         length = batch["tokens"].shape[1]
-        part["positions"] = hsdp.positions(length, self.meshes, self.device)
+        part["positions"] = hsdp.local_positions(length, self.meshes, self.device)
         return part
 
     def micro_batches(self, items, spare):
@@ -1354,13 +1360,13 @@ class Run:
         with torch.device("meta" if on_meta else "cpu"):
             model = (published or model_config(self.config, tokenizer.vocab)).build_model()
         if not published and self.config.stage != "pretrain":
-            model.extend(self.config.yarn)
+            model.extend_window(self.config.yarn)
         if not on_meta:
             self.model = self.prepare_model(model.to(self.device))
             return
         self.model = self.prepare_model(model).to_empty(device=self.device)
         # its table of angles was on the meta device, too
-        self.model.extend(published.yarn_factor)
+        self.model.extend_window(published.yarn_factor)
 
     def read_published(self, folder, published):
         """A published model, of which each rank reads its own part; the tokenizer first, since it
@@ -1381,7 +1387,7 @@ class Run:
             fast.accelerate(model)
 
         # The dtype of the products, and that of the weights.
-        model.compute(self.dtype).recompute = config.recompute
+        model.compute_in(self.dtype).recompute = config.recompute
         if config.weight_dtype == "bfloat16":
             # not model.bfloat16(): the routers' counts are numbers, too
             for p in model.parameters():
@@ -1449,10 +1455,10 @@ def train(config, interrupted, sources=None):
     stage = config.stage
     out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
     begun = previous = None
-    if hsdp.exists(out):
+    if hsdp.checkpoint_exists(out):
         begun = checkpoints.open_checkpoint(out)
     else:
-        if origin and hsdp.exists(origin):
+        if origin and hsdp.checkpoint_exists(origin):
             previous = checkpoints.open_checkpoint(origin)
         checkpoints.check_previous(config, origin, previous, SIZES)
     saved = begun or previous
@@ -1481,16 +1487,16 @@ def train(config, interrupted, sources=None):
     optimizer = run.make_optimizer()
 
     # 3) The weights, and where the batches and the losses come from.
-    label = eval.unfinished(origin) if previous else ""
+    label = eval.unfinished_label(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if previous:
-            hsdp.load(origin, run.model)
+            hsdp.load_sharded_checkpoint(origin, run.model)
         source = STAGE[stage](run)
         if begun:
             source.load_state_dict(begun["source"])
-            hsdp.load(out, run.model, optimizer, source.tensors())
+            hsdp.load_sharded_checkpoint(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
 
@@ -1539,7 +1545,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            max_load_ratio = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
+            max_load_ratio = update_router_bias(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
@@ -1620,7 +1626,7 @@ def save_checkpoint(run, source, optimizer, step, out):
         "source": source.state_dict(),
         "patch": PATCH,
     }
-    hsdp.save(out, run.model, optimizer, extra, source.tensors())
+    hsdp.save_sharded_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
 
 def bias_rate(run):
@@ -1629,16 +1635,16 @@ def bias_rate(run):
     log; moving the bias would part the trainer from the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.router_replay
-    return config.balance_rate if run.model.config.balances and not replayed else 0.0
+    return config.balance_rate if run.model.config.has_router_bias and not replayed else 0.0
 
 
 # ---------------------------------------------------------------- evaluation and the command
 
 
-def evaluate(config, given, sources):
+def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
     trained = Path(config.out, "rl")
-    if hsdp.exists(trained):
+    if hsdp.checkpoint_exists(trained):
         saved = checkpoints.open_checkpoint(trained)
         checkpoints.check_patch(trained, saved, PATCH)
     run = Run(config)
@@ -1650,11 +1656,13 @@ def evaluate(config, given, sources):
         usage_error(str(error))
     run.say_configuration(sources)
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
-    run.say(f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.exists(trained)))
+    run.say(
+        f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.checkpoint_exists(trained))
+    )
 
     # The same evaluation of the same checkpoints again: its table is there already.
     origin = evaluation.describe_origin(config, paths, published)
-    kept = evaluation.find_kept_table(config, origin) if hsdp.exists(trained) else ""
+    kept = evaluation.find_kept_table(config, origin) if hsdp.checkpoint_exists(trained) else ""
     if kept:
         return run.say(kept)
 
@@ -1687,7 +1695,9 @@ def main(argv):
     # of all stages, each would leave the one before it aside
     if config.start_from and config.stage == "pretrain":
         usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
-    if config.resume and not any(hsdp.exists(Path(config.out, stage)) for stage in ORDER):
+    if config.resume and not any(
+        hsdp.checkpoint_exists(Path(config.out, stage)) for stage in ORDER
+    ):
         usage_error(f"--resume: no checkpoint in {config.out} to go on from")
 
     # What the stages to come will read and write is tried now, and not when those before are done.
@@ -1719,7 +1729,7 @@ def run_stages(argv, stages, configs, given):
         config, (_, sources) = configs[stage], merge_flags(given, stage)
         if stage == "eval":
             launch.stop_at_once()
-            evaluate(config, given, sources)
+            evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
         # what a stage held, before the next one begins

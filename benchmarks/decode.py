@@ -28,7 +28,7 @@ from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
-from rollout import Chain, Request, Tokenizer, Work, sample_from_logits, small_model
+from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
@@ -93,7 +93,7 @@ def build_models(tokenizer, quick):
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     dtype = fast_dtype("cpu")
-    model = accelerate(small_model(tokenizer, **sizes)).compute(dtype)
+    model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
     sampler_model = generation_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model
@@ -194,7 +194,7 @@ def play_episodes(make_sampler, episodes):
     return sum(sampled)
 
 
-def bench_samplers(samplers, episodes, rounds):
+def compare_samplers(samplers, episodes, rounds):
     """samplers: {name: makes a sampler}, of which the last is what the others are compared with"""
     # bf16 rounds by the batch: now and then two of them sample different tokens. So each counts its
     # own, and what is compared is the time of one token.
@@ -213,7 +213,7 @@ def bench_samplers(samplers, episodes, rounds):
     )
 
 
-def bench_episodes(sampler_model, tokenizer, quick):
+def bench_samplers(sampler_model, tokenizer, quick):
     """Whole episodes: what continuous batching saves, and what it gives beside one agent alone"""
     continuous = partial(Sampler, sampler_model, tokenizer, ROWS, 1024)
     static = partial(StaticBatching, sampler_model, tokenizer, ROWS, 1024)
@@ -221,11 +221,11 @@ def bench_episodes(sampler_model, tokenizer, quick):
 
     # More episodes than rows: an agent that ends makes room for another.
     samplers = {"continuous batching": continuous, "static batching": static}
-    bench_samplers(samplers, 12 if quick else 96, rounds=1)
+    compare_samplers(samplers, 12 if quick else 96, rounds=1)
 
     # The plain sampler plays as many as the other has rows.
     samplers = {"continuous batching": continuous, "plain sampler": plain}
-    bench_samplers(samplers, 4 if quick else ROWS, rounds=1)
+    compare_samplers(samplers, 4 if quick else ROWS, rounds=1)
 
 
 def main(argv):
@@ -235,7 +235,7 @@ def main(argv):
     tokenizer = byte_tokenizer()
     model, sampler_model = build_models(tokenizer, quick)
     bench_steps(model, sampler_model, quick)
-    bench_episodes(sampler_model, tokenizer, quick)
+    bench_samplers(sampler_model, tokenizer, quick)
 
 
 if __name__ == "__main__":

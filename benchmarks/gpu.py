@@ -34,9 +34,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import ROOT, current_commit, make_parser, usage_error as refuse
+from benchmarks.harness import ROOT, make_parser
+from command import flags
+from command.output_files import current_commit
 
-usage_error = partial(refuse, "gpu")
+usage_error = partial(flags.usage_error, program="benchmarks.gpu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ Found is a relative error (norm of the difference / norm), or how many numbers d
     ),
     "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
     "job": Part(
-        "gpu_job.run_job",
+        "gpu_job.measure_main_job",
         225,
         "The main job: train.py at the scale of the device",
         """
@@ -207,7 +209,7 @@ def last_lines(path):
 # ---------------------------------------------------------------- the report
 
 
-def write_report(report, out):
+def write_gpu_report(report, out):
     (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / "gpu.md").write_text(render_markdown(report) + "\n", encoding="utf-8")
 
@@ -338,7 +340,7 @@ def main(argv):
             prefix="gpu-bench-", ignore_cleanup_errors=True
         ) as scratch:
             part = report["parts"][name] = run_part(name, limit, arguments, scratch)
-        write_report(report, arguments.out)
+        write_gpu_report(report, arguments.out)
         print(f"{name:14s} {summarize_part(part)}", flush=True)
 
     holding, checks = count_checks(report)

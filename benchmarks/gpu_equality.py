@@ -59,7 +59,7 @@ def build_small_model(device, dtype=torch.float32, **changes):
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
             torch.nn.init.normal_(p, std=0.02)
-    return model.compute(dtype).to(device)
+    return model.compute_in(dtype).to(device)
 
 
 def draw_tokens(rows, length):

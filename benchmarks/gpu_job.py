@@ -162,7 +162,7 @@ def describe_rollouts(bench, lines, phases):
     bench.check("checks", what, 5e-3, worst_mismatch)
 
 
-def run_job(bench):
+def measure_main_job(bench):
     out = bench.scratch / "run"
     out.mkdir()
 

@@ -36,7 +36,7 @@ def model_shape(bench, **changes):
 def build_scale_model(bench, **changes):
     torch.manual_seed(0)
     _, shape = model_shape(bench, **changes)
-    return accelerate(shape.build_model()).to(bench.device).compute(torch.bfloat16)
+    return accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
 
 
 def compare(seconds):

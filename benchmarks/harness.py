@@ -9,21 +9,15 @@ Left out: confidence intervals. Run a benchmark more than once before you believ
 import argparse
 import math
 import statistics
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from command.flags import usage_error
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def current_commit():
-    """The commit of this checkout, and whether files were changed since; "" outside of git"""
-    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(["git", "-C", str(ROOT), *describe], capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 # ---------------------------------------------------------------- the command line
@@ -39,11 +33,8 @@ def make_parser(module, description):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def refuse(message):
-        usage_error(module, message)
-
     # argparse's own refusal also prints the usage, several lines of it.
-    parser.error = refuse
+    parser.error = partial(usage_error, program=f"benchmarks.{module}")
     return parser
 
 
@@ -52,12 +43,6 @@ def read_quick(module, description, argv):
     parser = make_parser(module, description)
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     return parser.parse_args(argv).quick
-
-
-def usage_error(module, message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    print(f"benchmarks.{module}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # ---------------------------------------------------------------- the clock

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import measure_seconds, print_speeds, read_quick, usage_error
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from command.flags import usage_error
 from moe import Model, ModelConfig
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -36,7 +37,7 @@ SIZES = dict(
 QUICK = {**SIZES, "vocab": 512, "dim": 128, "layers": 2, "experts": 4, "expert_ffn": 64}
 
 
-def bench(sizes):
+def bench_loading(sizes):
     # Weights of any values: what is measured does not depend on them.
     with torch.device("meta"):
         model = Model(ModelConfig(**sizes)).to(torch.bfloat16)
@@ -64,9 +65,9 @@ def bench(sizes):
 def main(argv):
     quick = read_quick("loading", __doc__, argv)
     try:
-        bench(QUICK if quick else SIZES)
+        bench_loading(QUICK if quick else SIZES)
     except OSError as error:
-        usage_error("loading", f"{error.filename}: {error.strerror}")
+        usage_error(f"{error.filename}: {error.strerror}", program="benchmarks.loading")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def find_checkpoint(stage, out, start_from):
     """The path of the checkpoint with which a stage goes on: its own or that of the stage before;
     None where neither is there"""
     for path in checkpoint_paths(stage, out, start_from):
-        if path and hsdp.exists(path):
+        if path and hsdp.checkpoint_exists(path):
             return path
     return None
 

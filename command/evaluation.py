@@ -16,15 +16,17 @@ from pathlib import Path
 
 import hsdp
 from command.output_files import digest_file
+from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
-from eval import draw_policies, draw_safely, format_table, load, unfinished, write_json
+from command.policy_report import draw_policies, format_table
+from eval import load_policy, unfinished_label, write_json
 from world.task import Refusal
 
 
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, the published model as `load` gives it or None).
+    configuration that the last one was made with, what load_published() gives or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -33,13 +35,13 @@ def find_policies(config, given, sizes, load_published):
     out, published = Path(config.out), None
 
     # Before RL: the run's own SFT, or the one from which its RL began.
-    trained = hsdp.exists(out / "rl")
+    trained = hsdp.checkpoint_exists(out / "rl")
     before = out / "sft"
-    if not hsdp.exists(before):
+    if not hsdp.checkpoint_exists(before):
         begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
         before = Path(config.start_from or begun or config.out) / "sft"
     paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
-    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    paths = {name: path for name, path in paths.items() if hsdp.checkpoint_exists(path)}
     if not paths and config.init_from and not config.start_from:
         published = load_published()
         paths = {"published": Path(config.init_from)}
@@ -49,12 +51,12 @@ def find_policies(config, given, sizes, load_published):
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
     for name, path in paths.items():
-        label = "" if published else unfinished(path)
+        label = "" if published else unfinished_label(path)
         labelled[f"{name} ({label})" if label else name] = path
 
     # One model, one window, one limit of turns, ... for all of them: those of the last one.
     last = list(labelled.values())[-1]
-    made = published[2] if published else load(last)[2]
+    made = published[2] if published else load_policy(last)[2]
     if config.init_from not in ("", made["init_from"]):
         raise Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "

@@ -43,7 +43,7 @@ def published_config(config, saved=None):
             f"{model_config.window} tokens: at most so many"
         )
     # Fine-tuning sets it to 0, so someone has asked for another value.
-    if config.balance_rate and not model_config.balances:
+    if config.balance_rate and not model_config.has_router_bias:
         raise ValueError(
             f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no "
             "biases; leave the flag away"
@@ -52,7 +52,7 @@ def published_config(config, saved=None):
 
 
 def load_published(config, device):
-    """As eval.load, of the folder of a published model: whole on every rank"""
+    """As eval.load_policy, of the folder of a published model: whole on every rank"""
     try:
         vocab = published_config(config).vocab
         tokenizer = read_tokenizer(config.init_from, vocab)
@@ -77,8 +77,8 @@ def export_run(config, given):
         stage = Path(config.out, config.stage)
         if config.stage == "all":
             stage = eval.last_stage(config.out)
-        label = eval.unfinished(stage)
-        model, tokenizer, saved = eval.load(stage)
+        label = eval.unfinished_label(stage)
+        model, tokenizer, saved = eval.load_policy(stage)
         dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)

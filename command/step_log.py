@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import eval
+from command.policy_report import format_number
 
 
 def keep_lines(path, step):
@@ -65,9 +65,7 @@ def report(run, bar, log, path):
         return
     with open(path, "a") as file:
         file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
-    words = [
-        f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log
-    ]
+    words = [f"{k} {format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
     # whoever read along is gone: no reason to end the run
     with contextlib.suppress(OSError):
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))

@@ -113,7 +113,7 @@ def run_one_part(folder, monkeypatch, source, limit=30.0):
     report["parts"] = {}
     gpu.prepare_folder(folder)
     report["parts"]["equality"] = gpu.run_part("equality", limit, arguments, folder)
-    gpu.write_report(report, folder)
+    gpu.write_gpu_report(report, folder)
     assert report == json.loads((folder / "gpu.json").read_text())
     return report, (folder / "gpu.md").read_text()
 
