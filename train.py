@@ -142,7 +142,6 @@ class Config:
     # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
     # learns to copy names 100 steps later
     rope_theta: float = 1000.0
-    balance_rate: float = 2e-3  # change of a router's bias per step, to balance the experts' load
     # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
     # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
     # numbers, slower
@@ -183,17 +182,8 @@ class Config:
 
     # ---- sft
     demos: int = 12000  # number of different expert transcripts
-    sloppy: float = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
-    # fraction of the expert's wrong tool calls that are replaced by a hint and the right call
-    hints: float = 0.5
-    # fraction of the expert's right turns that also get a hint above them, so that a hint by itself
-    # does not mean that something was wrong
-    neutral_hints: float = 0.05
-    # weight in the loss of names and constants that the expert wrote, as long as the sequences are
-    # short (see seq_len_warmup): whether tests pass depends on them
-    copy_loss: float = 4.0
-    # number of difficulty levels, from 0 on, in the tasks of sft and at the beginning of the
-    # curriculum of rl, which goes on to harder ones
+    # number of difficulty levels, from 0 on, in the tasks of sft and of rl, where the curriculum
+    # goes on to harder ones
     levels: int = 6
 
     # ---- rl
@@ -205,8 +195,6 @@ class Config:
     draft: int = 3
     # weight of the penalty on the KL divergence (k1) from the policy that RL started from
     kl_coef: float = 0.0
-    # the constant L by which the summed loss of every rollout is divided, instead of by its length
-    loss_norm_length: float = 64.0
     # 1: router replay. Training sends each token to the experts that were chosen in sampling
     router_replay: bool = True
     # generation processes beside each training process; 0: sampling and training take turns
@@ -218,25 +206,16 @@ class Config:
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
     habits: str = "unavailable_tool"
-    # from the teacher, in the feedback: forward (KL), reverse (KL) or jsd
-    divergence: str = "reverse"
-    # weights of the teacher in the feedback: current (the policy's own), ema (their moving
-    # average) or frozen (those at the start of rl)
-    teacher: str = "ema"
-    teacher_rate: float = 0.1  # with teacher=ema: weight of the new policy in the average, per step
     length_penalty: float = 0.03  # weight of the price of effort, C(effort); 0: off
-    # k in C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon the price stops being linear
-    penalty_k: float = 1.0
-    penalty_q: float = 0.5  # q in the same formula: how strongly it bends; 0: linear
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
     summarize: bool = True
     trigger: float = 0.7  # fraction of the window at which it has to summarize
     window: int = 512  # context window of the agent in tokens, in sft, rl and evaluation
     max_turns: int = 40  # turns of the agent per task, over all its contexts
-    # 1: prefer the levels on which some rollouts succeed and some fail; 0: a fixed mix of levels
+    # 1: prefer the levels on which some rollouts succeed and some fail, and open a harder one when
+    # the hardest is mastered; 0: a fixed mix of the levels
     curriculum: bool = True
-    max_level: int = 6  # the hardest level of rl; a fixed mix has all levels up to it
 
     # ---- parallel (torchrun)
     cp: int = 1  # context parallelism: ranks that share each sequence
@@ -311,8 +290,8 @@ STAGES = {
     "eval": dict(),
 }
 # Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2
-# * lr = adam_lr), its biases stay, and nothing teaches it to copy.
-FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, seq_len_warmup=0.0, copy_loss=1.0)
+# * lr = adam_lr), and nothing teaches it to copy.
+FINE = dict(lr=5e-5, adam_lr=1e-5, seq_len_warmup=0.0)
 FINE_TUNING = {
     "pretrain": FINE,
     "long": FINE,
@@ -627,6 +606,14 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     return pairs
 
 
+SLOPPY = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
+# Fraction of the expert's wrong tool calls that are replaced by a hint and the right call.
+HINTS = 0.5
+# Fraction of its right turns that also get a hint above them, so that a hint by itself does not
+# mean that something was wrong.
+NEUTRAL_HINTS = 0.05
+
+
 def demonstrate(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
@@ -639,11 +626,11 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
         tokenizer,
         rng,
         agent_limits(config),
-        config.sloppy,
+        SLOPPY,
         compact,
         reminders,
-        config.hints,
-        config.neutral_hints,
+        HINTS,
+        NEUTRAL_HINTS,
         **more,
     )
     # Only what fits the window, and has a turn to learn from.
@@ -663,6 +650,9 @@ def make_task(config, level, seed):
 # Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
 # learned from them too.
 CONTEXT_LOSS = 0.3
+# Weight of the names and constants that it wrote, as long as the sequences are short (see
+# --seq_len_warmup): whether tests pass depends on them.
+COPY_LOSS = 4.0
 
 
 class Demonstrations(Source):
@@ -747,7 +737,7 @@ class Demonstrations(Source):
             # what it read weighs CONTEXT_LOSS.
             mask = batch["mask"]
             copied = (self.names | self.constants)[targets] & short_window
-            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = torch.where(copied, COPY_LOSS, 1.0) * mask
             weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
 
@@ -799,6 +789,16 @@ class Reinforcement(Source):
     sampling policy is the policy. With them the policy that sampled a token is up to `staleness`
     updates older; that is kept small, not corrected (stated): no ratio, no clip either way."""
 
+    # The constant L by which the summed loss of every rollout is divided, instead of by its length
+    loss_norm_length = 64.0
+    # k and q of the price of effort, see length_penalty.cost; q = 0: linear
+    penalty_k, penalty_q = 1.0, 0.5
+    # Whose weights the teacher has who reads the hints: ema, a moving average of the policy's, in
+    # which the new ones have the weight teacher_rate at each step; current or frozen, see Teacher
+    teacher_kind, teacher_rate = "ema", 0.1
+    divergence = "reverse"  # from that teacher: forward (KL), reverse (KL) or jsd
+    max_level = 6  # the hardest level that the curriculum opens
+
     def __init__(self, run):
         self.run, config = run, run.config
         # {step: what the samplers work on}, {step: (level, number) of its tasks}. With workers they
@@ -812,7 +812,7 @@ class Reinforcement(Source):
         # Who reads the hints, who the policy was when RL began, and what effort costs.
         self.teacher = self.reference = None
         if config.feedback:
-            self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
+            self.teacher = feedback_distill.Teacher(run.model, self.teacher_kind, self.teacher_rate)
         if config.kl_coef:
             self.reference = feedback_distill.Teacher(run.model, "frozen")
         self.effort_weights = length_penalty.Weights()
@@ -885,17 +885,14 @@ class Reinforcement(Source):
         return fitting
 
     def make_curriculum(self):
-        """Chooses the level of each task. An adaptive one begins with the levels of sft and opens
-        the next ones itself."""
+        """Chooses the level of each task. It begins with the levels of sft, and opens the next ones
+        itself unless the mix is fixed."""
         config = self.run.config
-        levels = config.max_level + 1
-        if config.curriculum:
-            levels = min(config.levels, levels)
         return synth_tasks.Curriculum(
-            range(levels),
+            range(config.levels),
             config.seed,
             config.curriculum,
-            config.max_level,
+            max(self.max_level, config.levels - 1),
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
         )
 
@@ -988,8 +985,8 @@ class Reinforcement(Source):
             float(chain.solved),
             chain.stats["effort"],
             config.length_penalty,
-            config.penalty_k,
-            config.penalty_q,
+            self.penalty_k,
+            self.penalty_q,
             self.pays_whole_budget(chain),
             self.effort_budget,
         )
@@ -1028,7 +1025,7 @@ class Reinforcement(Source):
         for spliced in hints.values():
             flagged += sum(end - first for _, _, (first, end), _ in spliced)
         flagged = int(run.sum(flagged))
-        normaliser = self.num_rollouts * config.loss_norm_length
+        normaliser = self.num_rollouts * self.loss_norm_length
 
         # Sums stay where they are until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
@@ -1124,11 +1121,11 @@ class Reinforcement(Source):
     def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
         """The divergence of the policy, which reads no hint, from the teacher, which has read one:
         summed over the flagged tokens of a micro-batch, over `number`."""
-        model, config = self.run.model, self.run.config
+        model = self.run.model
         flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
         student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)
         distance = feedback_distill.feedback_loss(
-            student_logits, teacher_logits, number, kind=config.divergence, token_cap=2.0
+            student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
         )
         accumulate(sums, "feedback_kl", distance.detach().double())
 
@@ -1623,13 +1620,17 @@ def save_checkpoint(run, source, optimizer, step, out):
     hsdp.save(out, run.model, optimizer, extra, source.tensors())
 
 
+BALANCE_RATE = 2e-3  # change of a router's bias per step, to balance the experts' load
+
+
 def bias_rate(run):
-    """How far a step moves the routers' biases. Not at all where softmax routers have none, nor
-    where the experts of sampling are replayed: what is counted then is what was sampled, for the
-    log; moving the bias would part the trainer from the sampler."""
+    """How far a step moves the routers' biases. Not at all in a published model, whose biases are
+    good or, with softmax routers, not there; nor where the experts of sampling are replayed: what
+    is counted then is what was sampled, for the log; moving the bias would part the trainer from
+    the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.router_replay
-    return config.balance_rate if run.model.config.balances and not replayed else 0.0
+    return 0.0 if config.init_from or replayed else BALANCE_RATE
 
 
 # ---------------------------------------------------------------- evaluation and the command

@@ -30,9 +30,7 @@ from world.task_file import read_tasks
 # {flag: the words that it takes}
 CHOICES = {
     "optimizer": ("muon", "adamw"),
-    "divergence": ("forward", "reverse", "jsd"),
     "device": ("auto", "cpu", "cuda"),
-    "teacher": ("current", "ema", "frozen"),
     "dtype": ("auto", "float32", "bfloat16"),
     "weight_dtype": ("float32", "bfloat16"),
     "precision": ("dtype", "mxfp8", "nvfp4"),
@@ -42,8 +40,8 @@ AT_LEAST_ONE = (
     "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora qk_nope v_dim yarn window "
     "max_turns demos eval_tasks eval_samples"
 ).split()
-ABOVE_ZERO = ("grad_clip", "loss_norm_length", "rope_theta", "temperature")
-SHARES = ("hints", "neutral_hints", "seq_len_warmup", "trigger", "teacher_rate", "warmup", "decay")
+ABOVE_ZERO = ("grad_clip", "rope_theta", "temperature")
+SHARES = ("seq_len_warmup", "trigger", "warmup", "decay")
 
 
 def check_values(config):
@@ -119,8 +117,6 @@ def check_hardware(config):
 def check_levels(config):
     """Levels of difficulty that exist"""
     number = len(synth_tasks.LEVELS)
-    if config.max_level >= number:
-        usage_error(f"--max_level={config.max_level}: levels go from 0 to {number - 1}")
     for name in ("levels", "eval_levels"):
         value = getattr(config, name)
         if not 0 < value <= number:
@@ -136,20 +132,10 @@ def check_together(config, given, stage, sizes, window):
             f"--{name} beside a published model: its sizes are its own "
             f"({config.init_from}/config.json); leave the flag away"
         )
-    for name, its in dict(
-        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
-    ).items():
-        for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
-            usage_error(f"--{idle} says nothing with --{name}=0")
     if config.summarize and config.trigger >= 0.875:
         usage_error(
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
             "last eighth"
-        )
-    if config.tasks and "max_level" in given:
-        usage_error(
-            "--max_level goes with generated tasks: of --tasks all are taken, each once before any "
-            "comes again"
         )
     if config.plain and config.workers:
         usage_error(
@@ -180,11 +166,6 @@ def check_together(config, given, stage, sizes, window):
         usage_error(
             "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
             "products in no other dtype"
-        )
-    if "teacher_rate" in given and config.teacher != "ema":
-        usage_error(
-            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a "
-            "rate"
         )
     check_windows(config, stage, window)
     if config.num_experts_per_tok > config.experts:

@@ -42,12 +42,6 @@ def published_config(config, saved=None):
             f"{flag} is {window}, but {config.init_from} has positions for "
             f"{model_config.window} tokens: at most so many"
         )
-    # Fine-tuning sets it to 0, so someone has asked for another value.
-    if config.balance_rate and not model_config.balances:
-        raise ValueError(
-            f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no "
-            "biases; leave the flag away"
-        )
     return model_config
 
 

@@ -39,7 +39,6 @@ import torch
 from tqdm import tqdm
 
 import eval
-import feedback_distill
 import train
 from command import failures
 from command.output_files import check_writable
@@ -187,18 +186,12 @@ def plan_arm(experiment, arm, start, folder, common):
     with RL"""
     begins_at_sft = experiment.stages[0] == "rl"
 
-    # Flags about feedback say nothing in an arm without it, and train.py refuses them there.
-    idle = set()
-    if "--feedback=0" in arm.flags:
-        idle = {f"--{knob}" for knob in feedback_distill.KNOBS}
-    shared = [word for word in common if word.partition("=")[0] not in idle]
-
     jobs = []
     for stage in experiment.stages:
         words = [f"--stage={stage}"]
         if begins_at_sft:
             words.append(f"--start_from={start}")
-        words += [f"--out={folder}", *shared]
+        words += [f"--out={folder}", *common]
         # What the arm changes is its first stage; an evaluation of RL acts under the same rules.
         if stage == experiment.stages[0] or begins_at_sft:
             jobs.append(Job((*words, *arm.flags), arm.patch_name))

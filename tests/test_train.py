@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,8 +79,7 @@ def refused(arguments, capsys):
         ("--optimizer=sgd", "muon, adamw"),
         ("--summarize=2", "0 or 1"),
         ("--weight_dtype=fp8", "float32, bfloat16"),
-        ("--neutral_hints=2", "a share"),
-        ("--max_level=8", "levels go from 0"),
+        ("--warmup=2", "a share"),
         ("--eval_levels=9", "there are 8 levels"),
         ("--levels=0", "there are 8 levels"),
         ("--trigger=0.9", "below .875"),
@@ -99,7 +99,7 @@ def refused(arguments, capsys):
         ("--qk_rope=3", "even"),
         ("--temperature=1e-5", "at least 0.001"),
         ("--temperature=5e-324", "from 1e-30 to 1e30"),
-        ("--loss_norm_length=1e-40", "from 1e-30 to 1e30"),
+        ("--grad_clip=1e-40", "from 1e-30 to 1e30"),
         ("--lr=1e300", "from 1e-30 to 1e30"),
         ("--grad_clip=inf", "finite"),
         ("--rope_theta=1", "at least 1.1"),
@@ -194,10 +194,10 @@ def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypat
     opened = checkpoints.open_checkpoint
     without = lambda saved: {
         **saved,
-        "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"},
+        "config": {k: v for k, v in saved["config"].items() if k != "demos"},
     }
     monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path: without(opened(path)))
-    assert "by a version without --copy_loss" in refused(
+    assert "by a version without --demos" in refused(
         [*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys
     )
 
@@ -248,13 +248,22 @@ def test_a_flag_that_an_experiment_has_now_is_answered_with_its_file(name, capsy
     assert place in refused([*SMALL, f"--{name}=1", f"--out={tmp_path}"], capsys)
 
 
-@pytest.mark.parametrize("old, new", list(old_flags.OLD_NAMES.items()))
+STILL_FLAGS = [pair for pair in old_flags.OLD_NAMES.items() if pair[1] not in old_flags.OLD_FLAGS]
+
+
+@pytest.mark.parametrize("old, new", STILL_FLAGS)
 def test_a_flag_that_has_another_name_now_is_answered_with_it(old, new, capsys, tmp_path):
     assert not hasattr(train.Config, old)
     assert type(getattr(train.Config, new)).__name__ in ("bool", "int", "float", "str")
     said = refused([*SMALL, f"--{old}=1", f"--out={tmp_path}/run"], capsys)
     assert f"--{old} has another name now: --{new}" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("old", ["hardest", "length"])
+def test_a_flag_that_had_two_names_is_answered_with_its_place(old, capsys, tmp_path):
+    place = old_flags.OLD_FLAGS[old_flags.OLD_NAMES[old]][1]
+    assert place in refused([*SMALL, f"--{old}=1", f"--out={tmp_path}"], capsys)
 
 
 def write_old_names(folder):
@@ -321,16 +330,21 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
     assert "std_norm" in refused([*words, "--stage=eval"], capsys)
 
 
+def test_what_fine_tuning_set_to_another_value_changed_nothing_there():
+    made = {"copy_loss": 1.0, "balance_rate": 0.0, "teacher_rate": 0.1, "init_from": "there"}
+    assert old_flags.changed_flags(made) == {}
+    changed = old_flags.changed_flags({**made, "init_from": "", "teacher_rate": 0.2})
+    assert set(changed) == {"copy_loss", "balance_rate", "teacher_rate"}
+    assert changed["teacher_rate"] == (0.2, "train.py, as Reinforcement.teacher_rate")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--group_size=1", "--feedback=0"], "nothing to learn from"),
         (["--window=20"], "leaves room for a turn"),
-        (["--max_level=2", "--tasks=T"], "goes with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
         (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
-        (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
-        (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0"),
     ],
 )
 def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(
@@ -772,39 +786,25 @@ def test_the_advantages_are_as_stated():
     np.testing.assert_allclose(found, [0.25, -0.25, 0.25, -0.25])
 
 
-def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(
-    run, tmp_path, monkeypatch
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("levels, hardest", [(6, 6), (8, 7), (2, 6)])
+def test_rl_begins_with_the_levels_of_sft_and_a_curriculum_alone_opens_harder_ones(
+    on, levels, hardest
 ):
-    real, levels = train.synth_tasks.Curriculum, []
-    monkeypatch.setattr(
-        train.synth_tasks,
-        "Curriculum",
-        lambda first, *rest, **more: levels.append([*first]) or real(first, *rest, **more),
-    )
-    for i, (curriculum, hardest, expected) in enumerate(
-        ((0, 7, 8), (1, 7, 6), (0, 1, 2), (1, 1, 2))
-    ):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=1",
-                "--group_size=2",
-                "--max_turns=2",
-                f"--curriculum={curriculum}",
-                f"--max_level={hardest}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{i}",
-            ]
-        )
-        assert levels.pop() == list(range(expected))
+    stage = object.__new__(train.Reinforcement)
+    stage.run = SimpleNamespace(config=train.Config(levels=levels, curriculum=on))
+    stage.tasks = {}
+    curriculum = stage.make_curriculum()
+    assert curriculum.levels == list(range(levels))
+    for _ in range(100):
+        curriculum.update(max(curriculum.levels), 8, 8)
+    assert curriculum.levels == list(range((hardest if on else levels - 1) + 1))
 
 
 def test_what_a_limit_cut_short_pays_the_whole_budget():
-    config = train.Config(length_penalty=0.1, penalty_q=0.0)
     stage = object.__new__(train.Reinforcement)
-    stage.run = SimpleNamespace(config=config)
+    stage.run = SimpleNamespace(config=train.Config(length_penalty=0.1))
+    stage.penalty_q = 0.0
     stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
@@ -823,6 +823,7 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
 ):
     # the expert in the policy's place: its rollouts surely teach something
     monkeypatch.setitem(train.STAGE, "rl", Imitation)
+    monkeypatch.setattr(train, "SLOPPY", 0.0)
     learn, seen = train.Reinforcement.group_losses, []
 
     def silent_in_the_second_step(self, groups, log):
@@ -841,7 +842,6 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
             "--max_turns=20",
             "--warmup=0",
             "--router_replay=0",
-            "--sloppy=0",
             "--feedback=0",
             f"--start_from={run}",
             f"--out={tmp_path}",
@@ -1107,22 +1107,20 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
                 {
                     "init_from": str(published),
                     "adam_lr": 0.1,
-                    "balance_rate": 0.2,
                     "seq_len_warmup": 0.5,
                 },
                 {},
             )
         )
-        assert (fine.adam_lr, fine.balance_rate, fine.seq_len_warmup) == (
-            1e-6 if stage == "rl" else 1e-5,
-            0,
-            0,
-        ) and fine.lr < noise.lr / 50
-        assert (
-            (own.adam_lr, own.balance_rate, own.seq_len_warmup) == (0.1, 0.2, 0.5)
-            and noise.adam_lr > 100 * fine.adam_lr
-            and noise.balance_rate
-        )
+        assert fine.adam_lr == (1e-6 if stage == "rl" else 1e-5)
+        assert fine.seq_len_warmup == 0 and fine.lr < noise.lr / 50
+        assert (own.adam_lr, own.seq_len_warmup) == (0.1, 0.5)
+        assert noise.adam_lr > 100 * fine.adam_lr
+        rates = [
+            train.bias_rate(SimpleNamespace(config=replace(config, router_replay=False)))
+            for config in (fine, noise)
+        ]
+        assert rates == [0, train.BALANCE_RATE]
     out = tmp_path / "out"
     train.main(
         [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
@@ -1469,13 +1467,13 @@ def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
 
 
 @pytest.mark.parametrize("step, copied", [(0, 3), (3, 1)])
-def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step, copied, run):
+def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
+    step, copied, run, monkeypatch
+):
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
-    config = train.configure(
-        train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3"]),
-        "sft",
-    )
+    monkeypatch.setattr(train, "COPY_LOSS", 3.0)
+    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # it starts at zero: every token would be equally likely
@@ -1581,7 +1579,6 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
         ("pretrain", ["--optimizer=adamw", "--lr=1e-5"], "give --adam_lr"),
         ("sft", ["--optimizer=adamw", "--weight_decay=0"], "--weight_decay"),
         ("all", ["--optimizer=adamw", "--lr=1e-3"], "give --adam_lr"),
-        ("rl", ["--teacher=frozen", "--teacher_rate=.5"], "--teacher_rate"),
         ("pretrain", ["--cp=3"], "--cp=3 cuts"),
         ("long", ["--cp=3", "--context=65", "--yarn=2"], "--context times --yarn is 130"),
         ("rl", ["--dim=33"], "--dim=33"),
