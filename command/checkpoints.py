@@ -169,6 +169,21 @@ def check_patch(out, saved, patch):
         usage_error(f"{out} was made by {how}: go on with that, or take another --out")
 
 
+def find_start(config, out, origin, sizes, patch):
+    """-> (begun, previous): what the stage's own checkpoint in `out` says, with which it goes on,
+    and else what that of the stage before in `origin` says, from which it starts; None for what is
+    not there. Either is checked."""
+    if hsdp.exists(out):
+        begun = open_checkpoint(out)
+        check_begun(config, out, origin, begun, patch)
+        return begun, None
+    previous = None
+    if origin and hsdp.exists(origin):
+        previous = open_checkpoint(origin)
+    check_previous(config, origin, previous, sizes)
+    return None, previous
+
+
 def check_previous(config, origin, previous, sizes):
     """May a stage start from the stage before? previous: what that one's checkpoint in `origin`
     says, or None; sizes: the fields that are the model's shape"""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import eval
 import feedback_distill
 import hsdp
+import rollout
 import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
@@ -123,9 +124,8 @@ def check_levels(config):
             usage_error(f"--{name}={value}: at least 1, and there are {number} levels")
 
 
-def check_together(config, given, stage, sizes, window):
-    """What goes with what. sizes: the fields that are the model's shape; window: tokens of a
-    window of pretrain or long"""
+def check_together(config, given, stage, sizes):
+    """What goes with what. sizes: the fields that are the model's shape"""
     # context: of training, too
     for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
         usage_error(
@@ -167,7 +167,7 @@ def check_together(config, given, stage, sizes, window):
             "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
             "products in no other dtype"
         )
-    check_windows(config, stage, window)
+    check_windows(config, stage)
     if config.num_experts_per_tok > config.experts:
         usage_error(
             f"--num_experts_per_tok={config.num_experts_per_tok}: at most all of "
@@ -175,10 +175,10 @@ def check_together(config, given, stage, sizes, window):
         )
 
 
-def check_windows(config, stage, window):
+def check_windows(config, stage):
     """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would
     cost the stage."""
-    parts = 2 * config.cp
+    parts, window = 2 * config.cp, config.text_window
     if stage in ("pretrain", "long") and config.cp > 1 and window % parts:
         flags = "--context" if stage == "pretrain" else "--context times --yarn"
         usage_error(
@@ -223,6 +223,26 @@ def check_tasks(config):
             )
 
 
+def tasks_with_room(tasks, tokenizer, limits, say):
+    """The given tasks without those whose statement leaves no room for a turn: rollouts of them
+    would count as failed. One line says which they are. limits: the agent's; say: prints a line"""
+    fitting, names = [], []
+    for task in tasks:
+        if rollout.leaves_room(tokenizer, task, limits):
+            fitting.append(task)
+        else:
+            names.append(task.instance_id)
+    if names and not fitting:
+        usage_error(f"--window={limits.window}: none of the tasks leaves room for a turn")
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        say(
+            f"--window={limits.window} leaves no room for a turn in {len(names)} of {len(tasks)} "
+            f"tasks, which are left out: {', '.join(name[:60] for name in names[:3])}{more}"
+        )
+    return fitting
+
+
 def check_outputs(out, stages):
     """Whatever is written or drawn at the end is tried now. What only draws is no reason to
     stop."""
@@ -242,8 +262,8 @@ def check_outputs(out, stages):
 
 
 def check_layout(configs):
-    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is
-    cut."""
+    """Can these ranks cut the sizes of every stage's model, and has each a task in rl? Where each
+    rank holds all, nothing is cut."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for config in configs.values():
         try:
@@ -266,6 +286,13 @@ def check_layout(configs):
                 )
         except ValueError as error:
             usage_error(str(error))
+    if "rl" in configs:
+        ranks = int(os.environ.get("WORLD_SIZE", 1)) // next(iter(configs.values())).cp
+        if configs["rl"].tasks_per_step < ranks:
+            usage_error(
+                f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
+                f"{ranks} data ranks"
+            )
 
 
 def check_parameters(optimizer, named_parameters):

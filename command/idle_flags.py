@@ -12,7 +12,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from command.flags import is_first_rank
+from command.flags import describe_configuration, is_first_rank
 
 # Flags that only some stages look at. What is in no row is read by all of them.
 STAGES_AND_FLAGS = {
@@ -32,6 +32,15 @@ READ_BY = {}  # {flag: its stages}
 for its_stages, its_flags in STAGES_AND_FLAGS.items():
     for flag in its_flags.split():
         READ_BY[flag] = its_stages.split()
+
+
+def describe_stage(config, sources):
+    """At the start of a stage: the values that are in force in it, and where those come from that
+    are no defaults. sources: {field: place} or None, see command/configuration.py"""
+    stage = config.stage
+    idle = {name for name, stages in READ_BY.items() if stage not in stages}
+    text = describe_configuration(config, sources or {}, idle)
+    return f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}"
 
 
 def idle_flags(config, given):
@@ -66,10 +75,11 @@ def idle_flags(config, given):
     return idle
 
 
-def say_idle_flags(stages, configs, given):
+def say_idle_flags(configs, given):
     """One line about the flags that change nothing in any of the stages to come, and one for each
-    in which a rate does not reach."""
-    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
+    in which a rate does not reach. configs: {stage: its configuration}"""
+    stages = list(configs)
+    idle = {stage: idle_flags(config, given) for stage, config in configs.items()}
     nowhere = {}
     for name, why in idle[stages[0]].items():
         if all(name in idle[stage] for stage in stages):

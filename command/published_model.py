@@ -36,7 +36,7 @@ def published_config(config, saved=None):
     if config.stage == "pretrain":
         flag, window = "--context", config.context
     elif config.stage == "long":
-        flag, window = "--context times --yarn", int(config.context * config.yarn)
+        flag, window = "--context times --yarn", config.text_window
     if window > model_config.window:
         raise ValueError(
             f"{flag} is {window}, but {config.init_from} has positions for "

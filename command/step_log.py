@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import eval
+from command.checkpoint_files import explain_write_error
 
 
 def keep_lines(path, step):
@@ -60,11 +61,18 @@ COLUMNS = {
 
 
 def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar."""
+    """One aligned line per step, the same keys as one JSON line, and the bar. -> why the file could
+    not be written, or an empty text"""
     if run.rank:
-        return
-    with open(path, "a") as file:
-        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+        return ""
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    except OSError as error:
+        return (
+            f"{path}: step {log['step']} could not be written: {explain_write_error(error)}; what "
+            "was saved before is whole"
+        )
     words = [
         f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log
     ]
@@ -72,3 +80,4 @@ def report(run, bar, log, path):
     with contextlib.suppress(OSError):
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
+    return ""

@@ -210,10 +210,10 @@ def with_steps(arm, steps):
 
 def check_flags(job):
     """What train.py would refuse is refused before anything runs."""
-    given = train.parse(job.words)
+    given = train.FLAGS.parse(job.words)
     stages = [given["stage"]] if "stage" in given else [*train.ORDER, "eval"]
     for stage in stages:
-        train.configure({**given, "stage": stage}, stage, stages)
+        train.FLAGS.configure({**given, "stage": stage}, stage, stages)
 
 
 # ---------------------------------------------------------------- running them

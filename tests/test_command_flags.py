@@ -11,8 +11,8 @@ from command import flags, idle_flags
 
 def lines_of_stage(given, stage):
     """What a stage prints of its configuration, without the line above it"""
-    config = train.configure({**given, "stage": stage}, stage)
-    _, sources = train.merge_flags(given, stage)
+    config = train.FLAGS.configure({**given, "stage": stage}, stage)
+    _, sources = train.FLAGS.merge(given, stage)
     idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
     return flags.describe_configuration(config, sources, idle).split("\n"), config
 

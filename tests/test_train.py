@@ -430,7 +430,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     ]
     (tmp_path / "t.jsonl").write_text("".join(lines))
     config, interrupted, report = (
-        train.configure(train.parse([*words, "--steps=2"]), "rl"),
+        train.FLAGS.configure(train.FLAGS.parse([*words, "--steps=2"]), "rl"),
         [],
         step_log.report,
     )
@@ -439,7 +439,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
         patch.setattr(
             step_log,
             "report",
-            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)),
+            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2))[0],
         )
         assert not train.train(config, interrupted)
     (tmp_path / "t.jsonl").write_text("".join(lines[::-1]))
@@ -482,7 +482,7 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
     """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
     for dtype in ("float32", "bfloat16"):
-        r = train.Run(train.configure(train.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
+        r = train.Run(train.FLAGS.configure(train.FLAGS.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
         r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
         assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
@@ -580,7 +580,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
         *options,
     ]
     train.main([*common, f"--out={tmp_path}/whole"])
-    config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
+    config = train.FLAGS.configure(train.FLAGS.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
     interrupted, report = [], step_log.report
     with monkeypatch.context() as patch:
@@ -590,7 +590,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
                 log["step"] == 2 and interrupted.append(2),
-            ),
+            )[0],
         )
         assert not train.train(config, interrupted)
     train.main([*common, f"--out={tmp_path}/parts", "--resume"])
@@ -771,11 +771,11 @@ def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path
     saved["config"] = {
         name: value for name, value in saved["config"].items() if name not in ("precision", "mtp")
     }
-    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
     checkpoints.check_same_model(config, run / "sft", saved, train.SIZES)
     checkpoints.check_same_values(config, run / "sft", None, saved, "")
     with pytest.raises(SystemExit):
-        drafting = train.replace(config, mtp=True)
+        drafting = replace(config, mtp=True)
         checkpoints.check_same_values(drafting, run / "sft", None, saved, "")
     assert "made with mtp=False, not True" in capsys.readouterr().err
 
@@ -929,7 +929,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "Traceback" not in error
     said, typed = (
-        train.parse(shlex.split(words))
+        train.FLAGS.parse(shlex.split(words))
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
@@ -1101,7 +1101,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
     # a flag wins, and from noise nothing changes
     for stage in train.ORDER:
         fine, own, noise = (
-            train.configure({**flags, "stage": stage}, stage)
+            train.FLAGS.configure({**flags, "stage": stage}, stage)
             for flags in (
                 {"init_from": str(published)},
                 {
@@ -1150,7 +1150,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        checkpoints.compared_values(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        checkpoints.compared_values(train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
@@ -1397,7 +1397,7 @@ def test_held_out_files_are_not_trained_on():
 
 
 def test_the_window_is_a_quarter_then_half_then_whole():
-    config = train.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
+    config = train.FLAGS.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
     assert [train.seq_len_divisor(step, config) for step in range(10)] == [
         4,
         4,
@@ -1410,12 +1410,12 @@ def test_the_window_is_a_quarter_then_half_then_whole():
         1,
         1,
     ]
-    assert train.seq_len_divisor(0, train.replace(config, seq_len_warmup=0.0)) == 1
+    assert train.seq_len_divisor(0, replace(config, seq_len_warmup=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for(run):
     tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
-    config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8)
+    config = replace(train.Config(), window=2048, trigger=0.5, levels=8)
     compact = train.summarize.make_compaction(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
     assert [number for number, _ in pairs] == list(range(24))
@@ -1435,7 +1435,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
     task = train.synth_tasks.make_task(0, 1)
 
     def episodes(habits):
-        config = train.replace(train.Config(), window=2048, habits=habits)
+        config = replace(train.Config(), window=2048, habits=habits)
         train.checks.check_values(config)
         rng = train.random.Random(1)
         return train.demonstrate(config, task, rng, tokenizer, None)
@@ -1473,7 +1473,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
     monkeypatch.setattr(train, "COPY_LOSS", 3.0)
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # it starts at zero: every token would be equally likely
@@ -1504,7 +1504,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
 
 def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
@@ -1554,7 +1554,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
 
 
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
-    r = train.Run(train.configure(train.parse(SMALL), "pretrain"))
+    r = train.Run(train.FLAGS.configure(train.FLAGS.parse(SMALL), "pretrain"))
     r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     optimizer = r.make_optimizer()
     rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
@@ -1596,15 +1596,15 @@ def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refuse
 def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(
     run, tmp_path
 ):
-    with_muon = train.configure(
-        train.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
+    with_muon = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
     )
-    of_all = train.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
+    of_all = train.FLAGS.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
     assert with_muon.lr == of_all.lr == 1e-5
     read = lambda folder, stage: [
         json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()
     ]
-    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
     for step, line in enumerate(read(run, "sft")):
         assert line["lr"] == pytest.approx(config.lr * train.schedule(step, config))
         assert line["adam_lr"] == pytest.approx(config.adam_lr * train.schedule(step, config))
@@ -1647,7 +1647,7 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
         and "--grad_clip" not in said
         and "--context" not in said
     )
-    config = train.configure(
+    config = train.FLAGS.configure(
         {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
     )
     assert set(
@@ -1662,16 +1662,16 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
 @pytest.mark.parametrize("stage", list(train.FINE_TUNING))
 def test_defaults_merge_in_the_order_that_is_said(scale, stage):
     given = {"scale": scale, "device": "cpu", "stage": stage}
-    fine = train.configure({**given, "init_from": "published"}, stage)
+    fine = train.FLAGS.configure({**given, "init_from": "published"}, stage)
     assert all(getattr(fine, name) == value for name, value in train.FINE_TUNING[stage].items())
-    own = train.configure(given, stage)
+    own = train.FLAGS.configure(given, stage)
     for name, value in {
         **train.SCALES[scale],
         **train.STAGES[stage],
         **train.STAGE_SCALES.get((scale, stage), {}),
     }.items():
         assert getattr(own, name) == value
-    assert train.configure({**given, "init_from": "published", "steps": 7}, stage).steps == 7
+    assert train.FLAGS.configure({**given, "init_from": "published", "steps": 7}, stage).steps == 7
 
 
 def test_the_window_of_every_stage_is_looked_at_before_the_first_one_of_a_published_model(
@@ -1718,7 +1718,8 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
 
 def stop_in_step(number, words, stage):
     """Runs a stage until a signal reaches it in that step."""
-    config, interrupted, report = train.configure(train.parse(words), stage), [], step_log.report
+    config = train.FLAGS.configure(train.FLAGS.parse(words), stage)
+    interrupted, report = [], step_log.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -1727,7 +1728,7 @@ def stop_in_step(number, words, stage):
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
                 log["step"] == number and interrupted.append(2),
-            ),
+            )[0],
         )
         assert not train.train(config, interrupted)
 
@@ -1858,7 +1859,7 @@ def refused_at_end(words, capsys):
 
 
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     source, log = train.Demonstrations(one), {}
@@ -1913,7 +1914,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
 
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
-    config = train.configure(
+    config = train.FLAGS.configure(
         {
             "scale": "tiny",
             "num_experts_per_tok": 1,
@@ -1937,7 +1938,7 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, capsys):
     made = checkpoints.open_checkpoint(run / "sft")
-    config = train.replace(train.Config(), num_experts_per_tok=1)
+    config = replace(train.Config(), num_experts_per_tok=1)
     with pytest.raises(SystemExit):
         checkpoints.check_same_gates(config, "here/sft", made)
     assert "here/sft was made with --num_experts_per_tok=1" in capsys.readouterr().err
