@@ -56,8 +56,7 @@ import summarize
 import synth_tasks
 from moe import ModelConfig, balance, count_draft_hits, mtp_loss
 from muon import Muon, newton_schulz
-from published.loading import load_model
-from published.tokenizers import make_tokenizer, read_tokenizer
+from published.tokenizers import make_tokenizer
 from command import (
     checkpoints,
     checks,
@@ -124,15 +123,14 @@ class Config:
     vocab: int = 1024  # tokens of the tokenizer, which is trained on the run's own text
     dim: int = 128  # width of the residual stream
     layers: int = 4  # number of blocks; the first has a dense feed-forward network (FFN)
-    heads: int = 4  # attention heads
+    # attention heads. A head's query, key and value have dim / heads dimensions; beside these its
+    # query and key have half as many with rotary embedding
+    heads: int = 4
     experts: int = 8  # routed experts in a layer; one more is shared by all tokens
     num_experts_per_tok: int = 2  # routed experts that each token goes to
     expert_ffn: int = 128  # hidden units of an expert
     dense_ffn: int = 384  # hidden units of the first block's dense FFN
     kv_lora: int = 128  # width of the latent vector that the KV cache holds
-    qk_nope: int = 32  # dimensions of a head's query and key without rotary embedding
-    qk_rope: int = 16  # dimensions of a head's query and key with rotary embedding
-    v_dim: int = 32  # dimensions of a head's value
     # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
     # learns to copy names 100 steps later
     rope_theta: float = 1000.0
@@ -257,9 +255,6 @@ SCALES = {
         expert_ffn=512,
         dense_ffn=2048,
         kv_lora=256,
-        qk_nope=64,
-        qk_rope=32,
-        v_dim=64,
         rope_theta=10000.0,
         context=1024,
         batch_tokens=65536,
@@ -1066,11 +1061,16 @@ class Reinforcement(Source):
 # ---------------------------------------------------------------- what the stages share
 
 
-def model_config(config, vocab):
+def model_config(config, vocab, made=None):
     """The model of a run from noise. With one expert per token a gate over the sum of the gates
     would always be 1, and the loss would teach the router nothing: then the gate is the router's
-    score itself."""
+    score itself. made: the shape of the model that a checkpoint holds"""
     sizes = {name: getattr(config, name) for name in SIZES}
+    head = config.dim // config.heads
+    sizes.update(qk_nope=head, qk_rope=head // 2, v_dim=head)
+    if made:
+        # In an earlier version these were flags.
+        sizes.update({name: made[name] for name in ("qk_nope", "qk_rope", "v_dim")})
     sizes["precision"] = "" if config.precision == "dtype" else config.precision
     sizes["mtp"] = int(config.mtp)
     return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
@@ -1217,46 +1217,21 @@ class Run:
         saved: what that checkpoint says of itself, or None"""
         config = self.config
         if config.init_from:
-            self.build_published(published_model.published_config(config, saved), saved)
+            self.tokenizer, self.model = published_model.build(self, saved)
         elif saved:
-            self.build(make_tokenizer(**saved["tokenizer"]))
+            self.build(make_tokenizer(**saved["tokenizer"]), saved["model"])
         else:
             self.build(train_tokenizer(config))
 
-    def build(self, tokenizer):
-        """The same weights on every rank and in every layout, drawn on the CPU from the seed."""
+    def build(self, tokenizer, made=None):
+        """The same weights on every rank and in every layout, drawn on the CPU from the seed. made:
+        see model_config"""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        model = model_config(self.config, tokenizer.vocab).build_model()
+        model = model_config(self.config, tokenizer.vocab, made).build_model()
         if self.config.stage != "pretrain":
             model.extend(self.config.yarn)
         self.model = self.prepare_model(model.to(self.device))
-
-    def build_published(self, published, saved):
-        """A published model. The tokenizer first, since it is there that folders differ. published:
-        its ModelConfig; saved: see make_model"""
-        config = self.config
-        torch.manual_seed(config.seed)
-        if not saved:
-            # Each rank reads its own part.
-            self.tokenizer = read_tokenizer(config.init_from, published.vocab)
-            self.model = load_model(
-                config.init_from,
-                getattr(torch, config.weight_dtype),
-                self.device,
-                lambda model: hsdp.own_parts(self.prepare_model(model)),
-            )
-            return
-        self.tokenizer = make_tokenizer(**saved["tokenizer"])
-        if self.replicas:
-            self.model = self.prepare_model(published.build_model().to(self.device))
-            return
-        # Where it is cut over ranks nothing is drawn: one rank may not hold it all.
-        with torch.device("meta"):
-            model = published.build_model()
-        self.model = self.prepare_model(model).to_empty(device=self.device)
-        # its table of angles was on the meta device, too
-        self.model.extend(published.yarn_factor)
 
     def prepare_model(self, model):
         """Puts a model in the form that trains: the fast twins of its parts, the dtypes, compiled
@@ -1369,14 +1344,7 @@ def loop(run, source, optimizer, step, interrupted, out):
     save_every = config.save_every or max(1, config.steps // 10)
     if run.rank == 0:
         step_log.keep_lines(log_file, step)
-    # Closed whatever happens, so that what is said afterwards begins a line of its own.
-    with tqdm(
-        total=config.steps,
-        initial=step,
-        desc=f"{config.stage:>14}",
-        disable=run.rank > 0,
-        dynamic_ncols=True,
-    ) as bar:
+    with step_log.progress_bar(run, step) as bar:
         while step < config.steps:
             start, log = time.time(), {}
 

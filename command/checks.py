@@ -38,7 +38,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     "steps context batch_tokens micro_tokens tasks_per_step group_size cp ep dp_replicate dim "
-    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora qk_nope v_dim yarn window "
+    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora yarn window "
     "max_turns demos eval_tasks eval_samples"
 ).split()
 ABOVE_ZERO = ("grad_clip", "rope_theta", "temperature")
@@ -99,8 +99,11 @@ def check_model_sizes(config):
             f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
             "one by one"
         )
-    if config.qk_rope % 2:
-        usage_error(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
+    if config.dim % (4 * config.heads) and not config.init_from:
+        usage_error(
+            f"--dim={config.dim}: a multiple of 4 * --heads={config.heads}; half of dim / heads "
+            "dimensions are turned by RoPE in pairs"
+        )
 
 
 def check_hardware(config):

@@ -3,6 +3,7 @@
 OLD_NAMES    a flag that only has another name. On the command line it is answered with the new one;
              in a checkpoint (its configuration, or its model's shape) it is read as the new one, so
              that an old run loads, resumes, evaluates and exports.
+DERIVED      a flag that follows from others now. A run on disk keeps the value that it has.
 OLD_FLAGS    a flag that only an ablation needed. It is a patch in experiments/ now, or a constant of
              train.py. A run on disk goes on if it has the value at which the flag changed nothing.
 
@@ -22,6 +23,13 @@ OLD_NAMES = {
     "hardest": "max_level",
     "replay": "router_replay",
     "weights": "weight_dtype",
+}
+
+# {name: what it is now}
+DERIVED = {
+    "qk_nope": "dim / heads",
+    "qk_rope": "dim / heads / 2",
+    "v_dim": "dim / heads",
 }
 
 # {name: (value at which it changed nothing, the file that makes the change now)}
@@ -84,6 +92,8 @@ def explain_old_flag(word):
     now = OLD_NAMES.get(name, name)
     if now in OLD_FLAGS:
         return f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[now][1]}"
+    if name in DERIVED:
+        return f"--{name} is no flag any more: it is {DERIVED[name]}"
     if name in OLD_NAMES:
         return f"--{name} has another name now: --{now}"
     return ""

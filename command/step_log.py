@@ -37,6 +37,19 @@ def keep_lines(path, step):
     part.replace(path)
 
 
+def progress_bar(run, step):
+    """Of a stage's steps. As a context it is closed whatever happens, so that what is said
+    afterwards begins a line of its own."""
+    stage, steps = run.config.stage, run.config.steps
+    return tqdm(
+        total=steps,
+        initial=step,
+        desc=f"{stage:>14}",
+        disable=run.rank > 0,
+        dynamic_ncols=True,
+    )
+
+
 COLUMNS = {
     "loss": "{:7.4f}",
     "reward": "{:6.3f}",
