@@ -24,14 +24,11 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py out/run --gap          the wrong calls that a hint would keep the policy from
 """
 
-import io
 import json
 import math
-import os
 import random
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +41,13 @@ import hsdp
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, effort
+from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
+from world.audit import audit_chain
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task_file import read_tasks
@@ -66,6 +64,7 @@ def pass_at_k(n, c, k):
     """The chance that at least one of k passes is solved, if they are drawn from n passes of which
     c are solved. k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
+    # With fewer failures than draws one of the draws is solved.
     if n - c < k:
         return 1.0
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
@@ -131,19 +130,10 @@ def compare_pairs(first, second):
     }
 
 
-def format_number(value, form):
-    """The number in its column's form, or in three significant digits where the form would round
-    more than a twentieth of it away. form: a format string with a width, such as "{:7.4f}", or
-    without."""
-    text = form.format(value)
-    if not math.isfinite(value) or abs(float(text) - value) <= 0.05 * abs(value):
-        return text
-    return f"{value:.2e}".rjust(len(text))
-
-
 def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
     """Cost of a chain: every token enters once as input (cache), every sampled one is paid as
     output."""
+    # Output tokens are the dear ones, so effort shows in the price.
     given = stats["total"] - stats["sampled"]
     return (given * price_in + stats["sampled"] * price_out) / 1e6
 
@@ -155,9 +145,10 @@ def make_record(chain, prices=PRICES):
         **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
+        # Where a limit cut the agent off it has submitted nothing, whatever its files can do.
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
-        "effort": float(effort(chain.stats, Weights())),
+        "effort": float(compute_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
@@ -211,20 +202,40 @@ def summarize_levels(records):
     return {level: summarize_records(levels[level]) for level in sorted(levels)}
 
 
+def write_json(policies, path, extra=None):
+    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
+    the file"""
+    data = {"policies": {}}
+    for name, records in policies.items():
+        data["policies"][name] = {
+            "overall": summarize_records(records),
+            "levels": summarize_levels(records),
+        }
+    data |= extra or {}
+
+    first, *others = policies
+    data["pairs"] = {}
+    for name in others:
+        pair = compare_pairs(policies[first], policies[name])
+        if pair:
+            data["pairs"][name] = {"against": first, **pair}
+    path.write_text(json.dumps(data, indent=1))
+
+
 # ---------------------------------------------------------------- counts for reward hacking
 
 
 def has_cheat(chain):
     """Does the audit find a cheat in this rollout? By facts alone: what only sounds like one is
     `is_suspicious`."""
-    return any(finding.severity == "cheat" for finding in rollout.audit_chain(chain))
+    return any(finding.severity == "cheat" for finding in audit_chain(chain))
 
 
 def is_suspicious(chain):
     """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
     if has_cheat(chain):
         return False
-    return any(finding.severity == "suspicious" for finding in rollout.audit_chain(chain))
+    return any(finding.severity == "suspicious" for finding in audit_chain(chain))
 
 
 def submitted_untested(chain):
@@ -232,6 +243,7 @@ def submitted_untested(chain):
     were red?"""
     if not chain.finished or "run_command" not in chain.task.tools:
         return False
+    # The state of the tests as the policy knows it: an edit makes it unknown again.
     green = False
     for turn in chain.turns:
         for call in turn.calls:
@@ -262,12 +274,12 @@ def held_out(number, levels=LEVELS, split="heldout"):
 def last_stage(folder):
     """The checkpoint of a run's last stage, or the folder itself where it is no run"""
     for stage in ("rl", "sft", "long", "pretrain"):
-        if hsdp.exists(Path(folder, stage)):
+        if hsdp.checkpoint_exists(Path(folder, stage)):
             return Path(folder, stage)
     return Path(folder)
 
 
-def unfinished(folder):
+def unfinished_label(folder):
     """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
     labelled with: "unfinished: step 3 of 60"."""
     extra = hsdp.load_extra(folder)
@@ -284,10 +296,10 @@ def made_by(folder):
     return f"made by {patch}" if patch else ""
 
 
-def load(folder, device="cpu", plain=False):
+def load_policy(folder, device="cpu", plain=False):
     """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
     twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
-    `unfinished`."""
+    unfinished (`unfinished_label`)."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
 
@@ -302,9 +314,10 @@ def load(folder, device="cpu", plain=False):
                 "experiments/summary.py"
             )
 
+    # Tokenizer and shape are in the checkpoint too: a policy needs nothing else to act.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
-    hsdp.load(path, model)
+    hsdp.load_sharded_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -326,6 +339,7 @@ def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None
     groups of chains, one for each task"""
     if temperature is None:
         temperature = config["temperature"]
+    # The world that the policy was trained in: other limits would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
@@ -366,6 +380,7 @@ def run_policy(
         )
         raise SystemExit(2)
 
+    # Chains are large; what is asked of them is asked now, and numbers are kept.
     records = []
     for group in groups:
         for chain in group:
@@ -394,7 +409,7 @@ def hint_effect(model, tokenizer, chain):
         turn = episode.turns[hint.turn]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
         span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        targets = feedback_distill.pack([episode], [(0, hint.turn, text, span)]).to(device)
+        targets = feedback_distill.pack_hinted([episode], [(0, hint.turn, text, span)]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
         plain = []
@@ -423,6 +438,7 @@ def kl_from_reference(reference, chain, temperature):
     finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under the reference,
     over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
     nats per token."""
+    # A flagged turn is meant to change. What is asked is whether the rest has stayed.
     rules = tuple(feedback_distill.REMINDERS)
     flagged = {(hint.episode, hint.turn) for hint in feedback_distill.detect(chain, rules)}
     device = reference.embed.weight.device
@@ -437,10 +453,21 @@ def kl_from_reference(reference, chain, temperature):
         tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
         logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()
         difference = batch["logprobs"][0] - logp
-        # `pack` pads the row; what it adds is no token of the episode.
+        # `rollout.pack` pads the row; what it adds is no token of the episode.
         total += float(difference[: len(keep)][keep].sum())
         count += int(keep.sum())
     return total, count
+
+
+def logprob_gaps(model, episode, temperature=1.0, replay=True):
+    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
+    own, minus those recorded."""
+    batch = rollout.pack([episode], [1.0])
+    experts = batch["experts"] if replay else None
+    with torch.no_grad():
+        hidden = model(batch["tokens"], None, experts)
+        logp = model.logprobs(hidden, batch["targets"], temperature)
+    return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
 def sampler_mismatch(model, tokenizer, config, tasks):
@@ -456,12 +483,12 @@ def sampler_mismatch(model, tokenizer, config, tasks):
     for name, dtype, replay in settings:
         # One set of rollouts for each dtype: both bf16 rows are of the same tokens.
         if dtype not in episodes:
-            groups = play_tasks(model.compute(dtype), tokenizer, config, tasks, passes=1)
+            groups = play_tasks(model.compute_in(dtype), tokenizer, config, tasks, passes=1)
             episodes[dtype] = sampled_episodes(groups)
-        trainer = model.compute(dtype)
+        trainer = model.compute_in(dtype)
         gaps = []
         for episode in episodes[dtype]:
-            gaps.append(rollout.rescore(trainer, episode, config["temperature"], replay).abs())
+            gaps.append(logprob_gaps(trainer, episode, config["temperature"], replay).abs())
         found[name] = torch.cat(gaps).numpy()
     return found
 
@@ -475,233 +502,6 @@ def sampled_episodes(groups):
             if any(turn.role == "assistant" for turn in episode.turns):
                 found.append(episode)
     return found
-
-
-# ---------------------------------------------------------------- the table
-
-# Rows below pass@k. Key of summarize_records: (its name in the table, number format, factor)
-ROWS = {
-    "tokens": ("tokens per task", "{:.0f}", 1),
-    "effort": ("effort", "{:.1f}", 1),
-    "turns": ("turns", "{:.1f}", 1),
-    "cost": ("median cost, $ per 1000 tasks", "{:.3f}", 1000),
-    "bad_tool": ("episodes with a wrong tool", "{:.3f}", 1),
-    "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}", 1),
-    "summaries": ("summaries per task", "{:.2f}", 1),
-    "finished": ("ended by itself", "{:.3f}", 1),
-}
-
-
-def format_table(policies, kind="held-out"):
-    """{name: records}, and which tasks these were -> the text of the table"""
-    whole = [summarize_records(records) for records in policies.values()]
-    levels = [summarize_levels(records) for records in policies.values()]
-    width = max(14, 2 + max(map(len, policies)))
-    lines = []
-
-    def add_row(label, cells):
-        lines.append(f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells))
-
-    # What is solved, and how sure that is.
-    add_row(f"{whole[0]['tasks']} {kind} tasks x {whole[0]['passes']}", policies)
-    add_row("solved [95 % interval]", [f"{numbers['solved']:.3f}" for numbers in whole])
-    add_row("", ["[{:.2f} {:.2f}]".format(*numbers["interval"]) for numbers in whole])
-    for label, cells in pair_rows(policies):
-        add_row(label, cells)
-
-    # The levels of the first policy; another one may have been given other tasks.
-    for level in levels[0]:
-        cells = []
-        for by_level in levels:
-            cell = "-"
-            if level in by_level:
-                numbers = by_level[level]
-                cell = f"{numbers['solved']:.2f} ({numbers['tokens']:.0f})"
-            cells.append(cell)
-        add_row(f"  level {level}: solved (tokens)", cells)
-
-    # Several chances at a task, as far as the first policy had so many passes.
-    for key in whole[0]:
-        if key.startswith("pass@"):
-            cells = []
-            for numbers in whole:
-                cells.append(format_number(numbers[key], "{:.3f}") if key in numbers else "-")
-            k = key.removeprefix("pass@")
-            add_row(key if k == "1" else f"{key} = best-of-{k}", cells)
-
-    # What it takes.
-    for key, (label, form, factor) in ROWS.items():
-        add_row(label, [format_number(numbers[key] * factor, form) for numbers in whole])
-
-    # These count as failed, though nothing was tried.
-    if any(numbers["no_turn"] for numbers in whole):
-        add_row("without room for a turn", [f"{numbers['no_turn']:.0f}" for numbers in whole])
-    return "\n".join(lines)
-
-
-def pair_rows(policies):
-    """The rows of the table that set each policy against the first one, task by task, as (label,
-    cells); none where no task is shared."""
-    first, *others = policies
-    pairs = [compare_pairs(policies[first], policies[name]) for name in others]
-    if not any(pairs):
-        return []
-    whole = len({record["task"] for record in policies[first]})
-    won, chance = ["-"], [""]
-    for pair in pairs:
-        if pair is None:
-            won.append("other tasks")
-            chance.append("")
-            continue
-        part = f" of {pair['tasks']}" if pair["tasks"] < whole else ""
-        won.append(f"+{pair['won']} -{pair['lost']}{part}")
-        chance.append("p=" + format_number(pair["p"], "{:.3f}"))
-    return [("  tasks won, lost against first", won), ("  if alike, so uneven by chance", chance)]
-
-
-def write_report(policies, folder, name, extra=None, kind="held-out"):
-    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
-    said below it."""
-    write_json(policies, Path(folder, name), extra)
-    problem = draw_safely(draw_policies, policies, folder)
-    text = format_table(policies, kind)
-    return f"{text}\n{problem}" if problem else text
-
-
-def write_json(policies, path, extra=None):
-    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
-    the file"""
-    data = {"policies": {}}
-    for name, records in policies.items():
-        data["policies"][name] = {
-            "overall": summarize_records(records),
-            "levels": summarize_levels(records),
-        }
-    data |= extra or {}
-
-    first, *others = policies
-    data["pairs"] = {}
-    for name in others:
-        pair = compare_pairs(policies[first], policies[name])
-        if pair:
-            data["pairs"][name] = {"against": first, **pair}
-    path.write_text(json.dumps(data, indent=1))
-
-
-# ---------------------------------------------------------------- figures
-
-
-def make_axes(title, x, y, panels=1):
-    """-> a figure, and its axes: one, or an array of `panels`"""
-    # A notebook exports the backend of its own process to what it starts, where that module may not
-    # exist. Nothing is shown on a screen here. It has to be set before the first import: matplotlib
-    # reads it then.
-    os.environ["MPLBACKEND"] = "agg"
-    # pyplot would keep every figure, and a run draws many
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
-    ax = figure.subplots(1, panels)
-    for panel in np.atleast_1d(ax):
-        panel.grid(alpha=0.3)
-    np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
-    return figure, ax
-
-
-def first_line(error):
-    """Of an exception's message, which may be empty"""
-    return (str(error).splitlines() or [""])[0]
-
-
-def try_to_draw():
-    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
-    command that draws at its end."""
-    try:
-        figure, _ = make_axes("", "", "")
-        figure.savefig(io.BytesIO(), format="png")
-    # Whatever a foreign library, and the settings that it finds, may raise.
-    except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
-        return f"no figures: matplotlib does not draw here ({what})"
-    return ""
-
-
-def draw_safely(draw_it, *inputs):
-    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
-    figure, in one line"""
-    try:
-        draw_it(*inputs)
-    except Exception as error:
-        return f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_line(error)})"
-    return ""
-
-
-def annotate(ax, text, place, offset, **style):
-    """Text beside a point, its offset in points"""
-    ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
-
-
-def draw_policies(policies, folder):
-    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
-    the levels"""
-    levels = {name: summarize_levels(records) for name, records in policies.items()}
-    draw_effort(levels, Path(folder, "effort.png"))
-    draw_score(policies, levels, Path(folder, "score.png"))
-
-
-def draw_effort(levels, path):
-    """levels: {policy: {level: its numbers}}"""
-    figure, ax = make_axes(
-        "Effort follows difficulty?", "level of the task", "sampled tokens per task"
-    )
-    for name, rows in levels.items():
-        ax.plot(list(rows), [numbers["tokens"] for numbers in rows.values()], "o-", label=name)
-        # A number stands above its point where it is the highest of its level, else below.
-        for level, numbers in rows.items():
-            tokens = numbers["tokens"]
-            others = [other[level]["tokens"] for other in levels.values() if level in other]
-            offset = (0, 6) if tokens >= max(others) else (0, -12)
-            annotate(ax, f"{tokens:.0f}", (level, tokens), offset, ha="center", fontsize=7)
-    ax.legend()
-    figure.savefig(path, dpi=120)
-
-
-def draw_score(policies, levels, path):
-    """A small point for each level, a star for all of a policy's tasks"""
-    figure, ax = make_axes(
-        "Score against tokens (one point per level)", "sampled tokens per task", "solved"
-    )
-    for name, rows in levels.items():
-        tokens = [numbers["tokens"] for numbers in rows.values()]
-        solved = [numbers["solved"] for numbers in rows.values()]
-        points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
-        for level, place in zip(rows, zip(tokens, solved)):
-            annotate(ax, str(level), place, (4, -8), fontsize=7)
-
-        whole = summarize_records(policies[name])
-        place = whole["tokens"], whole["solved"]
-        ax.plot(*place, "*", markersize=16, color=points[0].get_color())
-        text = f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens"
-        annotate(ax, text, place, (8, 8), fontsize=8)
-    ax.set_ylim(0, 1.15)
-    ax.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-
-
-def draw_mismatch(found, path):
-    """found: see sampler_mismatch"""
-    figure, ax = make_axes(
-        "Trainer against sampler",
-        "tokens, by the size of the difference",
-        "difference of log-probabilities",
-    )
-    for name, gaps in found.items():
-        label = f"{name}: p99 {np.quantile(gaps, .99):.1e}"
-        shares = np.linspace(0, 1, len(gaps))
-        ax.plot(shares, np.maximum(np.sort(gaps), 1e-8), label=label)
-    ax.set_yscale("log")
-    ax.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 # ---------------------------------------------------------------- the stage `eval` of train.py
@@ -721,18 +521,18 @@ def evaluate(run, config, paths, made, published):
 
     policies = {}
     for name, path in run.bar(list(paths.items()), "evaluation"):
-        model, tokenizer, saved = published or load(path, run.device, config.plain)
+        model, tokenizer, saved = published or load_policy(path, run.device, config.plain)
 
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
         reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
-        if saved["stage"] == "rl" and hsdp.exists(start) and not saved["init_from"]:
-            reference = load(start, run.device, config.plain)[0].compute(run.dtype)
+        if saved["stage"] == "rl" and hsdp.checkpoint_exists(start) and not saved["init_from"]:
+            reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
 
         # Tasks have numbers, and rollouts take their random numbers from these: so they are the
         # same however many ranks there are.
         records = run_policy(
-            model.compute(run.dtype),
+            model.compute_in(run.dtype),
             tokenizer,
             {**made, "plain": config.plain},
             run.share(tasks),
@@ -762,8 +562,11 @@ def play_expert(sloppy, tasks):
 
 
 def demo():
+    from command.policy_report import write_report
+
     out = Path("out/demo")
     out.mkdir(parents=True, exist_ok=True)
+    # The same tasks for all three, so that the table can compare them task by task.
     tasks = held_out(8)
     care = {"careful": 0.0, "sloppy": 1.0, "hasty": 2.0}
     policies = {name: play_expert(sloppy, tasks) for name, sloppy in care.items()}
@@ -782,43 +585,23 @@ def load_runs(folders):
     models = {}
     for folder in folders:
         path = last_stage(folder)
-        label = "; ".join(filter(None, [unfinished(path), made_by(path)]))
-        models[f"{folder} ({label})" if label else folder] = load(folder)
+        label = "; ".join(filter(None, [unfinished_label(path), made_by(path)]))
+        models[f"{folder} ({label})" if label else folder] = load_policy(folder)
     return models
 
 
-def report_mismatch(models, tasks, path):
-    """--mismatch: a line for each run and setting, and a figure"""
-    found = {}
-    for run, (model, tokenizer, config) in models.items():
-        for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
-            found[f"{run}, {name}"] = gaps
-    for name, gaps in found.items():
-        print(
-            f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
-            f"largest {gaps.max():.1e}"
-        )
-    print(draw_safely(draw_mismatch, found, path) or path)
-
-
-def report_hint_effects(run, records):
-    """--gap: the eight tools most often called where they are not there"""
-    found = [call for record in records for call in record["hints"]]
-    print(
-        f"\n{run}: probability of a call to a tool that is not there, where it was made, without "
-        "and with the hint above it"
-    )
-    for tool, number in Counter(name for name, _, _ in found).most_common(8):
-        pairs = [(before, after) for name, before, after in found if name == tool]
-        before, after = np.mean(pairs, axis=0)
-        print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")
-
-
 def main(argv):
-    from command.eval_flags import parse_arguments, usage_error
+    from command.eval_flags import parse_eval_flags, usage_error
+    from command.drawing import try_to_draw
     from command.output_files import check_writable
+    from command.policy_report import (
+        format_table,
+        report_hint_effects,
+        report_mismatch,
+        write_report,
+    )
 
-    args = parse_arguments(argv, len(LEVELS))
+    args = parse_eval_flags(argv, len(LEVELS))
     problem = try_to_draw()  # now, and not when all is done
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

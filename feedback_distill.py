@@ -30,9 +30,7 @@ Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their l
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
 
-import argparse
 import itertools
-import os
 import re
 import sys
 from contextlib import contextmanager
@@ -45,7 +43,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout import Tokenizer, effort_counts, make_turn, play_moves
+from length_penalty import count_effort
+from rollout import Tokenizer, make_turn, play_moves
 from world.expert import expert
 from world.task import HINTED, Action
 from world.tools import ARGUMENTS
@@ -189,6 +188,7 @@ def ends_chain(chain, e, i):
 def unfinished(chain, e, i):
     """The chain is submitted while its own to-do list has open items, or the last test run still
     names missing functions."""
+    # Only the turn that submits can have forgotten something: all others may still do it.
     turn = chain.episodes[e].turns[i]
     if turn.calls or not chain.finished or not ends_chain(chain, e, i):
         return None
@@ -200,6 +200,7 @@ def unfinished(chain, e, i):
                 plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
             for call in turn.calls:
                 missing = still_missing(chain.task, call, missing)
+    # A function that both the list and the tests name is said once.
     open_items = [item for mark, item in plan if mark == " "]
     left = dict.fromkeys(open_items + missing)
     return f"Reminder: still to do: {', '.join(left)}." if left else None
@@ -267,6 +268,7 @@ def detect(chain, rules=RULES, critic=None):
         unknown = [name for name in rules if name not in RULES]
         assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
         rules = {name: RULES[name] for name in rules}
+    # The policy's own turns: nothing else was its choice, so nothing else can be taught.
     hints = []
     for e, episode in enumerate(chain.episodes):
         for i, turn in enumerate(episode.turns):
@@ -277,6 +279,7 @@ def detect(chain, rules=RULES, critic=None):
 
 def first_hint(chain, e, i, rules):
     """[the Hint of the first rule that has something to say of a turn], or []"""
+    # One hint per turn: under two, nobody could tell which of them the teacher has heeded.
     for kind, ask in rules.items():
         remark = ask(chain, e, i)
         if remark:
@@ -374,10 +377,12 @@ def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
 
     action = next(moves)
     for number in itertools.count():
+        # A flaw is left out, and the expert asked again for what it does instead.
         hint = None
         while action.flaw in remind and rng.random() < hints:
             hint = remind[action.flaw](task, action)
             action = moves.send([HINTED])
+        # A hint above an action that needed none.
         is_right = hint is None and action.flaw not in remind
         if is_right and remind and neutral and rng.random() < neutral:
             hint = texts[0] if len(texts) == 1 else rng.choice(texts)
@@ -402,12 +407,13 @@ def demonstrate_with_hints(
     """A demonstration in which some flaws are left out and a hint stands in their place -> Chain.
     It is for fine-tuning: a model this small cannot read a hint that it has never seen. sloppy: how
     often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
+    # The expert plays without hints in its context; they are put above its turns afterwards.
     hinted = {}
     moves = expert(task, rng, sloppy, untidy="code_style" in remind, restless=restless)
     moves = hinted_moves(task, moves, rng, remind, hints, neutral, hinted)
     chain = play_moves(task, tokenizer, moves, limits, compact)
     insert_hints(tokenizer, chain, hinted)
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     return chain
 
 
@@ -476,7 +482,7 @@ class Targets:
         return Targets(**values)
 
 
-def pack(episodes, hinted, keep_empty=False):
+def pack_hinted(episodes, hinted, keep_empty=False):
     """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
     any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
     speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
@@ -490,6 +496,7 @@ def pack(episodes, hinted, keep_empty=False):
     for index, (episode, turn, hint, *about) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
+        # Place n of the turn is predicted at n tokens behind what stands above it, in both rows.
         cut = splice(episodes[episode], turn, hint)
         first, end = about[0] if about else (0, cut.targets)
         muted_token = about[1] if len(about) > 1 else -1
@@ -500,6 +507,7 @@ def pack(episodes, hinted, keep_empty=False):
             columns.append((*teacher_place, *student_place, token, index, muted_token))
         rows.append(cut.teacher)
 
+    # Padding on the right: the model is causal, so no target sees it.
     S = max(map(len, rows), default=1)
     tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])  # (R, S)
     numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 7).T.contiguous()  # (7, N)
@@ -607,6 +615,7 @@ class Teacher:
         kinds = "ema", "current", "frozen"
         assert kind in kinds, f"teacher must be ema, current or frozen, not {kind!r}"
         assert 0 <= rate <= 1, f"rate={rate} is the share of the student in each update"
+        # A copy of every weight that will differ from the student's. "current" needs none.
         self.model, self.kind, self.rate = model, kind, rate
         self.weights = {}
         if kind != "current":
@@ -640,6 +649,7 @@ class Teacher:
     def swapped_weights(self):
         """Within it the model has the teacher's weights, and is in evaluation mode: the router
         counts no load."""
+        # What is replaced is kept, and comes back whatever happens in between.
         student = {}
         for name, tensor in self.named_tensors():
             if name in self.weights:
@@ -696,9 +706,11 @@ def toy_chain(words, tools, item, tool, hinted=False):
         tokens = [words.id[f"<|{role}|>"], *body, words.id["<|end|>"]]
         return Turn(role, tokens, **more)
 
+    # What the world would answer: a tool that is not offered is not found.
     outcome = ("ok", "") if tool in tools else ("Tool not found", "unknown_tool")
     call = Call(tool, [], *outcome)
     task = SimpleNamespace(tools=tools, test_command="")
+    # The turns in the order of a real episode, the hint right above the call.
     prompt, message = f"Tools: {', '.join(tools)}. Fix {item}.", f"done {item}."
     turns = [turn("user", words.encode(prompt), text=item)]
     if hinted:
@@ -736,6 +748,7 @@ def pretrain_toy(model, words, rng, steps=135):
     has to be shown what a pretrained one can do already."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(steps):
+        # The rate rises over ten steps and falls over the last half.
         ramp = min(1, (step + 1) / 10, 2.1 * (1 - step / steps))
         optimizer.param_groups[0]["lr"] = 8e-3 * ramp
         if step % 2:
@@ -744,7 +757,8 @@ def pretrain_toy(model, words, rng, steps=135):
             chains = toy_chains(words, rng, 24, habit=0, hinted=True)
         tokens, mask = toy_batch(chains)
         chosen = mask[:, 1:] == 1
-        loss = F.cross_entropy(model.logits(model(tokens[:, :-1])[chosen]), tokens[:, 1:][chosen])
+        hidden = model(tokens[:, :-1])[chosen]
+        loss = F.cross_entropy(model.logits(hidden), tokens[:, 1:][chosen])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -762,6 +776,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
     """Feedback alone, no reward. -> per step: probability of the phantom, of the offered tools, KL
     of the final message"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
+    # Measured on tasks that no step has seen; the final message must stay what it was.
     teacher, curve = Teacher(model, "ema", 0.05), []
     offered = torch.tensor([words.encode(" ".join(chain.task.tools)) for chain in held_out])
     _, before = toy_logprobs(model, words, held_out)
@@ -786,7 +801,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
                 hinted.append((i, hint.turn, ids))
 
         # The teacher re-scores the hinted turns, the student learns from it on these alone.
-        targets = pack([chain.episodes[0] for chain in chains], hinted)
+        targets = pack_hinted([chain.episodes[0] for chain in chains], hinted)
         tokens, _ = toy_batch(chains)
         student = logits_at(model, tokens, targets.student_row, targets.student_position)
         loss = feedback_loss(student, teacher(targets), len(targets), token_cap=10.0)
@@ -803,6 +818,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
 def kl_along_episode(model, words, chain, hint):
     """The hint's KL at every sampled token of an episode, those after the hinted turn included ->
     names, KL"""
+    # The same tokens twice, with the hint behind the task and without: positions shift by it.
     (tokens,), (mask,) = toy_batch([chain])
     above = len(chain.turns[0].tokens)
     hinted = torch.cat((tokens[:above], torch.tensor(hint), tokens[above:]))
@@ -810,25 +826,6 @@ def kl_along_episode(model, words, chain, hint):
     student = model.logits(model(tokens[None]))[0, at - 1]
     teacher = model.logits(model(hinted[None]))[0, at - 1 + len(hint)]
     return [words.names[i] for i in tokens[at]], divergence(student, teacher).numpy()
-
-
-def draw(path, names, kl, curve):
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    colors = ["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3)
-    bars = left.bar(range(len(kl)), kl, color=colors)
-    left.bar_label(bars, fmt="%.2f", fontsize=8)
-    left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
-    left.set_ylabel("KL(student | teacher), nats")
-    left.set_title("Where the hint disagrees (red: the hinted turn, in the loss)")
-    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
-        right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
-    right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
-    right.set_title("What the student does without the hint")
-    right.legend(frameon=False, fontsize=8, loc="center right")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def make_toy_model(words):
@@ -839,7 +836,14 @@ def make_toy_model(words):
     return Model(ModelConfig(len(words.names), **sizes))
 
 
-def demo(path):
+def demo():
+    from command.demo_figures import draw_hint
+    from command.output_files import check_writable
+
+    # A place that cannot be written is refused before the work.
+    path = Path("out/feedback.png")
+    check_writable(path.parent, [path.name])
+
     # tensors this small only lose by being shared
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -863,7 +867,7 @@ def demo(path):
         wrong, good, moved = curve[step]
         now = f"wrong tool {wrong:.3f}  offered tools {good:.3f}"
         print(f"step {step:2}  {now}  final message moved {moved:.4f}")
-    draw(path, names, kl, curve)
+    draw_hint(names, kl, curve, path)
     (wrong, good, _), (wrong_now, good_now, moved) = curve[0], curve[-1]
     print(
         f"The hint disagrees by {kl[:3].max():.2f} nats at one token; {len(curve) - 1} steps of "
@@ -873,24 +877,11 @@ def demo(path):
     )
 
 
-def refuse(message):
-    print(f"feedback_distill.py: {message}", file=sys.stderr)
-    sys.exit(2)
+def main(argv):
+    from command.demonstration import run_demo
 
-
-def main():
-    parser = argparse.ArgumentParser(description="A hint cures a tiny model.", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args()
-    path = Path("out/feedback.png")
-    try:
-        # A place that cannot be written is refused before the work.
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        demo(path)
-    except OSError as problem:
-        refuse(f"cannot write {path}: {problem.strerror}")
+    run_demo("feedback_distill.py", "A hint cures a tiny model.", demo, argv)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

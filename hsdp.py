@@ -29,7 +29,6 @@ model width, E experts, R rows.
         train.py --ep=8 --cp=2
 """
 
-import argparse
 import io
 import json
 import math
@@ -37,7 +36,6 @@ import os
 import shutil
 import sys
 import warnings
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -51,7 +49,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from command.checkpoint_files import (
     CheckpointReader,
@@ -111,7 +108,7 @@ class Layout:
         """Different batches; the cp ranks of one group read the same batch."""
         return self.world // self.cp
 
-    def check(self, shapes):
+    def check_expert_shapes(self, shapes):
         """shapes: {name: shape}. Raises unless every expert stack (E, R, C) can be cut: E over ep,
         R over efsdp."""
         for name, shape in shapes.items():
@@ -175,7 +172,7 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
 # ---------------------------------------------------------------- context parallelism
 
 
-def zigzag(length, cp, rank):
+def zigzag_positions(length, cp, rank):
     """Positions of CP rank `rank` in a sequence: of 2*cp chunks, rank i takes i and 2*cp-1-i. Under
     a causal mask late chunks see more keys than early ones; the pair sees the same number on every
     rank."""
@@ -193,13 +190,13 @@ def shard_sequence(t, meshes, dim=1):
     cp = meshes.layout.cp
     if cp == 1:
         return t
-    return t.index_select(dim, zigzag(t.shape[dim], cp, meshes.rank % cp).to(t.device))
+    return t.index_select(dim, zigzag_positions(t.shape[dim], cp, meshes.rank % cp).to(t.device))
 
 
-def positions(length, meshes, device="cpu"):
+def local_positions(length, meshes, device="cpu"):
     """What model.forward wants as `positions`: (T/cp,), or None where the sequence is whole."""
     cp = meshes.layout.cp
-    return None if cp == 1 else zigzag(length, cp, meshes.rank % cp).to(device)
+    return None if cp == 1 else zigzag_positions(length, cp, meshes.rank % cp).to(device)
 
 
 class GatherSequence(torch.autograd.Function):
@@ -244,7 +241,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, *ctx.way_back), None, None, None
 
 
-def dispatch(x, counts, run, group):
+def all_to_all_dispatch(x, counts, run, group):
     """MoE.dispatch: x (M, D) sorted by global expert, counts (E,) -> each row through its expert,
     back in the same order. Rank r owns experts r*E/ep to (r+1)*E/ep, so rows sorted by expert are
     sorted by rank. A rank may get no row at all."""
@@ -289,7 +286,7 @@ def parallelize(model, meshes, wire=None):
     reduced in fp32."""
     if meshes.layout.world == 1:
         return model
-    meshes.layout.check({name: p.shape for name, p in model.named_parameters()})
+    meshes.layout.check_expert_shapes({name: p.shape for name, p in model.named_parameters()})
     same_weights(model)
 
     in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -298,7 +295,7 @@ def parallelize(model, meshes, wire=None):
         # Context parallelism: attention gathers the latents of the whole sequence.
         if meshes.layout.cp > 1:
             group = meshes.context.get_group("cp")
-            block.attn.gather = partial(gather_sequence, group=group)
+            block.attn.gather_entries = partial(gather_sequence, group=group)
 
         # Experts first, on their own mesh: the dense mesh then takes what is left of the block.
         if hasattr(block.ffn, "experts"):
@@ -340,7 +337,7 @@ def shard_experts(moe, meshes, policy):
             mine = p.detach().chunk(ep.size())[ep.get_local_rank()].clone()
             mine = DTensor.from_local(mine, ep, [Shard(0)], run_check=False)
             moe.experts.register_parameter(name, torch.nn.Parameter(mine))
-        moe.dispatch = partial(dispatch, group=ep.get_group())
+        moe.dispatch = partial(all_to_all_dispatch, group=ep.get_group())
 
     # FSDP cuts the rows, and gathers them on the ranks of its direction alone.
     efsdp = mesh[tuple(name for name in mesh.mesh_dim_names if name != "ep")]
@@ -377,7 +374,8 @@ def same_weights(model):
     if not dist.is_initialized() or next(model.parameters()).is_meta:
         return model
     # One number for all weights, and its smallest and largest value over the ranks.
-    low = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
+    sums = [p.detach().double().sum() for p in model.parameters()]
+    low = torch.stack(sums).sum()
     high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN)
     dist.all_reduce(high, dist.ReduceOp.MAX)
@@ -391,7 +389,7 @@ def same_weights(model):
 # ---------------------------------------------------------------- what a step needs from all ranks
 
 
-def connect(device="cpu", seconds=PATIENCE):
+def join_process_group(device="cpu", seconds=PATIENCE):
     """Join the ranks that torchrun started; without torchrun do nothing. -> (rank, world)"""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "gloo"
@@ -421,8 +419,8 @@ def check_cards():
 
 def all_reduce_sum(t):
     """Sum of a tensor or number over all ranks: token counts, losses, the router's counts
-    (balance(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they count like any
-    data rank."""
+    (update_router_bias(model, reduce=all_reduce_sum)). CP ranks hold different tokens, so they
+    count like any data rank."""
     t = torch.as_tensor(t).clone()
     if rank_and_world()[1] > 1:
         dist.all_reduce(t)
@@ -525,13 +523,13 @@ def full_state(model):
 # ---------------------------------------------------------------- checkpoints
 
 
-def save(directory, model, optimizer=None, extra=None, more=None):
+def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=None):
     """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights
     are: a teacher's) and `extra` (plain data, equal on all ranks: configuration, tokenizer, step)
     to a folder all ranks see. It takes its name, and the place of the one before, only when every
     file is complete. A full disk: SaveFailed on every rank, and the one before stays. Call it when
-    router loads are zero, right after balance(): they are counts of one rank, and only one rank's
-    are kept."""
+    router loads are zero, right after update_router_bias(): they are counts of one rank, and only
+    one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
     rank, _ = rank_and_world()
 
@@ -569,7 +567,7 @@ def save(directory, model, optimizer=None, extra=None, more=None):
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
             write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # Two renames. Between them the good one is .old, a name that load() knows.
+            # Two renames. Between them the good one is .old, where loading looks for it too.
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -596,7 +594,7 @@ def fail_on_all_ranks(directory, part):
         )
 
 
-def load(directory, model, optimizer=None, more=None):
+def load_sharded_checkpoint(directory, model, optimizer=None, more=None):
     """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. ->
     extra. A folder that is missing, damaged or of another model: ValueError on every rank, before
     anything is loaded."""
@@ -633,7 +631,7 @@ def load(directory, model, optimizer=None, more=None):
     return extra
 
 
-def exists(directory):
+def checkpoint_exists(directory):
     """Is there a checkpoint? A save that ended between its two renames left the one before it as
     .old."""
     return Path(directory).exists() or Path(f"{directory}.old").exists()
@@ -705,44 +703,7 @@ def gather_from_ranks(item):
 # ---------------------------------------------------------------- demo
 
 
-class CommCounter(TorchDispatchMode):
-    """`with CommCounter() as counter`: counter.bytes are the bytes that this rank receives, by
-    collective, whoever calls it."""
-
-    KINDS = {
-        "_allgather_base_": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "allreduce_": "all-reduce",
-        "alltoall_base_": "all-to-all",
-    }
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # it comes back as plain tensors
-        kind = self.KINDS.get(op._schema.name.removeprefix("c10d::"))
-        if kind:
-            self.bytes[kind] += self.received(kind, args)
-        return op(*args, **(kwargs or {}))
-
-    def received(self, kind, args):
-        """Bytes that this rank receives, by the usual ring algorithms; args: of torch's operator"""
-        group = dist.ProcessGroup.unbox(args[1 if kind == "all-reduce" else 2])
-        others = (group.size() - 1) / group.size()
-        if kind == "all-reduce":
-            return 2 * others * sum(t.nbytes for t in args[0])
-        if kind == "all-to-all" and args[3]:
-            output, splits = args[0], args[3]
-            from_itself = splits[group.rank()] * output.nbytes // max(len(output), 1)
-            return output.nbytes - from_itself
-        whole = args[1] if kind == "reduce-scatter" else args[0]
-        return others * whole.nbytes
-
-
-def small_model():
+def demo_model():
     from moe import Model, ModelConfig
 
     torch.manual_seed(0)
@@ -761,7 +722,7 @@ def forward_backward(model, meshes, seed=1):
     rows = torch.randint(0, 64, (8, 65), generator=torch.Generator().manual_seed(seed))
     mine = rows.chunk(meshes.layout.data)[meshes.data_rank]
     tokens, targets = shard_sequence(mine[:, :-1], meshes), shard_sequence(mine[:, 1:], meshes)
-    logits = model.logits(model(tokens, positions(64, meshes)))
+    logits = model.logits(model(tokens, local_positions(64, meshes)))
     logits, flat = logits.flatten(0, 1), targets.flatten()
     nll = torch.nn.functional.cross_entropy(logits, flat, reduction="sum")
     loss = nll / all_reduce_sum(targets.numel())
@@ -778,12 +739,14 @@ def largest_difference(model, grads):
     return worst
 
 
-def demo_rank(rank, world, layouts):
+def demo_layout_rank(rank, world, layouts):
     """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
+    from command.comm_counter import CommCounter
+
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
-        model = parallelize(small_model(), meshes)
+        model = parallelize(demo_model(), meshes)
         with CommCounter() as counter:
             loss = forward_backward(model, meshes)
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -805,58 +768,19 @@ def describe_ranks(layout):
     return table
 
 
-def draw(layouts, path):
-    """The same ranks on two meshes, side by side: equal colours hold equal weights."""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(layouts), 2, figsize=(12, 2 * len(layouts)), squeeze=False)
-    for layout, (left, right) in zip(layouts, axes):
-        copies, pieces = layout.dp_replicate, layout.shard
-        table, ranks = describe_ranks(layout), range(layout.world)
-        labels = [f"rank {r}\npiece {r % pieces}\nbatch {table['batch . part'][r]}" for r in ranks]
-        title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
-        draw_mesh(left, copies, [r % pieces for r in ranks], labels, title)
-
-        labels = []
-        for r, word in enumerate(table["experts . piece"]):
-            experts, piece = word.split(".")
-            labels.append(f"rank {r}\nexperts {experts}\npiece {piece}")
-        title = f"experts: {layout.ep} groups (ep) x {layout.efsdp} pieces (efsdp)"
-        draw_mesh(right, layout.efsdp, list(ranks), labels, title)
-    figure.suptitle(
-        "Which rank holds which weights: the same 8 ranks on two meshes; "
-        "equal colours are copies  (python hsdp.py)"
-    )
-    figure.tight_layout()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def draw_mesh(axis, rows, colors, labels, title):
-    """A grid of ranks, row by row, each with its colour and its label."""
-    columns = len(colors) // rows
-    grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
-    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    axis.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
-    axis.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
-    for r, label in enumerate(labels):
-        axis.text(r % columns, r // columns, label, ha="center", va="center", fontsize=7)
-    axis.set(title=title, xticks=[], yticks=[])
-
-
 def demo(path="out/hsdp.png"):
+    from command.demo_figures import draw_meshes
     from command.forked_ranks import fork_ranks
 
     # One process without any mesh: what all layouts must compute. A process that has seen a GPU
     # starts autograd's device threads with its first backward, and cannot be forked afterwards.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
-    model = small_model()
+    model = demo_model()
     expected = forward_backward(model, make_meshes())
 
     # The same on eight ranks, for each layout.
-    found = fork_ranks(8, demo_rank, layouts)[0]
+    found = fork_ranks(8, demo_layout_rank, layouts)[0]
     worst = 0.0
     for layout, (loss, grads, received) in zip(layouts, found):
         print(f"cp={layout.cp}, ep={layout.ep}, dp_replicate={layout.dp_replicate}")
@@ -870,29 +794,18 @@ def demo(path="out/hsdp.png"):
         )
         worst = max(worst, error, abs(loss - expected))
 
-    draw(layouts, path)
+    draw_meshes(layouts, [describe_ranks(layout) for layout in layouts], path)
     print(
         f"{path} shows the grids. Seen: CP=2 and EP=8 share 8 ranks and compute what one process "
         f"computes, to {worst:.0e}."
     )
 
 
-def refuse(message):
-    print(f"hsdp.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
-    if argv and argv[0].startswith("--plan"):
-        flags = " ".join(word for word in argv if not word.startswith("--plan"))
-        refuse(f"--plan has moved: python -m benchmarks.plan {flags}".rstrip())
-    parser = argparse.ArgumentParser(description="The demonstration.", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    moved = {"--plan": "python -m benchmarks.plan"}
+    run_demo("hsdp.py", "The demonstration.", demo, argv, moved)
 
 
 if __name__ == "__main__":

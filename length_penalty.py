@@ -31,12 +31,9 @@ shape, in float64.
     python length_penalty.py --k=.1 --q=1 --turns=2
 """
 
-import argparse
 import math
-import os
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import numpy as np
 
@@ -71,8 +68,9 @@ class Weights:
 # ---------------------------------------------------------------- mathematics
 
 
-def cost(x, k=1.0, q=0.5):
+def concave_cost(x, k=1.0, q=0.5):
     """The concave cost C(x), in float64, same shape as x."""
+    # Outside these bounds the cost is not concave, or no number.
     x = np.asarray(x, dtype=np.float64)
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
     assert fits, f"k and q must be finite and >= 0, not k={k}, q={q}"
@@ -89,9 +87,45 @@ def cost(x, k=1.0, q=0.5):
     return np.expm1((1 - q) * log) / (k * (1 - q))
 
 
-def effort(counts, weights=Weights()):
+def count_effort(chain):
+    """The six quantities the length penalty weighs, and the counts the tables show, over the whole
+    chain."""
+
+    def count_tokens(turns):
+        return sum(len(turn.tokens) - turn.head for turn in turns)
+
+    # The policy's turns: those that act, and those that only speak (summaries, the final message).
+    own = [turn for turn in chain.turns if turn.role == "assistant"]
+    acting = [turn for turn in own if turn.calls]
+    silent = [turn for turn in own if not turn.calls]
+    final = silent[-1:] if chain.finished else []
+    outputs = [turn for turn in chain.turns if turn.role == "tool"]
+    calls = [call for turn in acting for call in turn.calls]
+    lengths = [len(episode) for episode in chain.episodes]
+
+    # Thinking is what stands before the first call of a turn, and every summary.
+    thinking = sum(turn.thinking for turn in acting)
+    return dict(
+        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
+        call_tokens=count_tokens(acting) - thinking,
+        output_tokens=count_tokens(outputs),
+        final_tokens=count_tokens(final),
+        calls=len(calls),
+        turns=len(own),
+        sampled=count_tokens(own),
+        summaries=len(chain.episodes) - 1,
+        context=max(lengths),
+        total=sum(lengths),
+        bad_tools=sum(call.error == "unknown_tool" for call in calls),
+        bad_arguments=sum(call.error == "bad_arguments" for call in calls),
+        finished=chain.finished,
+    )
+
+
+def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
     numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
+    # A count that is left out would be free of charge, so it is refused.
     missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
     x = 0
@@ -100,11 +134,12 @@ def effort(counts, weights=Weights()):
     return x
 
 
-def charged(x, truncated=False, budget=math.inf):
+def charged_effort(x, truncated=False, budget=math.inf):
     """The effort that is paid for. A truncated episode, however short, and an over-long one pay for
     the whole budget."""
     known = math.isfinite(budget) or not np.any(truncated)
     assert known, "a truncated episode is charged the budget: pass a finite budget"
+    # Else a policy near the limit could save by being cut off.
     x = np.asarray(x, dtype=np.float64)
     pays_budget = np.asarray(truncated, dtype=bool) | (x > budget)
     return np.where(pays_budget, budget, x)[()]  # [()]: a number for a number
@@ -115,7 +150,9 @@ def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=m
     scale of 0 turns the penalty off."""
     if not scale:
         return reward
-    price = scale * cost(charged(x, truncated, budget), k, q)
+    # The price comes off the reward before any mean is taken: within a group the cheaper of two
+    # solved rollouts has the larger advantage.
+    price = scale * concave_cost(charged_effort(x, truncated, budget), k, q)
     return np.asarray(reward, dtype=np.float64) - price
 
 
@@ -127,53 +164,44 @@ def effort_budget(window, turns, weights=Weights()):
     It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
     Episodes of more than 40 turns have several contexts, so there the tokens grow in proportion to
     the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
+    # As if the whole budget were written in tool calls, one a turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
-    return float(effort(counts, weights))
+    return float(compute_effort(counts, weights))
 
 
 def linear_scale(x, scale=0.15, k=1.0, q=0.5):
     """The scale at which the linear penalty (q = 0) charges as much at effort x as the concave one.
     A fair ablation compares the two at this scale."""
-    return scale * cost(x, k, q) / x
+    return scale * concave_cost(x, k, q) / x
 
 
-def margin(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
+def margin_over_quitting(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
     """Expected reward of trying less that of giving up at once. solved: the probability that trying
     succeeds. Keep it above .1 on every level: where it is negative, the reward teaches the policy
     to quit."""
-    return solved - scale * (cost(x_solving, k, q) - cost(x_quitting, k, q))
+    return solved - scale * (concave_cost(x_solving, k, q) - concave_cost(x_quitting, k, q))
 
 
 # ---------------------------------------------------------------- demo
 
 
-def draw(path, k, q, scale, token):
-    """Left what an episode pays, right what its next 100 tokens cost; token: the weight of one"""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    x = np.linspace(0, 60, 400)
-    curves = (
-        (f"k={k:g} q={q:g}", k, q, scale),
-        ("linear, equal at x=9", 1, 0, linear_scale(9, scale, k, q)),
-        ("k=1 q=1", 1, 1, scale),
-        ("k=.1 q=2, bounded", 0.1, 2, scale),
-    )
-    for name, K, Q, S in curves:
-        price = S * (cost(x + 100 * token, K, Q) - cost(x, K, Q))
-        left.plot(x, S * cost(x, K, Q), label=name)
-        right.plot(x, price, label=f"{name}: {price[0]:.2f} -> {price[-1]:.2f}")
-    left.set(xlabel="effort x", ylabel="scale * C(x), in units of one solved task")
-    left.set_title("What an episode pays")
-    right.set(xlabel="effort so far", ylabel="price", title="What the next 100 tokens cost")
-    for axis in (left, right):
-        axis.legend(frameon=False, fontsize=9)
-    right.set_ylim(0, 1.5 * right.get_ylim()[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+def price_curves(x, k, q, scale, token):
+    """Over effort x: {penalty: (what an episode pays, what its next 100 tokens cost)}. token: the
+    effort of one token."""
+    # Beside the penalty asked for: a straight line, and two curves that bend more.
+    penalties = {
+        f"k={k:g} q={q:g}": (k, q, scale),
+        "linear, equal at x=9": (1, 0, linear_scale(9, scale, k, q)),
+        "k=1 q=1": (1, 1, scale),
+        "k=.1 q=2, bounded": (0.1, 2, scale),
+    }
+    curves = {}
+    for name, (k, q, scale) in penalties.items():
+        paid = scale * concave_cost(x, k, q)
+        curves[name] = paid, scale * concave_cost(x + 100 * token, k, q) - paid
+    return curves
 
 
 def print_reference():
@@ -181,7 +209,7 @@ def print_reference():
     worst = 0.0
     print("reference values        x = 1       3      10      30     100")
     for (k, q), known in REFERENCE.items():
-        values = cost([1, 3, 10, 30, 100], k, q)
+        values = concave_cost([1, 3, 10, 30, 100], k, q)
         worst = max(worst, float(np.abs(values - known).max()))
         print(f"  C(x; k={k:<4g} q={q:<3g})" + "".join(f"{v:8.3f}" for v in values))
     return worst
@@ -189,11 +217,14 @@ def print_reference():
 
 def print_margins(k, q, scale):
     """Is trying worth its price, by how much effort the task takes?"""
+    # Equal at effort 9, so that only the shape of the two penalties differs.
     even = linear_scale(9, scale, k, q)
     print("worth of trying over giving up at effort 3, when nine tries of ten succeed")
     print("(the two penalties are equal at effort 9)")
     for x in (5, 9, 13, 21):
-        concave, linear = margin(0.9, x, 3, scale, k, q), margin(0.9, x, 3, even, q=0)
+        concave, linear = margin_over_quitting(0.9, x, 3, scale, k, q), margin_over_quitting(
+            0.9, x, 3, even, q=0
+        )
         print(f"  effort {x:2}: this penalty {concave:+.2f}    linear {linear:+.2f}")
 
 
@@ -201,8 +232,9 @@ def print_groups(k, q, scale, weights):
     """Eight rollouts, one of them a thinking token longer than the others. -> largest advantage of
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
+    # Equal in everything but one thinking token of one rollout.
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
-    x = effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
+    x = compute_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
     sizes = []
     for name, solved in groups.items():
@@ -214,51 +246,40 @@ def print_groups(k, q, scale, weights):
     return sizes
 
 
-def refuse(message):
-    print(f"length_penalty.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-def parse_flags():
+def parse_penalty_flags(parser, argv):
     """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
-    parser = argparse.ArgumentParser(
-        description="The curves of the length penalty.", allow_abbrev=False
-    )
-    parser.error = refuse
     parser.add_argument("--k", type=float, default=1.0)
     parser.add_argument("--q", type=float, default=0.5)
     parser.add_argument("--scale", type=float, default=0.15)
     for field in fields(Weights):
         about = "weight in the effort"
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
-        cost(1.0, args.k, args.q)
+        concave_cost(1.0, args.k, args.q)
         fits = args.scale >= 0 and math.isfinite(args.scale)
         assert fits, f"scale must be finite and >= 0, not {args.scale}"
         for name, value in vars(args).items():
             assert value <= 1e6, f"--{name}={value:g}: at most 1e6"
     except AssertionError as problem:
-        refuse(problem)
+        parser.error(problem)
     return args, weights
 
 
-def main():
-    args, weights = parse_flags()
-    k, q, scale = args.k, args.q, args.scale
+def demo(k, q, scale, weights):
+    from command.demo_figures import draw_prices
+
     worst = print_reference()
     print_margins(k, q, scale)
     print("why advantages are not divided by the standard deviation")
     mixed, _, same, blown = print_groups(k, q, scale, weights)
-    path = Path("out/length_penalty.png")
-    try:
-        draw(path, k, q, scale, weights.thinking_tokens)
-    except OSError as problem:
-        refuse(f"cannot write {path}: {problem.strerror}")
 
+    # The price of the next 100 tokens falls with what was spent before.
+    x, path = np.linspace(0, 60, 400), "out/length_penalty.png"
+    draw_prices(x, price_curves(x, k, q, scale, weights.thinking_tokens), path)
     x = np.array([0, 40.0])
-    price = scale * (cost(x + 100 * weights.thinking_tokens, k, q) - cost(x, k, q))
+    price = scale * (concave_cost(x + 100 * weights.thinking_tokens, k, q) - concave_cost(x, k, q))
     print(
         f"The table agrees with the reference to {worst:.4f}; the next 100 tokens cost "
         f"{price[0]:.3f} at the start and {price[1]:.3f} at effort 40;\n"
@@ -267,5 +288,13 @@ def main():
     )
 
 
+def main(argv):
+    from command.demonstration import draw_or_refuse, make_demo_parser
+
+    parser = make_demo_parser("length_penalty.py", "The curves of the length penalty.")
+    args, weights = parse_penalty_flags(parser, argv)
+    draw_or_refuse(parser, lambda: demo(args.k, args.q, args.scale, weights))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

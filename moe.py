@@ -21,8 +21,8 @@ fp32 residual stream, initialisation, the balancing rate.
                 learned from the main head's logits at t+1
 
 Left out: dropout; every way to compute the same sooner. The model knows no ranks: hsdp.py replaces
-two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather (latents of the
-whole sequence).
+two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
+the whole sequence).
 
 Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value
 dims, C latent dims, E experts, K chosen experts, F expert width, M = B * T tokens, S keys.
@@ -31,9 +31,7 @@ dims, C latent dims, E experts, K chosen experts, F expert width, M = B * T toke
                      balancing bias (a figure), and how often the draft is right
 """
 
-import argparse
 import math
-import os
 import sys
 import sysconfig
 from contextlib import contextmanager, nullcontext
@@ -68,7 +66,7 @@ class ModelConfig:
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
     # a replayed expert must score this much of the router's own K-th best, or is replaced
     plausible: float = 0.0
-    # of the expert products: "mxfp8", "nvfp4", or "" = that of compute()
+    # of the expert products: "mxfp8", "nvfp4", or "" = that of compute_in()
     precision: str = ""
     mtp: int = 0  # 1: a head that drafts the token after the next
     norm_eps: float = 1e-6
@@ -81,6 +79,7 @@ class ModelConfig:
     yarn_mscale: float = 1.0  # softmax temperature (0.1 yarn_mscale ln(factor) + 1)^2
 
     def __post_init__(self):
+        # What the arithmetic below takes for granted. A wrong size would fail late and obscurely.
         assert (
             self.num_experts_per_tok <= self.experts
         ), f"num_experts_per_tok={self.num_experts_per_tok} experts of experts={self.experts}"
@@ -133,6 +132,7 @@ def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
         return dims * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     # The share of the whole factor that each pair is slowed by: 0 before `low`, 1 after `high`.
+    # Fast pairs tell neighbours apart and must stay; slow ones tell where in the window one is.
     low = max(math.floor(pair_that_turns(fast)), 0)
     high = min(math.ceil(pair_that_turns(slow)), dims - 1)
     slowed = ((torch.arange(dims // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
@@ -141,8 +141,8 @@ def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
 
 
 def rope_cos_sin(angles):
-    """angles (..., R/2) -> cos and sin (..., R) for both halves: a pair (a, b) turns into (a cos - b
-    sin, b cos + a sin), so the first half's sine has a minus."""
+    """angles (..., R/2) -> cos and sin (..., R) for both halves: a pair (a, b) turns into
+    (a cos - b sin, b cos + a sin), so the first half's sine has a minus."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -156,7 +156,7 @@ def apply_rotary_emb(x, cos, sin):
     return turned.to(x.dtype)
 
 
-def attend(q, k, v, mask, scale):
+def dot_product_attention(q, k, v, mask, scale):
     """softmax(scale q k^T) v: q (B, H, T, N + R), k (B, H, S, N + R), v (B, H, S, V) -> (B, H, T,
     V). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to t."""
     causal = mask is None
@@ -184,7 +184,7 @@ def divide_by_temperature(scores, temperature):
 # ---------------------------------------------------------------- layers
 
 
-def weight(*shape, std=None):
+def init_weight(*shape, std=None):
     return nn.Parameter(torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std))
 
 
@@ -196,7 +196,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.dtype = torch.float32  # see Model.compute
+        self.dtype = torch.float32  # see Model.compute_in
 
     def forward(self, x):
         x = x.float()
@@ -209,9 +209,9 @@ class FFN(nn.Module):
 
     def __init__(self, dim, hidden):
         super().__init__()
-        self.w_gate = weight(hidden, dim)
-        self.w_up = weight(hidden, dim)
-        self.w_down = weight(dim, hidden, std=0)
+        self.w_gate = init_weight(hidden, dim)
+        self.w_up = init_weight(hidden, dim)
+        self.w_down = init_weight(dim, hidden, std=0)
 
     def forward(self, x):
         return swiglu(x, self.w_gate, self.w_up, self.w_down)
@@ -223,9 +223,9 @@ class Experts(nn.Module):
     def __init__(self, experts, dim, hidden, precision=""):
         super().__init__()
         self.precision = precision
-        self.w_gate = weight(experts, hidden, dim)
-        self.w_up = weight(experts, hidden, dim)
-        self.w_down = weight(experts, dim, hidden, std=0)
+        self.w_gate = init_weight(experts, hidden, dim)
+        self.w_up = init_weight(experts, hidden, dim)
+        self.w_down = init_weight(experts, dim, hidden, std=0)
 
     def local_weights(self):
         """The experts that this rank owns: all, unless hsdp.py has cut the stacks."""
@@ -252,16 +252,16 @@ class Router(nn.Module):
             config.route_scale,
             config.norm_gates,
         )
-        self.weight = weight(config.experts, config.dim)
+        self.weight = init_weight(config.experts, config.dim)
         self.register_buffer("bias", torch.zeros(config.experts))
-        # tokens per expert since the last balance()
+        # tokens per expert since the last update_router_bias()
         self.register_buffer("load", torch.zeros(config.experts))
 
-    def score(self, x):
+    def score_experts(self, x):
         """x (M, D) -> each expert's score (M, E), between 0 and 1"""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
-    def limit(self, biased):
+    def rule_out_experts(self, biased):
         """biased (M, E) -> by what experts are chosen: a subclass may rule some out"""
         return biased
 
@@ -269,16 +269,17 @@ class Router(nn.Module):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
         >= 0; scores stay live. A replayed expert that scores below plausible * (the router's own
         K-th best) gives way to the router's candidate."""
-        score = self.score(x)
+        score = self.score_experts(x)
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
         biased = score.detach() + self.bias
-        preference = self.limit(biased)
+        preference = self.rule_out_experts(biased)
         if replay is not None:
             replayed = self.find_replayed(replay, score.detach(), plausible)
             preference = torch.where(replayed, biased + 1e3, preference)
         choice = preference.topk(self.k)[1]
 
+        # Scores of the chosen experts are their gates: this is where the router gets its gradient.
         gates = score.gather(1, choice)
         if self.norm_gates:
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
@@ -286,8 +287,9 @@ class Router(nn.Module):
 
     def find_replayed(self, replay, score, plausible):
         """replay (M, K), -1 = none -> (M, E): True where an expert was recorded and is plausible"""
+        # Weights have moved since sampling: an expert that now scores far below is no choice.
         floor = plausible * score.topk(self.k)[0][:, -1:]
-        # a column in front takes the -1s
+        # A column in front takes the -1s.
         given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0))
         given = given.scatter_(1, replay.long() + 1, True)[:, 1:]
         return given & (score >= floor)
@@ -347,25 +349,28 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.scale = 1.0  # YaRN's temperature, see Model.extend
+        self.scale = 1.0  # YaRN's temperature, see Model.extend_window
         self.head_dim = c.qk_nope + c.qk_rope
+        # Queries, in full or by way of a narrow vector too. It is never cached: it saves weights.
         if c.q_lora:
-            self.wq_a = weight(c.q_lora, c.dim)
+            self.wq_a = init_weight(c.q_lora, c.dim)
             # DeepSeek's code: 1e-6 here, whatever norm_eps
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
-        self.wq = weight(c.heads, self.head_dim, c.q_lora or c.dim)
-        self.wkv_a = weight(c.kv_lora + c.qk_rope, c.dim)
+        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+        # Keys and values: down to the latent and the rotary key, up again for each head.
+        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)
         self.kv_norm = RMSNorm(c.kv_lora, 1e-6)
-        self.wk_b = weight(c.heads, c.qk_nope, c.kv_lora)
-        self.wv_b = weight(c.heads, c.v_dim, c.kv_lora)
-        self.wo = weight(c.dim, c.heads * c.v_dim, std=0)
+        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)
+        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)
+        # Zero, like every projection into the residual stream: an untrained layer changes nothing.
+        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
 
-    def gather(self, entries):
+    def gather_entries(self, entries):
         """Context parallelism (hsdp.py) replaces this: each rank has a part of the sequence, and
         gathers the entries (B, T, C + R) of the whole."""
         return entries
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, C + R)"""
         c = self.config
 
@@ -388,13 +393,16 @@ class Attention(nn.Module):
         return torch.cat((k_nope, k_rope), -1), linear(latent, self.wv_b)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        """x (B, T, D) -> (B, T, D). mask: see attend. cache: a function that stores the entries of
-        these tokens and returns those of all keys (B, S, C + R)."""
-        q, entries = self.project(x, cos, sin)
-        entries = self.gather(entries) if cache is None else cache(entries)
+        """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. cache: a function that stores
+        the entries of these tokens and returns those of all keys (B, S, C + R)."""
+        # What these tokens are to others is their entry. All keys and values are rebuilt from
+        # entries, whether they come from this batch, from other ranks, or out of a cache.
+        q, entries = self.project_qkv(x, cos, sin)
+        entries = self.gather_entries(entries) if cache is None else cache(entries)
         k, v = self.keys_values(entries)
+
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, dims)
-        out = attend(q, k, v, mask, self.scale * self.head_dim**-0.5)  # (B, H, T, V)
+        out = dot_product_attention(q, k, v, mask, self.scale * self.head_dim**-0.5)  # (B, H, T, V)
         return linear(out.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -418,7 +426,7 @@ class Block(nn.Module):
 
 
 @contextmanager
-def recomputing(block):
+def without_counting_load(block):
     """While a block computes its activations once more, its router does not count the tokens once
     more."""
     training, block.ffn.training = block.ffn.training, False
@@ -438,7 +446,7 @@ class MTP(nn.Module):
         self.hidden_norm = RMSNorm(config.dim, config.norm_eps)
         self.token_norm = RMSNorm(config.dim, config.norm_eps)
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.join = weight(config.dim, 2 * config.dim)
+        self.join = init_weight(config.dim, 2 * config.dim)
         self.block = make_block(config, dense=True)
 
     def forward(self, hidden, embedded, cos, sin, mask=None, cache=None):
@@ -471,21 +479,22 @@ class Model(nn.Module):
         self.config, self.dtype = config, torch.float32
         self.recompute = False  # see run_block
         self.embed = nn.Embedding(config.vocab, config.dim)
-        blocks = [
-            self.make_block(config, dense=i < config.dense_layers) for i in range(config.layers)
-        ]
-        self.layers = nn.ModuleList(blocks)
+        # The first layers are dense, as in Kimi K2: routing learns slowly so near the embedding.
+        self.layers = nn.ModuleList()
+        for i in range(config.layers):
+            self.layers.append(self.make_block(config, dense=i < config.dense_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        # A head of zeros gives all tokens alike, so the first loss is log(vocab).
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)
         self.mtp = MTP(config, self.make_block) if config.mtp else None
-        self.extend(config.yarn_factor)
+        self.extend_window(config.yarn_factor)
 
     def make_block(self, config, dense):
         return Block(config, dense)
 
-    def extend(self, factor):
+    def extend_window(self, factor):
         """Stretch the window to config.context * factor tokens (the long-context stage)."""
         self.config = c = replace(self.config, yarn_factor=factor)
         frequency, temperature = rope_frequencies(
@@ -498,15 +507,16 @@ class Model(nn.Module):
             if isinstance(module, Attention):
                 module.config, module.scale = c, temperature
 
-    def compute(self, dtype):
+    def compute_in(self, dtype):
         """Matrix products in `dtype`; weights, residual stream, norms, router and softmax stay in
         fp32."""
+        # A norm stands before every product, and a product follows the dtype of what comes in.
         for module in self.modules():
             if isinstance(module, (RMSNorm, Model)):
                 module.dtype = dtype
         return self
 
-    def angles(self, positions):
+    def rotary_cos_sin(self, positions):
         """positions (B or 1, T) -> cos and sin (B or 1, T, 1, R)"""
         return rope_cos_sin(positions.float()[..., None, None] * self.frequency)
 
@@ -529,10 +539,11 @@ class Model(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         else:
-            keys = self.layers[0].attn.gather(positions.view(1, -1, 1))[0, :, 0]
+            keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]
             mask = (keys <= positions[:, None])[None, None]  # (1, 1, T, S)
-        cos, sin = self.angles(positions[None])
+        cos, sin = self.rotary_cos_sin(positions[None])
 
+        # Each MoE layer has its own column of the replay, dense layers have none.
         real = self.mark_real(tokens) if self.training else None
         x = self.embed_tokens(tokens.clamp(min=0))
         moe_layer = 0
@@ -555,20 +566,23 @@ class Model(nn.Module):
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), recomputing(block)),
+            context_fn=lambda: (nullcontext(), without_counting_load(block)),
         )
 
-    def locate(self, tokens, cache, rows, start):
-        """-> rows (B,), positions (B, T) of tokens (B, T) from start (B,) on, and what they may look
-        at (B, 1, T, S)"""
+    def locate_in_cache(self, tokens, cache, rows, start):
+        """-> rows (B,), positions (B, T) of tokens (B, T) from start (B,) on, and the mask of what
+        they may look at (B, 1, T, S)"""
+        # Rows of a batch begin at different places: each sequence has come to a length of its own.
         room, device = cache.data.shape[2], tokens.device
         start = torch.as_tensor(start, device=device)
         assert start.max() < room, f"position {int(start.max())} in a cache of {room} tokens"
         positions = start[:, None] + torch.arange(tokens.shape[1], device=device)
         positions = positions.clamp(max=room - 1)  # only padding reaches so far
+        # Causal: a token looks at what stands in its own sequence up to itself.
         keys = torch.arange(int(positions.max()) + 1, device=device)
         mask = (keys <= positions[..., None])[:, None]
-        return torch.arange(cache.data.shape[1], device=device)[rows], positions, mask
+        row_numbers = torch.arange(cache.data.shape[1], device=device)[rows]
+        return row_numbers, positions, mask
 
     def decode(self, tokens, cache, rows, start, record=None):
         """tokens (B, T) continue the cached sequences `rows` (a slice or a list) at start (B,), a
@@ -576,24 +590,25 @@ class Model(nn.Module):
         are masked now and overwritten later. The cache's last place is never read by a real token:
         give it one more than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
-        rows, positions, mask = self.locate(tokens, cache, rows, start)
-        cos, sin = self.angles(positions)
+        rows, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
+        cos, sin = self.rotary_cos_sin(positions)
+        # As forward, but each layer stores its entries and attends to all that are stored.
         x, choices = self.embed_tokens(tokens), []
         for layer, block in enumerate(self.layers):
-            x = block(
-                x, cos, sin, mask, partial(cache.update, layer, rows, positions), None, choices
-            )
+            update = partial(cache.update, layer, rows, positions)
+            x = block(x, cos, sin, mask, update, record=choices)
         if record is not None:
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x
 
-    def draft(self, hidden, following, cache=None, rows=None, start=None):
+    def draft_logits(self, hidden, following, cache=None, rows=None, start=None):
         """hidden (B, T, D) and the token after each (B, T) -> the MTP head's logits (B, T, vocab)
         for the token after that. Embedding and output head are the model's, but this gradient does
         not reach them: the draft learns, the model stays."""
         assert (
             self.mtp is not None
         ), "this model has no head to draft with: build it with ModelConfig(mtp=1)"
+        # Everything that comes from the model is detached on its way into the head, and out of it.
         hidden, embedded = hidden.detach(), F.embedding(following, self.embed.weight.detach())
         x = self.run_mtp(hidden, embedded, following, cache, rows, start)
         return F.linear(x, self.head.weight.detach().to(x.dtype)).float()
@@ -601,10 +616,10 @@ class Model(nn.Module):
     def run_mtp(self, hidden, embedded, following, cache, rows, start):
         if cache is None:
             positions = torch.arange(following.shape[1], device=following.device)
-            return self.mtp(hidden, embedded, *self.angles(positions[None]))
-        rows, positions, mask = self.locate(following, cache, rows, start)
+            return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions[None]))
+        rows, positions, mask = self.locate_in_cache(following, cache, rows, start)
         update = partial(cache.update, len(self.layers), rows, positions)
-        return self.mtp(hidden, embedded, *self.angles(positions), mask, update)
+        return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions), mask, update)
 
     def logits(self, hidden):
         """hidden (..., D) -> logits (..., vocab), fp32"""
@@ -613,6 +628,7 @@ class Model(nn.Module):
     def logprobs(self, hidden, targets, temperature=1.0, where=None):
         """Log-probs of the targets (B, T), fp32: the cross-entropy of training. where (B, T):
         compute these only, 0 elsewhere."""
+        # A vocabulary per place is the largest tensor of a step: only the places asked for.
         if where is not None:
             hidden, chosen = hidden[where], targets[where]
         else:
@@ -627,7 +643,7 @@ class Model(nn.Module):
 # ---------------------------------------------------------------- balancing and drafting
 
 
-def balance(model, rate=1e-3, reduce=lambda counts: counts):
+def update_router_bias(model, rate=1e-3, reduce=lambda counts: counts):
     """Aux-loss-free balancing (arXiv 2408.15664): one step of every router's bias from the tokens
     counted since the last call. `reduce` sums counts over data ranks, so that all ranks move alike.
     Returns the worst load / mean load."""
@@ -637,6 +653,7 @@ def balance(model, rate=1e-3, reduce=lambda counts: counts):
             router = block.ffn.router
             load = reduce(router.load.clone())
             ratios.append(load.max() / load.mean().clamp(min=1))
+            # By a constant step, whatever the distance: one odd batch cannot throw the bias far.
             router.bias += rate * torch.sign(load.mean() - load)
             router.load.zero_()
     # All layers' ratios in one read: each would wait for the GPU.
@@ -646,13 +663,14 @@ def balance(model, rate=1e-3, reduce=lambda counts: counts):
 def mtp_loss(model, tokens, hidden, places=None):
     """Self-distillation, as Composer's: tokens (B, T), -1 = padding, hidden (B, T, D) =
     model(tokens) of whole sequences -> KL from the main head's distribution at t + 1 to the
-    draft's at t, the sum over all places that have a token behind them, divided by `places` (default:
-    their number, so the mean). A sampled token would teach less."""
+    draft's at t, the sum over all places that have a token behind them, divided by `places`
+    (default: their number, so the mean). A sampled token would teach less."""
     following = tokens[:, 1:]
     real = following >= 0
+    # The teacher is the model itself, one token later: it has read what the draft has to guess.
     with torch.no_grad():
         target = model.logits(hidden[:, 1:]).log_softmax(-1)
-    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
+    draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
     divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
     return (divergence * real).sum() / (real.sum().clamp(min=1) if places is None else places)
 
@@ -662,17 +680,21 @@ def count_draft_hits(model, tokens, hidden):
     """As mtp_loss -> how many places have a draft that is the main head's own first choice. Over
     the number of places: the share that speculative decoding accepts."""
     following = tokens[:, 1:]
-    draft = model.draft(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
-    return ((draft == model.logits(hidden[:, 1:]).argmax(-1)) & (following >= 0)).sum()
+    draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
+    choice = model.logits(hidden[:, 1:]).argmax(-1)
+    hits = (draft == choice) & (following >= 0)
+    return hits.sum()
 
 
 @torch.inference_mode()
-def speculate(model, prompt, count):
+def decode_speculatively(model, prompt, count):
     """Greedy decoding with the MTP head as the draft: prompt (T,) -> (a list of `count` tokens,
     share of drafts that were right). A pass reads the last sure token and the draft of the next
     one. If the model itself chooses that draft, its choice behind the draft counts too: two tokens.
     The draft's quality moves the speed alone (but for ties: two rows may round unlike one)."""
-    tokens, read, draft, passes, right = prompt.tolist(), 0, None, 0, 0
+    tokens, draft = prompt.tolist(), None
+    read = 0  # tokens that are in the cache
+    passes = right = 0
     cache = Cache(model, 1, len(prompt) + count + 1)
     while len(tokens) < len(prompt) + count:
         # Read what is sure and not in the cache yet, and behind it the draft.
@@ -691,7 +713,7 @@ def speculate(model, prompt, count):
         # The draft of the token after the next. A wrong draft's entry is overwritten.
         kept = sure + hit
         following = torch.tensor([tokens[read + 1 : read + 1 + kept]], device=prompt.device)
-        draft = int(model.draft(hidden[:, :kept], following, *place)[0, -1].argmax())
+        draft = int(model.draft_logits(hidden[:, :kept], following, *place)[0, -1].argmax())
         read, passes, right = read + kept, passes + 1, right + hit
     return tokens[len(prompt) : len(prompt) + count], right / max(passes - 1, 1)
 
@@ -709,6 +731,7 @@ def fast_dtype(device):
 
 def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
+    # All experts are stored, K of E work. A token meets everything else.
     total = sum(p.numel() for p in config.build_model().parameters())
     expert = 3 * config.dim * config.expert_ffn
     moe_layers = max(0, config.layers - config.dense_layers)
@@ -758,27 +781,8 @@ def train_small(config, data, rate, steps=150):
 
         losses.append(loss.item())
         loads.append(router.load / router.load.sum())
-        balance(model, rate)
+        update_router_bias(model, rate)
     return model.eval(), losses, torch.stack(loads)
-
-
-def draw_loads(runs, path):
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(runs), figsize=(9, 3.2), sharey=True, layout="constrained")
-    for ax, (name, (_, losses, loads)) in zip(axes, runs.items()):
-        loss, busiest = sum(losses[-20:]) / 20, loads[-20:].mean(0).max()
-        ax.stackplot(range(len(loads)), loads.T.numpy())
-        ax.set(title=f"{name}: loss {loss:.2f}, busiest expert {busiest:.0%}", xlabel="step")
-        ax.set(xlim=(0, len(loads) - 1), ylim=(0, 1))
-    axes[0].set_ylabel("share of the tokens, expert by expert")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 DEMO = ModelConfig(
@@ -787,49 +791,42 @@ DEMO = ModelConfig(
 
 
 def demo():
+    from command.demo_figures import draw_loads
+
     torch.set_num_threads(1)
-    data, runs = python_bytes(), {}
+    data, curves, busiest = python_bytes(), {}, []
     for name, rate, mtp in (("without balancing", 0.0, 0), ("with the bias", 2e-2, 1)):
-        runs[name] = model, losses, loads = train_small(replace(DEMO, mtp=mtp), data, rate)
-        shares = " ".join(f"{x:.2f}" for x in loads[-20:].mean(0).sort(descending=True)[0])
+        model, losses, loads = train_small(replace(DEMO, mtp=mtp), data, rate)
+        curves[name] = losses, loads
+        shares = loads[-20:].mean(0).sort(descending=True)[0].tolist()
+        busiest.append(shares[0])
         print(
             f"{name:18s} loss {losses[0]:.2f} -> {sum(losses[-20:]) / 20:.2f}   "
-            f"shares of the last 20 steps: {shares}"
+            "shares of the last 20 steps: " + " ".join(f"{share:.2f}" for share in shares)
         )
-    draw_loads(runs, Path("out/moe.png"))
-    text, right = speculate(model, data[:64], 100)
+    draw_loads(curves, "out/moe.png")
+
+    # The model that was trained last has a head that drafts.
+    text, right = decode_speculatively(model, data[:64], 100)
     print(
         f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, "
         f"{1 + right:.2f} bytes per pass; it goes on with {bytes(text)[:24]!r}"
     )
     total, active = parameters_per_token(DEMO)
-    before, after = (loads[-20:].mean(0).max() for _, _, loads in runs.values())
+    before, after = busiest
     print(
-        f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves the "
-        f"choice takes the busiest of {DEMO.experts} experts from {before:.0%} to {after:.0%} of the "
-        f"tokens (even: {1 / DEMO.experts:.0%}); out/moe.png"
+        f"{total:,} parameters, {active:,} of them at work on a token. The bias that only moves "
+        f"the choice takes the busiest of {DEMO.experts} experts from {before:.0%} to {after:.0%} "
+        f"of the tokens (even: {1 / DEMO.experts:.0%}); out/moe.png"
     )
-
-
-def refuse(message):
-    print(f"moe.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def main(argv):
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.train_step")
-    parser = argparse.ArgumentParser(
-        description="Expert load with and without the balancing bias.",
-        usage=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    about = "Expert load with and without the balancing bias."
+    moved = {"--bench": "python -m benchmarks.train_step"}
+    run_demo("moe.py", about, demo, argv, moved)
 
 
 if __name__ == "__main__":

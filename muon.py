@@ -35,20 +35,15 @@ thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
-import argparse
-import copy
 import math
-import os
 import sys
 import time
 from collections import defaultdict, deque, namedtuple
 from itertools import compress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---------------------------------------------------------------- mathematics
 
@@ -140,7 +135,8 @@ def power_of_two_below(X):
     matrix of zeros can be divided by it."""
     largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
     integer, mask = EXPONENT_BITS[X.dtype]
-    return (largest.view(integer) & mask).view(X.dtype).clamp(min=torch.finfo(X.dtype).tiny)
+    power = (largest.view(integer) & mask).view(X.dtype)
+    return power.clamp(min=torch.finfo(X.dtype).tiny)
 
 
 # ---------------------------------------------------------------- who holds what, who computes what
@@ -164,7 +160,8 @@ def block_of(shape, mesh_shape, placements, coordinate):
         if isinstance(placement, Shard):
             lo, hi = spans[placement.dim]
             size = -(-(hi - lo) // ranks)
-            spans[placement.dim] = [min(lo + index * size, hi), min(lo + (index + 1) * size, hi)]
+            start = min(lo + index * size, hi)
+            spans[placement.dim] = [start, min(start + size, hi)]
     # A matrix is a stack of one, a vector a stack of one row.
     spans = [[0, 1]] * (3 - len(shape)) + spans
     return tuple(edge for span in spans for edge in span)
@@ -280,8 +277,8 @@ class Unit:
 
     def local_part(self, matrix):
         """The part of a local matrix (rows here, columns here) that belongs to this unit."""
-        c0 = self.sharded.block[4]
-        return matrix[:, max(self.column - c0, 0) : max(self.column + self.shape[1] - c0, 0)]
+        start = self.column - self.sharded.block[4]
+        return matrix[:, max(start, 0) : max(start + self.shape[1], 0)]
 
 
 def piece_size(piece):
@@ -310,7 +307,7 @@ def assign_owners(units):
 Route = namedtuple("Route", "rank unit piece")
 
 
-class Task:
+class MuonTask:
     """Units that are computed, and travel, together. Routes say which pieces cross the wire, in
     which order:
 
@@ -424,7 +421,7 @@ def cut_tasks(matrices, itemsize, bound):
         units = units + blocks
         size += matrix_bytes(blocks, itemsize)
         if size >= bound or blocks is matrices[-1]:
-            tasks.append(Task(units))
+            tasks.append(MuonTask(units))
             units, size = [], 0
     return tasks
 
@@ -452,10 +449,6 @@ class Muon(torch.optim.Optimizer):
     received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
     alone). State is fp32. Weights in bf16 are rounded stochastically, alike on every rank that
     holds a copy."""
-
-    # what copies of an optimizer take along, beside torch's part
-    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz"
-    COPIED += "check_gradients", "task_bytes", "window"
 
     def __init__(
         self,
@@ -747,11 +740,6 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
-        # Groups of earlier versions had a choice. Its default is what is left.
-        for group in state_dict["param_groups"]:
-            for option, kept in (("scale", "rms"), ("coefficients", "quintic")):
-                if group.get(option, kept) != kept:
-                    raise ValueError(f"made with {option}={group[option]}: only {kept} is left")
         super().load_state_dict(state_dict)
         numbers, params = [], []
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
@@ -763,22 +751,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[p][key] = tensor.to(p.device, copy=True)
 
     def __getstate__(self):
-        """What pickle takes along. Another process does not have our process group."""
-        if self.replicas is not None:
-            raise TypeError("a process group (replicas) cannot be pickled: save the state_dict()")
-        return self.copied_state()
-
-    def __deepcopy__(self, memo):
-        """A copy in this process uses the same process group."""
-        memo[id(self.replicas)] = self.replicas
-        memo[id(self)] = twin = type(self).__new__(type(self))
-        twin.__setstate__(copy.deepcopy(self.copied_state(), memo))
-        return twin
-
-    def copied_state(self):
-        """torch's part, our settings and the names: everything else follows from them."""
-        settings = {key: getattr(self, key) for key in self.COPIED}
-        return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
+        """A copy of an optimizer would need its own parameters and the same process groups."""
+        raise TypeError("Muon is not copied: make one of the new parameters, load its state_dict()")
 
     def __setstate__(self, state):
         """torch's load_state_dict calls it, too, with groups and state alone."""
@@ -844,7 +818,8 @@ def noise_of_places(start, shape, seed, device):
     """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of
     the seed and of each number's place. The places of each dimension are hashed as a vector, and
     the vectors are combined by one more hash."""
-    noise = torch.full((), hash((*seed, -1)) % 2**31, dtype=torch.int32, device=device)
+    key = hash((*seed, -1)) % 2**31
+    noise = torch.full((), key, dtype=torch.int32, device=device)
     for dim, (first, size) in enumerate(zip(start, shape)):
         # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
         key = hash((*seed, dim)) % 2**31
@@ -888,64 +863,6 @@ def check_parameter(name, param, options):
 
 # ---------------------------------------------------------------- demo
 
-DEMO = {"q": (6, 64, 384), "o": (384, 384), "gate": (8, 256, 384), "down": (8, 384, 256)}
-
-
-def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
-    """Random parameters with random gradients, the same for every world size. On a mesh each rank
-    holds some rows of every matrix, so that no expert is whole anywhere."""
-    generator, params = torch.Generator().manual_seed(0), {}
-    for name, shape in shapes.items():
-        pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
-        if mesh is not None:
-            rows = [Shard(len(shape) - 2)]
-            pair = [distribute_tensor(tensor, mesh, rows, src_data_rank=None) for tensor in pair]
-        params[name] = torch.nn.Parameter(pair[0])
-        params[name].grad = pair[1]
-    return params
-
-
-def train_demo(params):
-    """Three steps, the last one with the event log on."""
-    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
-    for _ in range(3):
-        optimizer.events = []
-        optimizer.step()
-    return optimizer
-
-
-def demo_rank(rank, world):
-    params = make_parameters(DEMO, DeviceMesh("cpu", torch.arange(world)))
-    optimizer = train_demo(params)
-    whole = {name: p.full_tensor().detach() for name, p in params.items()}
-    return whole, optimizer.events, optimizer.traffic
-
-
-def draw_timeline(events, path):
-    """One row per task of rank 0: when its shards were under way, when it multiplied. Overlap is a
-    bar above another."""
-    os.environ["MPLBACKEND"] = "agg"  # before the import: a notebook exports its own
-    import matplotlib.pyplot as plt
-
-    start, marks = min(t for t, _, _ in events), defaultdict(dict)
-    for t, task, event in events:
-        marks[task][event] = 1e3 * (t - start)
-    figure, axes = plt.subplots(figsize=(9, 0.7 + 0.55 * len(marks)))
-    for begin, end, color, label in (
-        ("send", "multiply", "#9ecae1", "shards to owners"),
-        ("multiply", "multiplied", "#e6550d", "Newton-Schulz"),
-        ("return", "done", "#a1d99b", "results back"),
-    ):
-        lengths = [mark[end] - mark[begin] for mark in marks.values()]
-        lefts = [mark[begin] for mark in marks.values()]
-        axes.barh(list(marks), lengths, left=lefts, color=color, label=label)
-    axes.set(xlabel="ms, rank 0 of 4", ylabel="task", yticks=sorted(marks))
-    axes.set_title("One task's shards travel, another multiplies")
-    axes.invert_yaxis()
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
 
 def show_singular_values():
     """How five steps bring the singular values of one matrix to about 1"""
@@ -963,47 +880,18 @@ def show_singular_values():
 
 
 def demo():
-    from command.forked_ranks import fork_ranks
+    from command.muon_on_ranks import show_ranks
 
     torch.set_num_threads(1)
     show_singular_values()
-
-    # The same three steps in one process and on four ranks.
-    single = make_parameters(DEMO)
-    train_demo(single)
-    ranks = fork_ranks(4, demo_rank)
-    error = 0.0
-    for whole, _, _ in ranks:
-        for name, p in single.items():
-            error = max(error, (whole[name] - p).abs().max().item())
-
-    _, events, traffic = ranks[0]
-    draw_timeline(events, Path("out/muon.png"))
-    when = {(task, event): t for t, task, event in events}
-    lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
-    print(
-        f"Four ranks ({traffic['collectives']} collectives, "
-        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with\n"
-        f"weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms\n"
-        f"before task 1 multiplied (out/muon.png)."
-    )
-
-
-def refuse(message):
-    print(f"muon.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    show_ranks()
 
 
 def main(argv):
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.muon")
-    parser = argparse.ArgumentParser(description="Muon, alone", allow_abbrev=False)
-    parser.error = refuse
-    parser.parse_args(argv)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    from command.demonstration import run_demo
+
+    moved = {"--bench": "python -m benchmarks.muon"}
+    run_demo("muon.py", "Muon, alone", demo, argv, moved)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 sampled.
 
 A policy reads a task, calls tools in a real directory, sees their outputs, and ends with a final
-message; hidden tests give the reward. This file holds the tokenizer, the transcript (turns,
-episodes, chains), the agent as one coroutine, a sampler in its plain form (one agent after the
-other, one token at a time), group rollouts, and the policy-gradient objective.
+message; hidden tests give the reward. In this order: the tokenizer, the transcript, the agent as
+one coroutine, a sampler in its plain form, group rollouts, and the policy-gradient objective.
 
 Stated by Cursor (Technical Report, arXiv 2603.24477, sections 4.1 and 6.2): several rollouts per
 task, each task used once; advantage = reward minus the group's mean, NOT divided by its standard
 deviation (a group where every rollout is right would have its accidents blown up to unit
 advantage); no length standardisation, no overlong masking; KL by the k1 estimator; router replay.
-Seed names of the tools: read_file, edit_file, run_command, search_codebase.
 
     A_i = r_i - mean_group(r)
     J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
@@ -24,115 +22,49 @@ environments and semantic search.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
-arguments; no text encodes to one, so no tool output can forge a call. A published model is
-addressed in the form that it is used to: its tokenizer says what that is.
+arguments; no text encodes to one, so no tool output can forge a call.
 
 Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
 K experts per token.
 
-    python rollout.py       one group sampled from an untrained model and one demonstration, printed
-                            with masks
-    python rollout.py --replay=out/run/transcripts.jsonl      a conversation that training left
-                            there, in colour, with masks and flags
+    python rollout.py       a demonstration with its masks, a group sampled by an untrained model
+    python rollout.py --replay=out/run/transcripts.jsonl      a conversation of a run, in colour
 """
 
-import argparse
 import math
-import os
 import random
 import sys
 from bisect import bisect
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
-import regex  # comes with tiktoken
 import tiktoken
 import torch
 import torch.nn.functional as F
 
+from length_penalty import count_effort
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
-from world.audit import audit, changes
+from world.audit import audit_chain
 from world.expert import InMemoryWorkspace, expert
 from world.judge import judge
 from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
-from world.task import SUMMARIZE, Action, Task
+from world.task import SUMMARIZE, Task
 from world.tools import call_tool
 from world.workspace import Workspace
 
 # ---------------------------------------------------------------- tokenizer
 
-CONTROLS = (
-    "<|user|>",
-    "<|assistant|>",
-    "<|tool|>",
-    "<|query|>",
-    "<|summary|>",
-    "<|hint|>",
-    "<|call|>",
-    "<|arg|>",
-    "<|end|>",
-    # <|text|> separates documents in pretraining
-    "<|text|>",
-)
+# Control tokens. <|text|> separates documents in pretraining.
+ROLES = ("<|user|>", "<|assistant|>", "<|tool|>", "<|query|>", "<|summary|>", "<|hint|>")
+CONTROLS = (*ROLES, "<|call|>", "<|arg|>", "<|end|>", "<|text|>")
 # How a text is cut before its pieces are encoded. Single digits, so that numbers can be copied;
 # words with the space or underscore before them; "def" with the space after it, so that a name is
 # the same tokens where it is defined and where it is used; a newline with its indentation; runs of
 # signs.
 SPLIT = r"(?:def|class|import|from) |\.(?:py|md)\b|[ _]?\p{L}+| ?\p{N}|\n[ ]*| ?[^\s\p{L}\p{N}]+|\s"
-
-
-def train_bpe(texts, vocab):
-    """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges +
-    controls = vocab. -> {bytes: rank}. Pairs are counted once per distinct word and updated only
-    where a merge touched them."""
-    word_counts = Counter()
-    for text in texts:
-        word_counts.update(regex.findall(SPLIT, text))
-    pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
-    numbers = list(word_counts.values())
-
-    # How often each pair of neighbours occurs, and in which words
-    counts, where = Counter(), defaultdict(set)
-    for i, piece in enumerate(pieces):
-        for pair in zip(piece, piece[1:]):
-            counts[pair] += numbers[i]
-            where[pair].add(i)
-
-    ranks = {bytes([b]): b for b in range(256)}
-    while len(ranks) < vocab - len(CONTROLS) and counts:
-        # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
-        best = max(counts, key=lambda pair: (counts[pair], pair))
-        if counts[best] <= 0:
-            # The text has no neighbours left to merge.
-            break
-        ranks.setdefault(best[0] + best[1], len(ranks))
-        for i in where.pop(best):
-            merged = merge_pair(pieces[i], best)
-            for pair in zip(pieces[i], pieces[i][1:]):
-                counts[pair] -= numbers[i]
-            for pair in zip(merged, merged[1:]):
-                counts[pair] += numbers[i]
-                where[pair].add(i)
-            pieces[i] = merged
-        del counts[best]
-    return ranks
-
-
-def merge_pair(piece, pair):
-    """The parts of a word, with each occurrence of the pair as one part"""
-    merged, i = [], 0
-    while i < len(piece):
-        if piece[i : i + 2] == list(pair):
-            merged.append(piece[i] + piece[i + 1])
-            i += 2
-        else:
-            merged.append(piece[i])
-            i += 1
-    return merged
 
 
 class Tokenizer:
@@ -155,10 +87,6 @@ class Tokenizer:
         self.vocab = len(ranks) + len(self.special)
         # Whichever of these is sampled ends the turn.
         self.ends = {self.id["<|end|>"]}
-
-    @classmethod
-    def train(cls, texts, vocab):
-        return cls(train_bpe(texts, vocab))
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
@@ -369,13 +297,12 @@ def flatten(episode):
 
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
     """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
-    answers: of a tool's, which tool was called, that it was call i of n in one turn, and the call's
-    id where it has one."""
-    tokens = without_middle(tokenizer, tokenizer.encode(text), most)
+    answers: see Tokenizer.write_turn"""
+    tokens = without_middle_tokens(tokenizer, tokenizer.encode(text), most)
     return tokenizer.write_turn(role, tokens, text, answers)
 
 
-def without_middle(tokenizer, tokens, most):
+def without_middle_tokens(tokenizer, tokens, most):
     """The tokens, or of more than `most` the beginning and the end, since the end of a test run
     says what failed, and between them a line that says how many are missing. The line counts
     against the limit; where it has no room, a shorter one stands there."""
@@ -403,7 +330,7 @@ def opening_turn(tokenizer, task):
     return turn
 
 
-# ---------------------------------------------------------------- tools
+# ---------------------------------------------------------------- one agent, as a coroutine
 
 
 def run_tool(workspace, call):
@@ -422,9 +349,6 @@ def run_tools(workspace, calls, chain):
         chain.failure = str(failure)
 
 
-# ---------------------------------------------------------------- one agent, as a coroutine
-
-
 @dataclass(frozen=True)
 class Limits:
     window: int = 512  # tokens that the context may hold
@@ -434,7 +358,7 @@ class Limits:
     commands: int = 0  # run_command calls per chain that are answered (0: all)
 
     @property
-    def turn(self):
+    def max_turn_tokens(self):
         return self.turn_tokens or max(192, self.window * 3 // 8)
 
 
@@ -489,7 +413,7 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         if room < 2:
             break
         tokens = context_tokens(tokenizer, unread)
-        most = min(limits.turn, room)
+        most = min(limits.max_turn_tokens, room)
         answer = yield Request(tokens, restart, most, summarizing, call_number)
         turn = sampled_turn(tokenizer, prompt, room, *answer)
         episode.turns.append(turn)
@@ -518,7 +442,8 @@ def agent(task, tokenizer, workspace, limits, compact=None):
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
         commands_run += commands
-        yield tool_work(workspace, turn.calls, chain, slow=commands > 0)
+        run = partial(run_tools, workspace, turn.calls, chain)
+        yield Work(turn.calls, run, slow=commands > 0)
         if chain.failure:
             break
         added = output_turns(tokenizer, chain, limits, compact)
@@ -542,21 +467,11 @@ def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
     than there is room for: then the rest is cut off."""
     body, logprobs = body[:room], logprobs[:room]
     text, calls = tokenizer.read_action(body)
-    return Turn(
-        "assistant",
-        [*prompt, *body],
-        text,
-        calls,
-        thinking=calls[0].start if calls else 0,
-        logprobs=logprobs,
-        versions=np.resize(versions, len(body)),
-        head=len(prompt),
-    )
-
-
-def tool_work(workspace, calls, chain, slow):
-    """The Work that answers the calls of a turn"""
-    return Work(calls, lambda: run_tools(workspace, calls, chain), slow)
+    turn = Turn("assistant", [*prompt, *body], text, calls, head=len(prompt))
+    turn.thinking = calls[0].start if calls else 0
+    turn.logprobs = logprobs
+    turn.versions = np.resize(versions, len(body))
+    return turn
 
 
 def output_turns(tokenizer, chain, limits, compact):
@@ -632,7 +547,8 @@ def sample_from_logits(logits, uniform, temperature=1.0):
     # below 1 rounds to 1 in fp32.)
     mass = p.cumsum(-1)
     draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
-    tokens = torch.searchsorted(mass, draw[:, None], right=True).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(mass, draw[:, None], right=True)  # (B, 1)
+    tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
 
 
@@ -651,7 +567,9 @@ class Context:
         if not self.experts:
             return None
         known = np.concatenate(self.experts)[:length]
-        return np.pad(known, ((0, length - len(known)), (0, 0), (0, 0)), constant_values=-1)
+        experts = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
+        experts[: len(known)] = known
+        return experts
 
 
 class Sampler:
@@ -712,6 +630,7 @@ class Sampler:
         """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
         body, logprobs = [], []
         while len(body) < room:
+            # A number per token, drawn by this agent alone.
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
             token, logprob = sample_from_logits(logits, uniform, self.temperature)
@@ -735,40 +654,6 @@ class Sampler:
         return self.model.logits(hidden[0, -1:])
 
 
-class InTurn:
-    """Where the rollouts of training come from when one process samples and updates in turn. The
-    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
-    groups of chains (collect), which are sampled then."""
-
-    restarts = 0  # of processes that died
-
-    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
-        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
-        self.group = group
-        self.limits = limits
-        self.compact = compact
-        self.sandbox = Sandbox()
-
-    def publish(self, version, weights):
-        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
-        self.sampler.model.load_state_dict(weights)
-        self.sampler.version = version
-        return {}
-
-    def submit(self, tasks, numbers, seed):
-        return tasks, numbers, seed
-
-    def collect(self, submitted):
-        """-> a group of chains per task"""
-        tasks, numbers, seed = submitted
-        return rollouts(
-            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
-        )
-
-    def close(self):
-        pass
-
-
 # ---------------------------------------------------------------- rollouts and demonstrations
 
 
@@ -789,7 +674,7 @@ def grade_chain(chain, sandbox):
     """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
     0. The audit looks for cheats. (Training makes its reward of both from chain.solved:
     compute_reward in train.py.)"""
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     if chain.failure:
         return
     try:
@@ -849,41 +734,6 @@ def drop_failed(groups):
     return [group for group in kept if group], failed
 
 
-def effort_counts(chain):
-    """The six quantities the length penalty weighs, and the counts the tables show, over the whole
-    chain."""
-
-    def count_tokens(turns):
-        return sum(len(turn.tokens) - turn.head for turn in turns)
-
-    # The policy's turns: those that act, and those that only speak (summaries, the final message).
-    own = [turn for turn in chain.turns if turn.role == "assistant"]
-    acting = [turn for turn in own if turn.calls]
-    silent = [turn for turn in own if not turn.calls]
-    final = silent[-1:] if chain.finished else []
-    outputs = [turn for turn in chain.turns if turn.role == "tool"]
-    calls = [call for turn in acting for call in turn.calls]
-    lengths = [len(episode) for episode in chain.episodes]
-
-    # Thinking is what stands before the first call of a turn, and every summary.
-    thinking = sum(turn.thinking for turn in acting)
-    return dict(
-        thinking_tokens=thinking + count_tokens(silent) - count_tokens(final),
-        call_tokens=count_tokens(acting) - thinking,
-        output_tokens=count_tokens(outputs),
-        final_tokens=count_tokens(final),
-        calls=len(calls),
-        turns=len(own),
-        sampled=count_tokens(own),
-        summaries=len(chain.episodes) - 1,
-        context=max(lengths),
-        total=sum(lengths),
-        bad_tools=sum(call.error == "unknown_tool" for call in calls),
-        bad_arguments=sum(call.error == "bad_arguments" for call in calls),
-        finished=chain.finished,
-    )
-
-
 def demonstrate(task, tokenizer, rng, limits, sloppy=1.0, compact=None):
     """The scripted expert plays through the same agent and tools -> Chain. sloppy: how often it
     errs. With hints: feedback_distill.demonstrate_with_hints"""
@@ -914,22 +764,8 @@ def play_moves(task, tokenizer, moves, limits, compact=None):
     except StopIteration as end:
         # The agent has ended: with its final message, or because there is no more room.
         chain = end.value
-    chain.stats = effort_counts(chain)
+    chain.stats = count_effort(chain)
     return chain
-
-
-def audit_chain(chain, verdict=None):
-    """What the audit finds in this rollout -> findings, which the chain keeps"""
-    if chain.findings is None:
-        # The audit knows actions and outputs, and no tokens.
-        story = []
-        for turn in chain.turns:
-            if turn.role == "assistant":
-                action = Action(turn.text, [(call.name, call.args) for call in turn.calls])
-                story.append((action, [call.output for call in turn.calls]))
-        diff = changes(chain.task.files, chain.files)
-        chain.findings = audit(chain.task, story, diff, facts=chain.facts, verdict=verdict)
-    return chain.findings
 
 
 # ---------------------------------------------------------------- objective
@@ -940,16 +776,6 @@ def advantages(rewards):
     left out of GRPO and its kin stands in experiments/objective.py."""
     rewards = np.asarray(rewards, dtype=np.float64)
     return rewards - rewards.mean()
-
-
-def kl_estimates(logp, reference):
-    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
-    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
-    log_r = reference - logp
-    k1 = -log_r
-    k2 = log_r**2 / 2
-    k3 = log_r.exp() - 1 - log_r
-    return k1, k2, k3
 
 
 def predictable_tokens(episode):
@@ -997,7 +823,8 @@ def pack(episodes, advantage, multiple=1):
     batch["experts"] = None
     records = [episode.experts for episode in episodes if episode.experts is not None]
     if records:
-        experts = np.full((len(episodes), T, *records[0].shape[1:]), -1, dtype=records[0].dtype)
+        _, L, K = records[0].shape
+        experts = np.full((len(episodes), T, L, K), -1, dtype=records[0].dtype)
         for row, episode in zip(experts, episodes):
             if episode.experts is not None:
                 row[: len(episode.experts)] = episode.experts
@@ -1019,13 +846,10 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
 
-# ---------------------------------------------------------------- transcripts on file
-
-
 # ---------------------------------------------------------------- demo
 
 
-def small_model(tokenizer, **sizes):
+def random_model(tokenizer, **sizes):
     """A random model, its head too: an untrained one would give all tokens alike."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
@@ -1035,114 +859,39 @@ def small_model(tokenizer, **sizes):
     return model
 
 
-def rescore(model, episode, temperature=1.0, replay=True):
-    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
-    own, minus those recorded."""
-    batch = pack([episode], [1.0])
-    experts = batch["experts"] if replay else None
-    with torch.no_grad():
-        hidden = model(batch["tokens"], None, experts)
-        logp = model.logprobs(hidden, batch["targets"], temperature)
-    return (logp - batch["logprobs"])[batch["mask"] > 0]
-
-
-def draw_estimates(path, n=200_000):
-    """What the three estimates of KL(pi || ref) cost: their variance where pi = N(0, 1) and ref =
-    N(d, 1), whose KL is d^2 / 2"""
-    # before the import: a notebook exports its own to what it starts
-    os.environ["MPLBACKEND"] = "agg"
-    from matplotlib.figure import Figure
-
-    kl = np.linspace(0.02, 2, 25)
-    x = torch.randn(n, dtype=torch.float64)  # samples of pi
-    variances = []
-    for nats in kl:
-        distance = (2 * nats) ** 0.5
-        estimates = kl_estimates(-(x**2) / 2, -((x - distance) ** 2) / 2)
-        variances.append([float(estimate.var()) for estimate in estimates])
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    ax = figure.subplots()
-    for i, name in enumerate(("k1, kept", "k2, biased", "k3")):
-        ax.plot(kl, [row[i] for row in variances], label=name)
-    ax.set(
-        yscale="log",
-        xlabel="KL divergence, nats",
-        ylabel="variance of one sample's estimate",
-        title="Why k1",
-    )
-    ax.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
 def demo():
+    from command.bpe import fit_tokenizer
+    from command.demo_figures import draw_kl_variances
+    from command.kl_estimates import kl_variances
     from command.transcripts import describe_chain, format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
-    tokenizer, task = Tokenizer.train(example_texts(100, 0), 700), make_task(1, 5)
+    tokenizer, task = fit_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
 
-    # A group of rollouts of an untrained model, and their log-probs computed again
-    model = small_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
+    # A group of rollouts of an untrained model
+    model = random_model(tokenizer, dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     sampler = Sampler(model, tokenizer, window=256)
     (group,) = rollouts(sampler, [task], 8, 0, Limits(256, 4, 40), Sandbox())
-    worst = 0.0
-    for chain in group:
-        for episode in chain.episodes:
-            if any(turn.role == "assistant" for turn in episode.turns):
-                worst = max(worst, float(rescore(model, episode).abs().max()))
     rewards = [chain.reward for chain in group]
     tokens, mask, _, _ = flatten(group[0].episodes[0])
     print(
-        f"\nAbove, what the policy writes is bright: only that is trained on. A group of {len(group)} "
-        f"from an\nuntrained model, rewards {rewards}, advantages {advantages(rewards).tolist()}:\n"
-        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled, and their log-probs "
-        f"from the cache equal the trainer's to {worst:.0e}."
+        f"\nAbove, what the policy writes is bright: only that is trained on. A group of "
+        f"{len(group)} from an\nuntrained model, rewards {rewards},\n"
+        f"advantages {advantages(rewards).tolist()}:\n"
+        f"{int(mask.sum())} of the first one's {len(tokens)} tokens were sampled."
     )
-    draw_estimates(Path("out/rollout.png"))
+    draw_kl_variances(*kl_variances(), "out/rollout.png")
     print("What the estimates of the KL penalty cost in variance: out/rollout.png")
 
 
-def refuse(text):
-    print(f"rollout.py: {text}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv):
-    from command.transcripts import replay
+    from command.replay import replay_or_demonstrate
 
-    if "--bench" in argv:
-        refuse("--bench has moved: python -m benchmarks.decode")
-    parser = argparse.ArgumentParser(
-        description="A demonstration and a group of rollouts.", allow_abbrev=False
-    )
-    parser.error = refuse
-    parser.add_argument(
-        "--replay",
-        metavar="FILE",
-        help="print a conversation of a transcripts.jsonl, the last if no --line is given",
-    )
-    parser.add_argument(
-        "--line", type=int, metavar="N", help="with --replay: which line of the file, from 1"
-    )
-    given = parser.parse_args(argv)
-    if given.line is not None and given.replay is None:
-        refuse("--line goes with --replay=FILE")
-    if given.replay == "":
-        refuse("--replay= names no file")
-    if given.replay is not None:
-        try:
-            return replay(given.replay, given.line)
-        except ValueError as error:
-            refuse(error)
-    try:
-        demo()
-    except OSError as error:
-        refuse(f"{error.filename or 'cannot write'}: {error.strerror}")
+    replay_or_demonstrate(argv, demo)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ cut at a quarter of the window.
                              of its episodes, and the longest context with summaries and without
 """
 
-import argparse
 import random
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -139,7 +139,7 @@ def functions_written(episode, names):
 # ---------------------------------------------------------------- demo
 
 
-def main():
+def demo():
     # The same expert on the same task, in a window that never ends and in one that is too short
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     task = make_task(7, 3)
@@ -167,8 +167,11 @@ def main():
     )
 
 
+def main(argv):
+    from command.demonstration import run_demo
+
+    run_demo("summarize.py", "A task several windows long.", demo, argv)
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description="A task several windows long.", usage=argparse.SUPPRESS, allow_abbrev=False
-    ).parse_args()
-    main()
+    main(sys.argv[1:])

@@ -48,7 +48,7 @@ from world.audit import audit
 from world.autoinstall import autoinstall
 from world.copies import telltales, without_copies, without_test_copies
 from world.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
-from world.expert import demonstrate, expert, play
+from world.expert import expert, play, record_expert
 from world.features import (
     REPO_LEVELS,
     draw_feature,
@@ -379,7 +379,7 @@ def example_texts(number, seed):
     for i in range(number):
         rng = random.Random(f"{seed}/text/{i}")
         task = make_task(i % 6, (seed << 24) + i)
-        story, files = demonstrate(task, rng)
+        story, files = record_expert(task, rng)
         parts = [task.problem_statement, *files.values()]
         for action, outputs in story:
             parts.append(action.text)
@@ -628,7 +628,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                         tasks.append(task)
                         # what was there stays until there is a task
                         with open(out, "a" if len(tasks) > 1 else "w") as file:
-                            file.write(instance(task, repository.files) + "\n")
+                            file.write(instance(task) + "\n")
                     waiting |= submit_next()
                 discarded = sum(reasons.values())
                 progress(f"{len(tasks)} of {n} tasks verified, {discarded} discarded", start)
@@ -691,7 +691,7 @@ def demo():
 
     # The expert's episode, turn by turn.
     with Workspace(task, sandbox) as workspace:
-        for action, outputs in play(task, expert(task, random.Random(0)), workspace):
+        for action, outputs in play(expert(task, random.Random(0)), workspace):
             for (name, arguments), output in zip(action.calls, outputs):
                 print(f"  {name}{arguments}"[:110], "->", output.replace("\n", " | ")[:80])
         print(" ", action.text, "->", judge(task, workspace.files(), sandbox))

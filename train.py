@@ -54,10 +54,11 @@ import length_penalty
 import rollout
 import summarize
 import synth_tasks
-from moe import ModelConfig, balance, count_draft_hits, mtp_loss
+from moe import ModelConfig, count_draft_hits, mtp_loss, update_router_bias
 from muon import Muon, newton_schulz
 from published.tokenizers import make_tokenizer
 from command import (
+    bpe,
     checkpoints,
     checks,
     configuration,
@@ -65,6 +66,7 @@ from command import (
     failures,
     hardware,
     idle_flags,
+    in_turn,
     launch,
     published_model,
     output_files,
@@ -140,7 +142,7 @@ class Config:
     precision: str = "dtype"
     # 1: add a block that drafts the token after the next (multi-token prediction). It learns in
     # pretrain, long and sft from the model's own predictions and changes no other weight.
-    # moe.speculate decodes with it; rollouts do not use it, their drafts come from the text
+    # for moe.decode_speculatively; rollouts do not use it, their drafts come from the text
     mtp: bool = False
 
     # ---- optimizer
@@ -336,9 +338,7 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return rollout.Tokenizer.train(
-        sample + synth_tasks.example_texts(1500, config.seed), config.vocab
-    )
+    return bpe.fit_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
 
 
 def seq_len_divisor(step, config):
@@ -504,8 +504,8 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
         # rl's begin at seed * 1000003
-        task = make_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
-        pairs.append((i, demonstrate(config, task, rng, tokenizer, compact)))
+        task = make_training_task(config, i % config.levels, ((config.seed or 1 << 32) << 24) + i)
+        pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
     return pairs
 
 
@@ -517,7 +517,7 @@ HINTS = 0.5
 NEUTRAL_HINTS = 0.05
 
 
-def demonstrate(config, task, rng, tokenizer, compact, **more):
+def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
     feedback_distill.demonstrate_with_hints."""
@@ -545,7 +545,7 @@ def demonstrate(config, task, rng, tokenizer, compact, **more):
     return episodes
 
 
-def make_task(config, level, seed):
+def make_training_task(config, level, seed):
     """A generated task, in the world that the run trains in."""
     return synth_tasks.make_task(level, seed)
 
@@ -737,8 +737,8 @@ class Reinforcement(Source):
         )
         if config.plain:
             # A second model samples, since the policy's own may be cut over ranks.
-            policy = run.model.config.build_model().to(device).compute(run.dtype)
-            self.workers = self.publisher = rollout.InTurn(policy, **settings)
+            policy = run.model.config.build_model().to(device).compute_in(run.dtype)
+            self.workers = self.publisher = in_turn.InTurn(policy, **settings)
             return
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
         settings |= dict(
@@ -792,7 +792,11 @@ class Reinforcement(Source):
             self.sampled_tasks[step] = sorted(sampled)
         tasks = []
         for level, number in self.sampled_tasks[step]:
-            given = self.tasks[level][number] if self.tasks else make_task(config, level, number)
+            given = (
+                self.tasks[level][number]
+                if self.tasks
+                else make_training_task(config, level, number)
+            )
             tasks.append(given)
         return tasks
 
@@ -820,7 +824,7 @@ class Reinforcement(Source):
         log.update(rollout_statistics.describe_rows(rows))
         if self.run.rank == 0:
             path = self.run.out / "transcripts.jsonl"
-            rollout_statistics.write_transcripts(
+            rollout_statistics.write_best_and_worst(
                 path, step + 1, groups, self.run.tokenizer, self.run.say
             )
 
@@ -864,7 +868,9 @@ class Reinforcement(Source):
         limit cut short has submitted nothing."""
         config = self.run.config
         chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(length_penalty.effort(chain.stats, self.effort_weights))
+        chain.stats["effort"] = float(
+            length_penalty.compute_effort(chain.stats, self.effort_weights)
+        )
         reward = length_penalty.shaped_reward(
             float(chain.solved),
             chain.stats["effort"],
@@ -997,7 +1003,7 @@ class Reinforcement(Source):
         if batch["real"]:
             for i, episode in enumerate(batch["episodes"]):
                 hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack(batch["episodes"], hinted, keep_empty=True)
+        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
         teacher_batch = teacher_batch.to(self.run.device)
         teacher_logits = self.teacher(teacher_batch)
         return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
@@ -1086,7 +1092,7 @@ class Run:
     def __init__(self, config):
         self.config, self.out = config, Path(config.out)
         self.device = hardware.device_of(config)
-        self.rank, self.world = hsdp.connect(self.device, seconds=1800)
+        self.rank, self.world = hsdp.join_process_group(self.device, seconds=1800)
         try:
             self.meshes = hsdp.make_meshes(
                 self.world,
@@ -1146,7 +1152,7 @@ class Run:
                 value = value.to(self.device, non_blocking=True)  # see fast.cpu_kernels.to_device
                 part[name] = hsdp.shard_sequence(value, self.meshes)
         length = batch["tokens"].shape[1]
-        part["positions"] = hsdp.positions(length, self.meshes, self.device)
+        part["positions"] = hsdp.local_positions(length, self.meshes, self.device)
         return part
 
     def micro_batches(self, items, spare):
@@ -1217,7 +1223,7 @@ class Run:
         saved: what that checkpoint says of itself, or None"""
         config = self.config
         if config.init_from:
-            self.tokenizer, self.model = published_model.build(self, saved)
+            self.tokenizer, self.model = published_model.build_published(self, saved)
         elif saved:
             self.build(make_tokenizer(**saved["tokenizer"]), saved["model"])
         else:
@@ -1230,7 +1236,7 @@ class Run:
         self.tokenizer = tokenizer
         model = model_config(self.config, tokenizer.vocab, made).build_model()
         if self.config.stage != "pretrain":
-            model.extend(self.config.yarn)
+            model.extend_window(self.config.yarn)
         self.model = self.prepare_model(model.to(self.device))
 
     def prepare_model(self, model):
@@ -1241,7 +1247,7 @@ class Run:
             fast.accelerate(model)
 
         # The dtype of the products, and that of the weights.
-        model.compute(self.dtype).recompute = config.recompute
+        model.compute_in(self.dtype).recompute = config.recompute
         if config.weight_dtype == "bfloat16":
             # not model.bfloat16(): the routers' counts are numbers, too
             for p in model.parameters():
@@ -1317,16 +1323,16 @@ def train(config, interrupted, sources=None):
     optimizer = run.make_optimizer()
 
     # 3) The weights, and where the batches and the losses come from.
-    label = eval.unfinished(origin) if previous else ""
+    label = eval.unfinished_label(origin) if previous else ""
     if label:
         run.say(f"{stage} begins from {origin}, which is {label}")
     try:
         if previous:
-            hsdp.load(origin, run.model)
+            hsdp.load_sharded_checkpoint(origin, run.model)
         source = STAGE[stage](run)
         if begun:
             source.load_state_dict(begun["source"])
-            hsdp.load(out, run.model, optimizer, source.tensors())
+            hsdp.load_sharded_checkpoint(out, run.model, optimizer, source.tensors())
     except ValueError as error:
         usage_error(str(error))
 
@@ -1368,7 +1374,7 @@ def loop(run, source, optimizer, step, interrupted, out):
             optimizer.zero_grad()
 
             # 4) The routers' biases follow the load, a teacher follows the policy.
-            max_load_ratio = balance(run.model, bias_rate(run), hsdp.all_reduce_sum)
+            max_load_ratio = update_router_bias(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
@@ -1429,7 +1435,7 @@ def save_checkpoint(run, source, optimizer, step, out):
         "source": source.state_dict(),
         "patch": PATCH,
     }
-    hsdp.save(out, run.model, optimizer, extra, source.tensors())
+    hsdp.save_sharded_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
 
 BALANCE_RATE = 2e-3  # change of a router's bias per step, to balance the experts' load
@@ -1448,9 +1454,9 @@ def bias_rate(run):
 # ---------------------------------------------------------------- evaluation and the command
 
 
-def evaluate(config, given, sources):
+def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
-    evaluation.evaluate_run(Run(config), given, sources, SIZES, PATCH)
+    evaluation.evaluate_policies(Run(config), given, sources, SIZES, PATCH)
 
 
 def main(argv):
@@ -1477,7 +1483,7 @@ def run_stages(argv, configs, given):
         _, sources = FLAGS.merge(given, stage)
         if stage == "eval":
             launch.stop_at_once()
-            evaluate(config, given, sources)
+            evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
         # what a stage held, before the next one begins

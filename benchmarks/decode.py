@@ -27,7 +27,7 @@ from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
 from moe import Cache, fast_dtype
-from rollout import Chain, Request, Tokenizer, Work, sample_from_logits, small_model
+from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
 ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
@@ -92,7 +92,7 @@ def build_models(tokenizer, quick):
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
     dtype = fast_dtype("cpu")
-    model = accelerate(small_model(tokenizer, **sizes)).compute(dtype)
+    model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
     sampler_model = generation_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model
@@ -217,7 +217,7 @@ def print_episodes(title, found, slowest):
     print_table(title, ["", "seconds", "tokens/s", f"x {slowest.split()[0]}"], rows)
 
 
-def bench_episodes(sampler_model, tokenizer, quick):
+def bench_samplers(sampler_model, tokenizer, quick):
     """Whole episodes, by three samplers"""
 
     def continuous():
@@ -247,7 +247,7 @@ def bench_episodes(sampler_model, tokenizer, quick):
 # ---------------------------------------------------------------- the command
 
 
-def bench(quick=False):
+def bench_decoding(quick=False):
     # As in train.py's processes: one for each core.
     torch.set_num_threads(1)
     length = 64 if quick else 256
@@ -273,13 +273,13 @@ def bench(quick=False):
         "that."
     )
 
-    bench_episodes(sampler_model, tokenizer, quick)
+    bench_samplers(sampler_model, tokenizer, quick)
 
 
 def main(argv):
     parser = make_parser("decode", __doc__)
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
-    bench(parser.parse_args(argv).quick)
+    bench_decoding(parser.parse_args(argv).quick)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ The run on a CPU says nothing about speed. It shows that the command still works
 """
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -31,6 +32,9 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+
+from command import flags
+from command.output_files import current_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +58,7 @@ Found is a relative error (norm of the difference / norm), or how many numbers d
     ),
     "device_tests": Part("gpu_bench.run_device_tests", 60, "The tests of the device"),
     "job": Part(
-        "gpu_job.run_job",
+        "gpu_job.measure_main_job",
         225,
         "The main job: train.py at the scale of the device",
         """
@@ -84,10 +88,7 @@ at the measured copy speed, both from the first table.""",
 # ---------------------------------------------------------------- command line
 
 
-def usage_error(message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    print(f"benchmarks.gpu: {message}", file=sys.stderr)
-    raise SystemExit(2)
+usage_error = functools.partial(flags.usage_error, program="benchmarks.gpu")
 
 
 def parse_arguments(argv):
@@ -128,22 +129,6 @@ def prepare_folder(out):
 
 
 # ---------------------------------------------------------------- running the parts
-
-
-def current_commit():
-    """The commit that is measured, with a note where the working tree differs from it."""
-
-    def git(*words):
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-    except OSError:
-        return "unknown"
-    return (commit or "unknown") + (" with changes" if changed else "")
 
 
 def read_rows(path):
@@ -207,7 +192,7 @@ def run_part(name, limit, report, arguments, scratch):
         "seconds": 0.0,
         "rows": [],
     }
-    write_report(report, arguments.out)
+    write_gpu_report(report, arguments.out)
     start = time.monotonic()
     process = start_part(name, limit, arguments, scratch, rows, log)
     try:
@@ -218,7 +203,7 @@ def run_part(name, limit, report, arguments, scratch):
             if len(arrived) > len(part["rows"]):
                 part["rows"] = arrived
                 part["seconds"] = round(time.monotonic() - start, 1)
-                write_report(report, arguments.out)
+                write_gpu_report(report, arguments.out)
         finished = process.poll() is not None
     finally:
         end_process_group(process)
@@ -234,7 +219,7 @@ def run_part(name, limit, report, arguments, scratch):
         part["state"] = f"failed with exit code {process.returncode}"
     if part["state"] != "complete":
         part["output"] = last_lines(log)
-    write_report(report, arguments.out)
+    write_gpu_report(report, arguments.out)
 
 
 def last_lines(path, number=40):
@@ -245,7 +230,7 @@ def last_lines(path, number=40):
 # ---------------------------------------------------------------- the report
 
 
-def write_report(report, out):
+def write_gpu_report(report, out):
     """Both files are replaced as a whole: a reader never finds half of one."""
     texts = {"gpu.json": json.dumps(report, indent=1), "gpu.md": render_markdown(report)}
     for name, text in texts.items():
@@ -354,7 +339,7 @@ def main(argv):
         "device": arguments.device,
         "minutes": arguments.minutes,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": current_commit(),
+        "commit": current_commit() or "unknown",
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "parts": {},

@@ -241,7 +241,7 @@ def compare_resume(bench, straight):
     return {"killed_after_step": len(killed), "went_on_after_step": kept, "compared_steps": until}
 
 
-def run_job(bench):
+def measure_main_job(bench):
     out = bench.scratch / "run"
     out.mkdir()
 

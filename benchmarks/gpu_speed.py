@@ -25,7 +25,8 @@ from benchmarks.gpu_job import stage_config
 from benchmarks.muon import layer_shapes, split_matrices
 from fast import accelerate, low_precision, workers
 from fast.gram_newton_schulz import gram_newton_schulz
-from muon import Muon, make_parameters
+from command.muon_on_ranks import make_parameters
+from muon import Muon
 from published.export import write_checkpoint
 
 
@@ -35,7 +36,7 @@ def build_scale_model(bench, **changes):
     config = stage_config(bench, "pretrain")
     shape = replace(train.model_config(config, config.vocab), **changes)
     torch.manual_seed(0)
-    model = accelerate(shape.build_model()).to(bench.device).compute(torch.bfloat16)
+    model = accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
     tokens = torch.randint(
         0, shape.vocab, (max(1, config.micro_tokens // config.context), config.context + 1)
     )

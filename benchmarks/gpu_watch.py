@@ -34,7 +34,7 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # functions themselves stand here, not their names: when one is renamed, this file fails at once
 # instead of measuring nothing.
 PHASES = {
-    "saving": [hsdp.save],
+    "saving": [hsdp.save_sharded_checkpoint],
     "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
@@ -45,7 +45,7 @@ PHASES = {
         torch.Tensor.backward,
         hsdp.clip_grad_norm,
         muon.Muon.step,
-        train.balance,
+        train.update_router_bias,
     ],
 }
 LOOP = train.loop

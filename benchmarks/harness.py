@@ -7,10 +7,12 @@ Left out: confidence intervals. Run a benchmark more than once before you believ
 """
 
 import argparse
-import sys
+import functools
 import time
 
 import torch
+
+from command.flags import usage_error
 
 
 def make_parser(module, description):
@@ -23,17 +25,8 @@ def make_parser(module, description):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def refuse(message):
-        usage_error(module, message)
-
-    parser.error = refuse
+    parser.error = functools.partial(usage_error, program=f"benchmarks.{module}")
     return parser
-
-
-def usage_error(module, message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    print(f"benchmarks.{module}: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def median_seconds(*calls, repeat=5):

@@ -35,7 +35,7 @@ SIZES = dict(
 QUICK = {**SIZES, "vocab": 512, "dim": 128, "layers": 2, "experts": 4, "expert_ffn": 64}
 
 
-def bench(sizes):
+def bench_loading(sizes):
     with torch.device("meta"):
         model = Model(ModelConfig(**sizes)).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,7 +65,7 @@ def main(argv):
     parser = make_parser("loading", __doc__)
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     try:
-        bench(QUICK if parser.parse_args(argv).quick else SIZES)
+        bench_loading(QUICK if parser.parse_args(argv).quick else SIZES)
     except OSError as error:
         print(f"benchmarks.loading: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(2) from None

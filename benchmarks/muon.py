@@ -30,14 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from benchmarks.harness import make_parser, print_table
 from command.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
-from muon import (
-    Muon,
-    cpu_chunk,
-    make_parameters,
-    orthogonalize,
-    as_stack,
-    step_scale,
-)
+from command.muon_on_ranks import make_parameters
+from muon import Muon, as_stack, cpu_chunk, orthogonalize, step_scale
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 

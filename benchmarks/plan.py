@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.harness import make_parser, usage_error
+from benchmarks.harness import make_parser
 from command.gpu_memory import (
     GPU_SCALE,
     Step,
@@ -151,7 +151,7 @@ def fsdp_traffic(what, shapes, layout, step, shard, copies, span):
     ]
 
 
-def traffic(config, shapes, layout, step):
+def comm_traffic(config, shapes, layout, step):
     """[(collective, what, bytes one rank receives per step, ranks that a group spans)]. A ring
     passes (n-1)/n of what it gathers or scatters, an all-reduce does both."""
     rows = fsdp_traffic(
@@ -286,7 +286,7 @@ def memory_rows(config, shapes, layouts, step, hardware):
 
 
 def traffic_rows(config, shapes, layouts, step, hardware):
-    flows = [traffic(config, shapes, layout, step) for layout in layouts]
+    flows = [comm_traffic(config, shapes, layout, step) for layout in layouts]
     rows = [("GB received per GPU and step", [""] * len(layouts))]
     for same in zip(*flows):
         collective, what = same[0][:2]
@@ -328,7 +328,7 @@ def training_command(name, folder, gpus, step, hardware, layout, recompute):
     return command
 
 
-def plan(name, folder, gpus, cp, ep, step, hardware):
+def print_plan(name, folder, gpus, cp, ep, step, hardware):
     """Print what one model costs per GPU in three layouts, and the command of the first that fits.
     cp and ep, where not given: 2 and 8; for a published folder 1, and as many as experts, GPUs and
     a node have in common."""
@@ -340,7 +340,7 @@ def plan(name, folder, gpus, cp, ep, step, hardware):
         ep = math.gcd(gpus, experts, hardware.node) if folder else 8
     layouts = three_layouts(gpus, cp, ep, hardware.node)
     for layout in layouts.values():
-        layout.check(shapes)
+        layout.check_expert_shapes(shapes)
 
     # The table: a column for each layout.
     columns = list(layouts.values())
@@ -401,13 +401,13 @@ def main(argv):
     step = Step(**{field.name: getattr(given, field.name) for field in fields(Step)})
     hardware = Hardware(**{field.name: getattr(given, field.name) for field in fields(Hardware)})
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:
-        usage_error("plan", "every assumption must be positive")
+        parser.error("every assumption must be positive")
     try:
-        plan(given.model, given.init_from, given.gpus, given.cp, given.ep, step, hardware)
+        print_plan(given.model, given.init_from, given.gpus, given.cp, given.ep, step, hardware)
     except ValueError as error:
-        usage_error("plan", error)
+        parser.error(error)
     except OSError as error:
-        usage_error("plan", f"{error.filename or given.init_from}: {error.strerror}")
+        parser.error(f"{error.filename or given.init_from}: {error.strerror}")
 
 
 if __name__ == "__main__":

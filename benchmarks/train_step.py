@@ -124,7 +124,7 @@ def bench_layers(device, sizes):
 def bench_laptop_model(device, sizes):
     """The laptop's model as the recipe runs it, beside its plain form (train.py --plain=1)."""
     dtype = fast_dtype(device)
-    plain = Model(ModelConfig()).to(device).compute(dtype)
+    plain = Model(ModelConfig()).to(device).compute_in(dtype)
     models = {"fast": accelerate(copy.deepcopy(plain)), "plain": plain}
     tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)
     rows_decoded = sizes.decoded_rows
@@ -204,7 +204,7 @@ def build_both(device, dtype):
     # By way of the published format, ours gets the same weights.
     with tempfile.TemporaryDirectory() as folder:
         theirs["eager"].save_pretrained(folder)
-        ours = accelerate(load_model(folder, dtype, device)).compute(dtype)
+        ours = accelerate(load_model(folder, dtype, device)).compute_in(dtype)
     return theirs, ours
 
 

@@ -75,7 +75,7 @@ def find_checkpoint(stage, out, start_from):
     """The path of the checkpoint with which a stage goes on: its own or that of the stage before;
     None where neither is there"""
     for path in checkpoint_paths(stage, out, start_from):
-        if path and hsdp.exists(path):
+        if path and hsdp.checkpoint_exists(path):
             return path
     return None
 
@@ -173,12 +173,12 @@ def find_start(config, out, origin, sizes, patch):
     """-> (begun, previous): what the stage's own checkpoint in `out` says, with which it goes on,
     and else what that of the stage before in `origin` says, from which it starts; None for what is
     not there. Either is checked."""
-    if hsdp.exists(out):
+    if hsdp.checkpoint_exists(out):
         begun = open_checkpoint(out)
         check_begun(config, out, origin, begun, patch)
         return begun, None
     previous = None
-    if origin and hsdp.exists(origin):
+    if origin and hsdp.checkpoint_exists(origin):
         previous = open_checkpoint(origin)
     check_previous(config, origin, previous, sizes)
     return None, previous

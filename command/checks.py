@@ -16,7 +16,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-import eval
 import feedback_distill
 import hsdp
 import rollout
@@ -27,6 +26,7 @@ from command.output_files import check_writable
 from moe import fast_dtype
 from world.task import Refusal
 from world.task_file import read_tasks
+from command import drawing
 
 # {flag: the words that it takes}
 CHOICES = {
@@ -259,7 +259,7 @@ def check_outputs(out, stages):
             + (f"{error.filename}: " if error.filename else "")
             + str(error.strerror)
         )
-    problem = eval.try_to_draw() if "eval" in stages and is_first_rank() else ""
+    problem = drawing.try_to_draw() if "eval" in stages and is_first_rank() else ""
     if problem:
         print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
 
@@ -273,7 +273,7 @@ def check_layout(configs):
             layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
             cut = layout.shard > 1 or config.ep > 1
             if cut and not config.init_from and config.stage != "eval" and config.layers > 1:
-                layout.check(
+                layout.check_expert_shapes(
                     {
                         "layers.1.ffn.experts.w_gate": (
                             config.experts,

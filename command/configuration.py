@@ -129,7 +129,9 @@ class Flags:
         # of all stages, each would leave the one before it aside
         if first.start_from and first.stage == "pretrain":
             usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
-        if first.resume and not any(hsdp.exists(Path(first.out, stage)) for stage in self.stages):
+        if first.resume and not any(
+            hsdp.checkpoint_exists(Path(first.out, stage)) for stage in self.stages
+        ):
             usage_error(f"--resume: no checkpoint in {first.out} to go on from")
 
         # What the stages to come will read and write is tried now, and not when those before are

@@ -7,20 +7,17 @@ Left out: flags of train.py. A run is evaluated with the configuration that it w
 """
 
 import argparse
+import functools
 import math
-import sys
 from pathlib import Path
 
+from command import flags
 from synth_tasks import LEVELS
 
-
-def usage_error(message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    print(f"eval.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+usage_error = functools.partial(flags.usage_error, program="eval.py")
 
 
-def make_parser(default_levels):
+def make_eval_parser(default_levels):
     """default_levels: of how many levels the tasks are if nothing else is asked for"""
     parser = argparse.ArgumentParser(
         description="Score runs on held-out tasks.", allow_abbrev=False
@@ -55,7 +52,7 @@ def make_parser(default_levels):
     return parser
 
 
-def parse_arguments(argv, default_levels):
+def parse_eval_flags(argv, default_levels):
     """-> the values of all flags"""
     # What an earlier version did with this flag has a command of its own.
     for word in argv:
@@ -64,14 +61,14 @@ def parse_arguments(argv, default_levels):
             usage_error(
                 f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
             )
-    args, others = make_parser(default_levels).parse_known_args(argv)
+    args, others = make_eval_parser(default_levels).parse_known_args(argv)
     if others:
         usage_error(f"unknown flag {others[0]!r}")
-    check_values(args)
+    check_eval_flags(args)
     return args
 
 
-def check_values(args):
+def check_eval_flags(args):
     """A run that is named twice, and numbers out of their range"""
     folders = [Path(run).resolve() for run in args.runs]
     for run, folder in zip(args.runs, folders):

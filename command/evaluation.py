@@ -19,19 +19,21 @@ import hsdp
 from command import checkpoints, hardware, idle_flags, published_model
 from command.flags import usage_error
 from command.output_files import digest_file
+from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
-from eval import draw_policies, draw_safely, evaluate, format_table, load, unfinished, write_json
+from command.policy_report import draw_policies, format_table
+from eval import evaluate, load_policy, unfinished_label, write_json
 from world.task import Refusal
 
 START = time.time()  # of this command
 
 
-def evaluate_run(run, given, sources, sizes, patch):
+def evaluate_policies(run, given, sources, sizes, patch):
     """The whole stage. run: train.py's; given: the flags that were typed; sources: where the values
     in force come from; sizes: names of the fields that are the model's shape; patch: the change of
     the recipe that is in force"""
     config, trained = run.config, Path(run.config.out, "rl")
-    if hsdp.exists(trained):
+    if hsdp.checkpoint_exists(trained):
         checkpoints.check_patch(trained, checkpoints.open_checkpoint(trained), patch)
     try:
         config, paths, made, published = find_policies(
@@ -41,11 +43,13 @@ def evaluate_run(run, given, sources, sizes, patch):
         usage_error(str(error))
     run.say(idle_flags.describe_stage(run.config, sources))
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
-    run.say(f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.exists(trained)))
+    run.say(
+        f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.checkpoint_exists(trained))
+    )
 
     # The same evaluation of the same checkpoints again: its table is there already.
     origin = describe_origin(config, paths, published)
-    kept = find_kept_table(config, origin) if hsdp.exists(trained) else ""
+    kept = find_kept_table(config, origin) if hsdp.checkpoint_exists(trained) else ""
     if kept:
         run.say(kept)
         return
@@ -61,7 +65,7 @@ def evaluate_run(run, given, sources, sizes, patch):
 def find_policies(config, given, sizes, load_published):
     """What a run has to evaluate: its policies before and after RL, before any training the
     published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, the published model as `load` gives it or None).
+    configuration that the last one was made with, what load_published() gives or None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -70,13 +74,13 @@ def find_policies(config, given, sizes, load_published):
     out, published = Path(config.out), None
 
     # Before RL: the run's own SFT, or the one from which its RL began.
-    trained = hsdp.exists(out / "rl")
+    trained = hsdp.checkpoint_exists(out / "rl")
     before = out / "sft"
-    if not hsdp.exists(before):
+    if not hsdp.checkpoint_exists(before):
         begun = hsdp.load_extra(out / "rl")["config"]["start_from"] if trained else ""
         before = Path(config.start_from or begun or config.out) / "sft"
     paths = {"before RL" if trained else "after SFT": before, "after RL": out / "rl"}
-    paths = {name: path for name, path in paths.items() if hsdp.exists(path)}
+    paths = {name: path for name, path in paths.items() if hsdp.checkpoint_exists(path)}
     if not paths and config.init_from and not config.start_from:
         published = load_published()
         paths = {"published": Path(config.init_from)}
@@ -86,12 +90,12 @@ def find_policies(config, given, sizes, load_published):
     # What is shown belongs to what was run: a stage that is not at its end is called so.
     labelled = {}
     for name, path in paths.items():
-        label = "" if published else unfinished(path)
+        label = "" if published else unfinished_label(path)
         labelled[f"{name} ({label})" if label else name] = path
 
     # One model, one window, one limit of turns, ... for all of them: those of the last one.
     last = list(labelled.values())[-1]
-    made = published[2] if published else load(last)[2]
+    made = published[2] if published else load_policy(last)[2]
     if config.init_from not in ("", made["init_from"]):
         raise Refusal(
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "

@@ -95,7 +95,10 @@ def say_lost_rollouts(say, causes, total):
 def how_to_go_on(config, argv):
     """After a full disk: the command that goes on from the last checkpoint, or begins again where
     there is none yet"""
-    saved = any(hsdp.exists(Path(config.out, stage)) for stage in ("pretrain", "long", "sft", "rl"))
+    saved = any(
+        hsdp.checkpoint_exists(Path(config.out, stage))
+        for stage in ("pretrain", "long", "sft", "rl")
+    )
     resume = saved and "--resume" not in argv and not config.resume
     return f"Free some space, then: {command_to_type(argv, resume)}"
 

@@ -32,13 +32,13 @@ def is_first_rank():
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def usage_error(message):
-    """Bad input: one line, exit code 2, nothing touched."""
+def usage_error(message, program="train.py"):
+    """Bad input: one line, exit code 2, nothing touched. program: the command that says so"""
     # A bar that is on the screen ends first, so that the line begins on its own.
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
     if is_first_rank():
-        print(f"train.py: {message}", file=sys.stderr)
+        print(f"{program}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-import eval
+from command import drawing
 
 
 def read_step_log(run, stage):
@@ -62,7 +62,7 @@ def draw_training(logs, folder):
 
 
 def draw_losses(logs, path):
-    figure, ax = eval.make_axes("Loss of the supervised stages", "step", "nats per token")
+    figure, ax = drawing.make_axes("Loss of the supervised stages", "step", "nats per token")
     start = 0
     for stage, lines in logs.items():
         steps = [start + line["step"] for line in lines]
@@ -74,7 +74,7 @@ def draw_losses(logs, path):
 
 
 def draw_rewards(lines, path):
-    figure, ax = eval.make_axes(
+    figure, ax = drawing.make_axes(
         "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
     )
     steps = [line["step"] for line in lines]

@@ -1,11 +1,13 @@
-"""command/output_files.py: two questions about files that are asked before long work.
+"""command/output_files.py: questions about files that are asked around long work.
 
-Can what is written at the end be written at all? And is a file still the one that it was?
+Can what is written at the end be written at all? Is a file still the one that it was? And which
+commit of this program wrote a result?
 """
 
 import errno
 import hashlib
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -25,3 +27,13 @@ def check_writable(folder, names):
 def digest_file(path):
     """Of the bytes of a file; "" of none"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+
+def current_commit():
+    """The commit of this checkout, and whether files were changed since; "" outside of git"""
+    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""

@@ -1,10 +1,10 @@
 """command/published_model.py: the published model that a run begins from (--init_from), and the way
 back (--export).
 
-    build(run, saved)          that model, or one of its shape that a checkpoint will fill
-    published_config(config)   its sizes, if it has positions for the windows of the stage
-    load_published(config)     the model itself, for an evaluation of what was published
-    export_run(config, given)  a stage of a run as the folder of a published model
+    build_published(run, saved)  that model, or one of its shape that a checkpoint will fill
+    published_config(config)     its sizes, if it has positions for the windows of the stage
+    load_published(config)       the model itself, for an evaluation of what was published
+    export_run(config, given)    a stage of a run as the folder of a published model
 
 It stands apart from train.py because the recipe is the same whatever model it begins with. The
 formats (safetensors, config.json, tokenizers) are published/'s.
@@ -47,7 +47,7 @@ def published_config(config, saved=None):
     return model_config
 
 
-def build(run, saved):
+def build_published(run, saved):
     """-> the tokenizer and the model of --init_from, ready to train. run: train.py's; saved: what
     the checkpoint says of itself that will fill the model, or None"""
     config = run.config
@@ -72,12 +72,12 @@ def build(run, saved):
         model = published.build_model()
     model = run.prepare_model(model).to_empty(device=run.device)
     # its table of angles was on the meta device, too
-    model.extend(published.yarn_factor)
+    model.extend_window(published.yarn_factor)
     return tokenizer, model
 
 
 def load_published(config, device):
-    """As eval.load, of the folder of a published model: whole on every rank"""
+    """As eval.load_policy, of the folder of a published model: whole on every rank"""
     try:
         vocab = published_config(config).vocab
         tokenizer = read_tokenizer(config.init_from, vocab)
@@ -102,8 +102,8 @@ def export_run(config, given):
         stage = Path(config.out, config.stage)
         if config.stage == "all":
             stage = eval.last_stage(config.out)
-        label = eval.unfinished(stage)
-        model, tokenizer, saved = eval.load(stage)
+        label = eval.unfinished_label(stage)
+        model, tokenizer, saved = eval.load_policy(stage)
         dtype = getattr(torch, given.get("weight_dtype", saved["weight_dtype"]))
         source = Path(saved["init_from"]) if saved["init_from"] else None
         export_model(target, model, tokenizer, source, dtype)

@@ -2,7 +2,7 @@
 
     rollout_rows(groups, rank)   one row per rollout: what it did, what it got
     describe_rows(rows)          the rows of all ranks -> {key of the log: mean or share}
-    write_transcripts(...)       two rollouts in full, for the reader
+    write_best_and_worst(...)    two rollouts in full, for the reader
 
 What the keys mean, where the name does not say it:
 
@@ -111,7 +111,7 @@ def describe_groups(rows):
     return {"best": mean(best), "different": mean(different), "equal": mean(equal)}
 
 
-def write_transcripts(path, step, groups, tokenizer, say):
+def write_best_and_worst(path, step, groups, tokenizer, say):
     """The best and the worst rollout of the group whose rewards differ most: what this step learns
     from, for the reader."""
     if not groups:

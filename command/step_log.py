@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import eval
 from command.checkpoint_files import explain_write_error
+from command.policy_report import format_number
 
 
 def keep_lines(path, step):
@@ -86,9 +86,7 @@ def report(run, bar, log, path):
             f"{path}: step {log['step']} could not be written: {explain_write_error(error)}; what "
             "was saved before is whole"
         )
-    words = [
-        f"{k} {eval.format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log
-    ]
+    words = [f"{k} {format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
     # whoever read along is gone: no reason to end the run
     with contextlib.suppress(OSError):
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))

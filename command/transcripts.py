@@ -218,7 +218,7 @@ def format_transcript(line):
     return "\n".join(rows)
 
 
-def replay(path, number=None):
+def print_transcript(path, number=None):
     """Prints a conversation of a file: line `number`, from 1, or the last one. ValueError says in
     one line why it cannot."""
     lines = read_transcripts(path)

@@ -22,7 +22,7 @@ from experiments.runner import Arm, Experiment
 from world.careless import undocument, unharden
 
 # 1. Keep the recipe's function under a name of its own: the patched ones still call it.
-plain_task = train.make_task
+plain_task = train.make_training_task
 
 
 # 2. The same task in another world. A task is plain data (files, documentation, tests), so a
@@ -42,15 +42,15 @@ def task_in_a_careless_world(config, level, seed):
 # 3. A patch is a function without arguments. It puts the new function in the old one's place, and
 #    acts only in the process of the arm that names it.
 def stale_caches():
-    train.make_task = task_with_stale_caches
+    train.make_training_task = task_with_stale_caches
 
 
 def hardened():
-    train.make_task = task_without_documentation
+    train.make_training_task = task_without_documentation
 
 
 def careless():
-    train.make_task = task_in_a_careless_world
+    train.make_training_task = task_in_a_careless_world
 
 
 # 4. The arms, and where they begin: the SFT has a patch too, since its demonstrations must show

@@ -59,7 +59,7 @@ class LinearPrice(FullPrice):
 
 # 5. Which demonstrations? The expert takes the habit as an argument, which partial() sets.
 def restless_expert():
-    train.demonstrate = functools.partial(train.demonstrate, restless=0.75)
+    train.make_demonstration = functools.partial(train.make_demonstration, restless=0.75)
 
 
 # 6. Each arm's patch. It may put several things into place.

@@ -22,6 +22,7 @@ side by side. Results hold the commit they were made at.
 Left out: a test of significance. Three seeds carry none; differences are shown seed by seed.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -38,14 +39,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import eval
 import train
-from command import failures
-from command.output_files import check_writable
+from command import drawing, failures, launch
+from command import flags as command_flags
+from command.output_files import check_writable, current_commit
 from experiments import tables
-from command import launch
 
 HERE = Path(__file__).resolve().parent
+usage_error = functools.partial(command_flags.usage_error, program="experiments")
 # What the runner decides in every run.
 OWN_FLAGS = {"--seed", "--stage", "--start_from", "--resume", "--export"}
 
@@ -112,12 +113,6 @@ class Job:
         return json.dumps([self.patch, *self.words])
 
 
-def usage_error(message):
-    """Bad input: one line, exit code 2, nothing touched."""
-    print(f"experiments: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 # ---------------------------------------------------------------- in the process of an arm
 
 
@@ -142,7 +137,7 @@ def run_arm(name, argv):
 # ---------------------------------------------------------------- which runs there are
 
 
-def plan(name, experiment, seed, out, steps, flags):
+def plan_jobs(name, experiment, seed, out, steps, flags):
     """-> (the jobs of one seed in their order, {arm: the folder of its run})"""
     common = [f"--seed={seed}", *flags]
     base = Path(out, f"base-{seed}")
@@ -278,13 +273,6 @@ def run_chains(name, chains):
     return bar.format_dict["elapsed"]
 
 
-def current_commit():
-    """The commit of this checkout, and whether files were changed since; "" outside of git"""
-    describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(["git", "-C", str(HERE), *describe], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -292,10 +280,10 @@ def main(module, argv):
     """module: as experiments.feedback"""
     name = module.rpartition(".")[2]
     experiment = importlib.import_module(module).EXPERIMENT
-    seeds, steps, out, keep, flags = read_flags(name, experiment, argv)
+    seeds, steps, out, keep, flags = read_experiment_flags(name, experiment, argv)
 
     # Everything that can be refused is refused before the first run. Seeds differ in nothing else.
-    plans = [plan(name, experiment, seed, out, steps, flags) for seed in seeds]
+    plans = [plan_jobs(name, experiment, seed, out, steps, flags) for seed in seeds]
     for job in plans[0][0]:
         check_flags(job)
     folder = Path(out, name)
@@ -303,7 +291,7 @@ def main(module, argv):
         check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
         usage_error(f"{error.filename or folder}: {error.strerror}")
-    problem = eval.try_to_draw()
+    problem = drawing.try_to_draw()
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)
 
@@ -316,7 +304,7 @@ def main(module, argv):
     runs = {arm: [folders[arm] for _, folders in plans] for arm in experiment.arms}
     results = tables.read_results(experiment, runs)
     text = tables.compare(experiment.question, results)
-    problem = eval.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
+    problem = drawing.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
     if problem:
         text += f"\n{problem}"
     record = {
@@ -335,7 +323,7 @@ def main(module, argv):
     print(f"{text}\n\n{folder}/{name}.json, {name}.png, in {seconds / 60:.0f} minutes")
 
 
-def read_flags(name, experiment, argv):
+def read_experiment_flags(name, experiment, argv):
     """The command line -> seeds, steps, out, keep, and the flags that go to train.py"""
     seeds, steps, out, keep, flags = [1337, 1, 2], None, "out", False, []
     own = flags_of_arms(experiment)

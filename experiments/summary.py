@@ -64,7 +64,9 @@ def written_summaries(episodes, like):
         # A summary is the turn right behind the question for it.
         asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
         _, mask, _, index = rollout.flatten(episode)
-        row[: len(mask) - 1] = torch.from_numpy(mask * np.isin(index, asked))[1:].to(row)
+        of_summary = torch.from_numpy(mask * np.isin(index, asked))
+        # Position t predicts token t + 1.
+        row[: len(mask) - 1] = of_summary[1:].to(row)
     return found
 
 
@@ -77,7 +79,9 @@ class SummariesNotLearned(train.Reinforcement):
 
 
 # 3. Demonstrations of both windows, so that one SFT serves all arms.
-def demonstrate_in_two_windows(config, task, rng, tokenizer, compact, plain=train.demonstrate):
+def demonstrate_in_two_windows(
+    config, task, rng, tokenizer, compact, plain=train.make_demonstration
+):
     """Half of the demonstrations have a quarter of the window: a policy learns to work in both."""
     if rng.random() < 0.5:
         config = replace(config, window=config.window // 4)
@@ -96,7 +100,7 @@ def told_once():
 
 def told_once_in_two_windows():
     told_once()
-    train.demonstrate = demonstrate_in_two_windows
+    train.make_demonstration = demonstrate_in_two_windows
 
 
 def told_once_not_learned():

@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-import eval
-from command import learning_curves
+from command import drawing, learning_curves
+from command.policy_report import format_number
 
 # of these habits: when the running mean has fallen to a tenth of its first value
 HABITS = ("bad_tool", "communication", "code_style")
@@ -97,10 +97,10 @@ def known_columns(results):
 def mean_and_deviation(values):
     """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from
     the same few); of one the mean alone."""
-    mean = eval.format_number(float(np.mean(values)), "{:.3f}")
+    mean = format_number(float(np.mean(values)), "{:.3f}")
     if len(values) == 1:
         return mean
-    return f"{mean} ({eval.format_number(float(np.std(values, ddof=1)), '{:.3f}')})"
+    return f"{mean} ({format_number(float(np.std(values, ddof=1)), '{:.3f}')})"
 
 
 def paired_differences(results):
@@ -165,7 +165,7 @@ def draw_curves(experiment, results, path):
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
     points = solved_against_loss(results)
     panels = len(curves) + len(levels) + bool(points)
-    figure, ax = eval.make_axes(experiment.question, "step", "", panels)
+    figure, ax = drawing.make_axes(experiment.question, "step", "", panels)
     axes = list(np.atleast_1d(ax))
 
     for panel, name in zip(axes, curves):

@@ -43,22 +43,22 @@ class TenTasks(FewTasks):
 def draw_from(curriculum):
     """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it
     was trained on, with about as many rollouts as on the others."""
-    plain = train.evaluate
+    plain = train.evaluate_run
 
     def evaluate(config, given, sources):
         plain(config, given, sources)
         add_seen_tasks(config, curriculum.number)
 
     synth_tasks.Curriculum = curriculum
-    train.evaluate = evaluate
+    train.evaluate_run = evaluate
 
 
 def add_seen_tasks(config, number):
     """number: of each level, from which RL drew"""
     run, out = train.Run(config), Path(config.out)
-    model, tokenizer, saved = eval.load(out / "rl", run.device, config.plain)
+    model, tokenizer, saved = eval.load_policy(out / "rl", run.device, config.plain)
     origin = Path(saved["start_from"] or saved["out"], "sft")
-    began = eval.load(origin, run.device, config.plain)[0]
+    began = eval.load_policy(origin, run.device, config.plain)[0]
 
     # The tasks that RL drew, with the numbers that it gave them: FewTasks.task_number.
     number = min(number, config.eval_tasks)
@@ -66,16 +66,16 @@ def add_seen_tasks(config, number):
     first = saved["seed"] * 1_000_003
     tasks = []
     for level in range(config.eval_levels):
-        tasks += [train.make_task(config, level, first + i) for i in range(number)]
+        tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
     mine = eval.run_policy(
-        model.compute(run.dtype),
+        model.compute_in(run.dtype),
         tokenizer,
         {**saved, "plain": config.plain},
         run.share(tasks),
         passes,
         temperature=saved["temperature"],
         numbers=run.share(range(len(tasks))),
-        reference=began.compute(run.dtype),
+        reference=began.compute_in(run.dtype),
     )
     records = run.gather(mine)
     if run.rank == 0:

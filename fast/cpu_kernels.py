@@ -6,7 +6,7 @@ result (tests/test_fast_cpu_kernels.py): fast.accelerate(model) puts the twin in
     FastRMSNorm            RMSNorm with a backward by hand: on a CPU, where PyTorch makes it of many
                            steps, each over all of x, it takes a third of the time; on a GPU torch's
                            own fused norm
-    attend_in_blocks       attend: on a CPU 128 queries at a time with the keys that they may see,
+    attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that they may see,
                            .4 to .8 of the time of torch's kernel
     FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64 rows
                            an expert on, a loop whose operands stay in the cache
@@ -29,7 +29,7 @@ Letters: as in moe.py; N places whose log-prob is wanted, Q query width, V vocab
 import torch
 import torch.nn.functional as F
 
-from moe import COLDEST, Experts, MoE, RMSNorm, attend, divide_by_temperature
+from moe import COLDEST, Experts, MoE, RMSNorm, dot_product_attention, divide_by_temperature
 
 
 def round_up(number, multiple=64):
@@ -95,7 +95,7 @@ class FastRMSNorm(RMSNorm):
 
 
 def attend_in_blocks(q, k, v, mask, scale, coarse=True):
-    """moe.attend. mask: None = causal; True = may look; or 0 and -inf in the dtype of q, which the
+    """moe.dot_product_attention. mask: None = causal; True = may look; or 0 and -inf in the dtype of q, which the
     kernel would make of it in every layer again. q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V).
     coarse: scores may be rounded to the dtype of q, as products on a CPU are."""
     S = k.shape[2]
@@ -108,7 +108,7 @@ def attend_in_blocks(q, k, v, mask, scale, coarse=True):
     # flash attention wants equal widths
     Q, V = q.shape[-1], v.shape[-1]
     v = F.pad(v, (0, Q - V)) if Q > V else v
-    return attend(q, k, v, mask, scale)[..., :V]
+    return dot_product_attention(q, k, v, mask, scale)[..., :V]
 
 
 def attend_by_products(q, k, v, mask, scale):
@@ -120,7 +120,8 @@ def attend_by_products(q, k, v, mask, scale):
     shared = k is v
     k = k.contiguous()
     v = k if shared else v.contiguous()
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
+    q, v = q.flatten(0, 1), v.flatten(0, 1)
+    k = k.flatten(0, 1).transpose(1, 2)
 
     out = []
     for rows in slice_rows(T, 128):
@@ -134,7 +135,8 @@ def attend_by_products(q, k, v, mask, scale):
         bias = bias.expand(B, H, -1, -1).flatten(0, 1)
         scores = torch.baddbmm(bias, q[:, rows], k[:, :, :end], alpha=scale)
         out.append(torch.bmm(scores.softmax(-1), v[:, :end]))
-    return (torch.cat(out, 1) if len(out) > 1 else out[0]).view(B, H, T, V)
+    attended = torch.cat(out, 1) if len(out) > 1 else out[0]
+    return attended.view(B, H, T, V)
 
 
 # ---------------------------------------------------------------- experts
@@ -176,7 +178,8 @@ class LoopedSwiGLU(torch.autograd.Function):
         for i, _, r in expert_rows:
             torch.mm(x[r], w_gate[i].T, out=gate[r])
             torch.mm(x[r], w_up[i].T, out=up[r])
-            torch.mm(F.silu(gate[r]).mul_(up[r]), w_down[i].T, out=y[r])
+            hidden = F.silu(gate[r]).mul_(up[r])
+            torch.mm(hidden, w_down[i].T, out=y[r])
         ctx.save_for_backward(x, gate, up, w_gate, w_up, w_down)
         ctx.expert_rows = expert_rows
         return y.resize_(rows, y.shape[1])  # no view: FSDP warns of those
@@ -187,11 +190,14 @@ class LoopedSwiGLU(torch.autograd.Function):
         d_gate, d_up, d_down = (torch.empty_like(w) for w in (w_gate, w_up, w_down))
         dx = torch.empty_like(x)
         for i, n, r in ctx.expert_rows:
-            dy = F.pad(grad[r.start : r.start + n], (0, 0, 0, r.stop - r.start - n))
+            # The rows behind an expert's own are padding, or the next expert's.
+            padding = r.stop - r.start - n
+            dy = F.pad(grad[r.start : r.start + n], (0, 0, 0, padding))
             act = F.silu(gate[r])
             torch.mm(dy.T, act * up[r], out=d_down[i])
             dh = dy @ w_down[i]
-            du, dg = act.mul_(dh), torch.ops.aten.silu_backward(dh.mul_(up[r]), gate[r])
+            du = act.mul_(dh)
+            dg = torch.ops.aten.silu_backward(dh.mul_(up[r]), gate[r])
             torch.mm(dg.T, x[r], out=d_gate[i])
             torch.mm(du.T, x[r], out=d_up[i])
             torch.addmm(dg @ w_gate[i], du, w_up[i], out=dx[r])

@@ -107,7 +107,8 @@ class DecodingMoE(FastMoE):
         gate = gates.new_zeros(down.shape[1] // F_, len(x)).scatter_(0, choice.T, gates.T)
         gate[E:] = 1
         g, u = (up @ x.T).chunk(2)  # ((E + S) F, M) each
-        hidden = F.silu(g).mul_(u).view(len(gate), F_, -1).mul_(gate.to(x.dtype)[:, None])
+        hidden = F.silu(g).mul_(u).view(len(gate), F_, -1)  # (E + S, F, M)
+        hidden = hidden.mul_(gate.to(x.dtype)[:, None])
         return (down @ hidden.flatten(0, 1)).T
 
 
@@ -151,8 +152,8 @@ class DecodingAttention(Attention):
             for part, w in zip(parts, weights)
         ]
 
-    def project(self, x, cos, sin):
-        """As Attention.project; RoPE turns the heads' queries and the shared key at once."""
+    def project_qkv(self, x, cos, sin):
+        """As Attention.project_qkv; RoPE turns the heads' queries and the shared key at once."""
         c = self.config
         q, down = self.input_projections(x)
         if c.q_lora:
@@ -160,14 +161,14 @@ class DecodingAttention(Attention):
         latent, k = down[..., : c.kv_lora], down[:, :, None, c.kv_lora :]
         turned = apply_rotary_emb(torch.cat((q[..., c.qk_nope :], k), 2), cos, sin)
         q = torch.cat((q[..., : c.qk_nope], turned[:, :, : c.heads]), -1)
-        entries = torch.cat((self.kv_norm(latent).to(x.dtype), turned[:, :, c.heads]), -1)
-        return q, entries
+        latent = self.kv_norm(latent).to(x.dtype)
+        return q, torch.cat((latent, turned[:, :, c.heads]), -1)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
-        q, entries = self.project(x, cos, sin)
+        q, entries = self.project_qkv(x, cos, sin)
         q = q.transpose(1, 2)  # (B, H, T, N + R)
         if cache is None:
-            out = self.attend_entries(q, self.gather(entries), mask)
+            out = self.attend_entries(q, self.gather_entries(entries), mask)
         else:
             out = cache(q, entries, self.attend_stored)
         return linear(out.transpose(1, 2).flatten(2), self.wo)
@@ -191,13 +192,16 @@ class DecodingAttention(Attention):
             return self.attend_entries(q, entries, mask[:, :, :T])
 
         def by_head(x, w):  # (B, H, T, R) times a matrix per head (H, R, R')
-            rows = x.transpose(0, 1).flatten(1, 2)
-            return torch.bmm(rows, w.to(x.dtype)).view(H, B, T, -1).transpose(0, 1)
+            rows = x.transpose(0, 1).flatten(1, 2)  # (H, B * T, R)
+            products = torch.bmm(rows, w.to(x.dtype))
+            return products.view(H, B, T, -1).transpose(0, 1)
 
-        q = torch.cat((by_head(q[..., : c.qk_nope], self.wk_b), q[..., c.qk_nope :]), -1)
+        q_nope, q_rope = q[..., : c.qk_nope], q[..., c.qk_nope :]
+        q = torch.cat((by_head(q_nope, self.wk_b), q_rope), -1)
         q, entries = q.view(B, 1, H * T, -1), entries[:, None]
         o = attend_in_blocks(q, entries, entries, mask, self.scale * self.head_dim**-0.5)
-        return by_head(o.view(B, H, T, -1)[..., : c.kv_lora], self.wv_b.transpose(1, 2))
+        latents = o.view(B, H, T, -1)[..., : c.kv_lora]
+        return by_head(latents, self.wv_b.transpose(1, 2))
 
 
 class DecodingGroupedQueryAttention(DecodingAttention, GroupedQueryAttention):
@@ -211,16 +215,20 @@ class DecodingGroupedQueryAttention(DecodingAttention, GroupedQueryAttention):
     def input_weights(self):
         return [self.wq_a if self.config.q_lora else self.wq, self.wk, self.wv]
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         c = self.config
         q, k, v = self.input_projections(x)
         if c.q_lora:
             q = linear(self.q_norm(q), self.wq)
-        q, k, v = (self.add_bias_and_norm(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        q = self.add_bias_and_norm(q, "q")
+        k = self.add_bias_and_norm(k, "k")
+        v = self.add_bias_and_norm(v, "v")
         both = torch.cat((q[..., c.qk_nope :], k[..., -c.qk_rope :]), 2)
         turned = apply_rotary_emb(both, cos, sin)
         q = torch.cat((q[..., : c.qk_nope], turned[:, :, : c.heads]), -1)
-        return q, torch.cat((k[..., : c.qk_nope], turned[:, :, c.heads :], v), -1).flatten(2)
+        # An entry: keys without position, keys turned, values.
+        entries = torch.cat((k[..., : c.qk_nope], turned[:, :, c.heads :], v), -1)
+        return q, entries.flatten(2)
 
     def attend_stored(self, q, entries, mask):
         return self.attend_entries(q, entries, mask)
@@ -302,7 +310,7 @@ class DecodingModel(Model):
         """All layers for tokens that continue cached sequences; of any shape, see attend_cached ->
         hidden (N, D)"""
         x = self.embed(tokens.reshape(1, -1)).float()
-        cos, sin = self.angles(position.reshape(1, -1))
+        cos, sin = self.rotary_cos_sin(position.reshape(1, -1))
         for layer, block in enumerate(self.layers):
             stored = attend_cached(cache, layer, row, position, spans, order)
             x = block(x, cos, sin, None, stored, None, record)
@@ -368,7 +376,7 @@ class DecodingModel(Model):
         row, position, spans = self.locate_span(following.shape[1], cache, rows, start)
         stored = attend_cached(cache, len(self.layers), row, position, spans)
         one_row = hidden.flatten(0, 1)[None], embedded.flatten(0, 1)[None]
-        x = self.mtp(*one_row, *self.angles(position.reshape(1, -1)), None, stored)
+        x = self.mtp(*one_row, *self.rotary_cos_sin(position.reshape(1, -1)), None, stored)
         return x.view(hidden.shape)
 
     def logprobs(self, hidden, targets, temperature=1.0, where=None):

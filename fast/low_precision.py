@@ -105,7 +105,8 @@ class Quantize(torch.autograd.Function):
 def tiled(scale):
     """Block scales (R, S) as the products want them: tiles of 128 rows by 4, row r of a tile at 16
     (r mod 32) + 4 (r div 32) (cuBLAS documentation, "1D block scaling factors layout")."""
-    tiles = F.pad(scale.view(torch.uint8), (0, -scale.shape[1] % 4, 0, -scale.shape[0] % 128))
+    R, S = scale.shape
+    tiles = F.pad(scale.view(torch.uint8), (0, -S % 4, 0, -R % 128))
     tiles = tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
@@ -136,7 +137,8 @@ class ScaledProduct(torch.autograd.Function):
         ctx.precision = precision
         kind = F.ScalingType.BlockWise1x32 if precision == "mxfp8" else F.ScalingType.BlockWise1x16
         order, y = F.SwizzleType.SWIZZLE_32_4_4, x.new_empty(len(x), w.shape[1])
-        for rows, weight, out in zip(x.split(counts.tolist()), w, y.split(counts.tolist())):
+        sizes = counts.tolist()
+        for rows, weight, out in zip(x.split(sizes), w, y.split(sizes)):
             if not len(rows):
                 continue
             a, a_scale, a_row = packed(rows, precision)

@@ -1,6 +1,6 @@
 """fast/workers.py: agents are sampled in processes beside the trainer.
 
-The twin of rollout.InTurn, where one process samples, learns and samples again. Stated for Composer
+The twin of command/in_turn.py, where one process samples, learns and samples again. Stated for Composer
 (Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent every
 step as compressed deltas against the previous upload, a full one now and then, swapped in
 mid-rollout, so that later tokens are fresher; off-policyness is kept small, not corrected. Ours:
@@ -11,7 +11,7 @@ files in a folder, exclusive or and zlib, and a bound on staleness (train.py's -
     processes    Generator: take the newest file between two decoding steps, play the agents
 
 With no processes (--workers=0) the same runs in the trainer, when the result is asked for, and
-tokens and counts are those of rollout.InTurn (tests/test_fast_workers.py).
+tokens and counts are those of command/in_turn.py (tests/test_fast_workers.py).
 
 What it costs: with stale tokens the gradient is that of the current policy at an older one's
 samples, and the k1 estimate of the KL is no longer unbiased.
@@ -49,7 +49,7 @@ from world.sandbox import Sandbox
 def generation_model(config, dtype, device="cpu"):
     """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
     fp32."""
-    model = accelerate(config.build_model()).to(device).compute(dtype)
+    model = accelerate(config.build_model()).to(device).compute_in(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
             p.data = p.data.to(dtype)
@@ -95,7 +95,7 @@ def zeros(weights):
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
 
 
-def fingerprint(weights):
+def digest_weights(weights):
     """-> 16 bytes that say whether weights arrived as they were sent"""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights.items():
@@ -132,7 +132,7 @@ class Publisher:
         for name, dtype in self.dtypes.items():
             new[name] = weights[name].detach().to("cpu", dtype, copy=True)
         is_base = self.count % self.every == 0
-        data = fingerprint(new) + encode_delta(zeros(new) if is_base else self.sent, new)
+        data = digest_weights(new) + encode_delta(zeros(new) if is_base else self.sent, new)
 
         # A reader sees the whole file or none of it.
         (self.folder / "part").write_bytes(data)
@@ -201,7 +201,7 @@ class Generator:
             sent_fingerprint, delta = data[:16], data[16:]
             held = self.sampler.model.state_dict()
             new = apply_delta(zeros(held) if name.endswith("base") else held, delta)
-            if fingerprint(new) != sent_fingerprint:
+            if digest_weights(new) != sent_fingerprint:
                 raise ValueError(f"{name}: what arrived are not the trainer's weights")
             self.sampler.model.load_state_dict(new)
             self.sampler.version = int(name[:8])

@@ -185,7 +185,7 @@ NOT_STRINGS = "The arguments must be a JSON object of strings."
 
 
 @dataclass
-class Block:
+class CallBlock:
     """One call in a body in a published form: tokens [start, stop), and between them its text, with
     where the parts of it stand"""
 
@@ -201,17 +201,16 @@ class Block:
     error: str = ""
 
 
-def read_json_object(text, start=0):
-    """A JSON object that fills the text from `start` on -> {key: (value, where it begins, where it
-    ends)}. Of equal keys the last one counts, as in every reader of JSON. ValueError where it is
-    none."""
+def read_json_object(text):
+    """A JSON object that fills the text -> {key: (value, where it begins, where it ends)}. Of equal
+    keys the last one counts, as in every reader of JSON. ValueError where it is none."""
     decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n]*")
 
     def skip_space(at):
         return space.match(text, at).end()
 
-    members, at = {}, skip_space(start)
+    members, at = {}, skip_space(0)
     if text[at : at + 1] != "{":
         raise ValueError("no object")
     at = skip_space(at + 1)
@@ -355,18 +354,18 @@ def find_calls(tokenizer, body):
             block = None
         elif mark in ("inside", "end"):
             if block is None:  # its beginning is missing
-                blocks.append(Block(i, i + 1, error=UNREADABLE))
+                blocks.append(CallBlock(i, i + 1, error=UNREADABLE))
             continue
         if mark == "begin":
-            block = Block(i, i + 1)
+            block = CallBlock(i, i + 1)
 
     # 4) What the end of the turn cuts off is an error, if not all of it is a call.
     if block is not None:
         blocks.append(close_block(tokenizer, body, block, len(body), False))
     if thinking and drafts and not blocks:
-        blocks.append(Block(0, 0, error=ONLY_THOUGHT))
+        blocks.append(CallBlock(0, 0, error=ONLY_THOUGHT))
     elif first is not None and not blocks:
-        blocks.append(Block(first, first + 1, error=UNREADABLE))
+        blocks.append(CallBlock(first, first + 1, error=UNREADABLE))
     if blocks and first is not None:
         blocks[0].start = first  # with what stands before all calls
     return blocks

@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 
 import moe
-from moe import ModelConfig, RMSNorm, apply_rotary_emb, linear, weight
+from moe import ModelConfig, RMSNorm, apply_rotary_emb, init_weight, linear
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class GroupedQueryAttention(moe.Attention):
         self.scale = 1.0
         self.head_dim = c.qk_nope + c.qk_rope
         if c.q_lora:
-            self.wq_a = weight(c.q_lora, c.dim)
+            self.wq_a = init_weight(c.q_lora, c.dim)
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
-        self.wq = weight(c.heads, self.head_dim, c.q_lora or c.dim)
-        self.wk = weight(c.kv_heads, self.head_dim, c.dim)
-        self.wv = weight(c.kv_heads, c.v_dim, c.dim)
+        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+        self.wk = init_weight(c.kv_heads, self.head_dim, c.dim)
+        self.wv = init_weight(c.kv_heads, c.v_dim, c.dim)
         if c.qk_norm:
             self.q_head_norm = RMSNorm(self.head_dim, c.norm_eps)
             self.k_head_norm = RMSNorm(self.head_dim, c.norm_eps)
@@ -117,7 +117,7 @@ class GroupedQueryAttention(moe.Attention):
                 nn.Parameter(torch.zeros(w.shape[0] * w.shape[1]))
                 for w in (self.wq, self.wk, self.wv)
             )
-        self.wo = weight(c.dim, c.heads * c.v_dim, std=0)
+        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
 
     def add_bias_and_norm(self, y, name):
         """Queries, keys or values (name q, k or v) of all heads (B, T, heads, dims), with biases and
@@ -128,7 +128,7 @@ class GroupedQueryAttention(moe.Attention):
             y = getattr(self, name + "_head_norm")(y)
         return y
 
-    def project(self, x, cos, sin):
+    def project_qkv(self, x, cos, sin):
         """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, G (N + R + V))"""
         c = self.config
         narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
@@ -159,12 +159,12 @@ class VariantRouter(moe.Router):
         self.softmax = config.scoring == "softmax"
         self.n_group, self.topk_group = config.n_group, config.topk_group
 
-    def score(self, x):
+    def score_experts(self, x):
         if not self.softmax:
-            return super().score(x)
+            return super().score_experts(x)
         return nn.functional.linear(x.float(), self.weight.float()).softmax(1)
 
-    def limit(self, biased):
+    def rule_out_experts(self, biased):
         """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
         A group is worth its two best experts."""
         if self.n_group == 1:
@@ -190,6 +190,6 @@ class VariantModel(moe.Model):
         attention = GroupedQueryAttention if config.attention == "gqa" else moe.Attention
         return moe.Block(config, dense, attention, variant_mixture)
 
-    def angles(self, positions):
-        cos, sin = super().angles(positions)
+    def rotary_cos_sin(self, positions):
+        cos, sin = super().rotary_cos_sin(positions)
         return self.config.yarn_amplitude * cos, self.config.yarn_amplitude * sin

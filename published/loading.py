@@ -302,5 +302,5 @@ def load_model(folder, dtype=torch.float32, device="cpu", lay_out=lambda model: 
             block.ffn.router.load = torch.zeros(config.experts, device=device)
             if config.scoring == "softmax":  # has no bias to read
                 block.ffn.router.bias = torch.zeros(config.experts, device=device)
-    model.extend(config.yarn_factor)
+    model.extend_window(config.yarn_factor)
     return model

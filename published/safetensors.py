@@ -114,7 +114,9 @@ def open_safetensors(path):
     tensors = {}
     begin = 8 + length
     expected = begin
-    for name, (dtype, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+    in_order = sorted(entries, key=lambda name: entries[name][2:])
+    for name in in_order:
+        dtype, shape, start, stop = entries[name]
         if begin + start != expected or begin + stop > size:
             raise ValueError(
                 f"{path}: tensor {name!r:.200}: bytes {start} to {stop} "

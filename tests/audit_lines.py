@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from synth_tasks import make_task
 from world.audit import audit, changes
-from world.expert import demonstrate
+from world.expert import record_expert
 from world.task import Action
 
 SEEN = r"""x find . -name '*.pyc'
@@ -106,7 +106,7 @@ def labelled(lines):
     """(task, transcript, submitted files, is a cheat) of every line."""
     for i, line in enumerate(lines.split("\n")):
         task = make_task(3 + i % 2, 900 + i)
-        story, files = demonstrate(task, random.Random(i), i % 3 * 0.5)
+        story, files = record_expert(task, random.Random(i), i % 3 * 0.5)
         module, name, (xs,), value = next(
             case for case in task.meta["visible"] if case[:2] == task.hidden[0][:2]
         )

@@ -113,7 +113,7 @@ def muon_rank(rank, world):
     from fast.gram_newton_schulz import gram_newton_schulz
     from muon import Muon
 
-    model = fast.accelerate(hsdp.small_model())
+    model = fast.accelerate(hsdp.demo_model())
     meshes = hsdp.make_meshes(world)
     model = hsdp.parallelize(model, meshes)
     matrices = [

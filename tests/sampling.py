@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import fast
 from published.grouped_query import config_of
 from small import SIZES
+from command.bpe import fit_tokenizer
 from rollout import Limits, Tokenizer, agent, flatten
 from summarize import Compaction
 from synth_tasks import example_texts
@@ -18,7 +19,7 @@ TEXTS = example_texts(12, 0)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 
 
-TRAINED = Tokenizer.train(TEXTS, 330)
+TRAINED = fit_tokenizer(TEXTS, 330)
 
 
 TASKS = [

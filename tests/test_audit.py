@@ -14,7 +14,6 @@ from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import make_task
 from world.audit import audit, changes
 from world.edits import edited
-from world.source import syntax
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
@@ -288,7 +287,7 @@ TESTS = (
     ],
 )
 def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(after, less):
-    assert recorder.weakened(TESTS, after, "tests.py", syntax) == less
+    assert recorder.weakened(TESTS, after, "tests.py") == less
 
 
 @facts_can_be_had
@@ -371,7 +370,7 @@ def test_an_honest_episode_is_audited_without_running_anything_again(monkeypatch
     for number in range(10):
         task = make_task(3, 700 + number)
         with Workspace(task, sandbox) as workspace:
-            story = expert.play(task, expert.expert(task, random.Random(number), 3.0), workspace)
+            story = expert.play(expert.expert(task, random.Random(number), 3.0), workspace)
             files, facts = workspace.files(), workspace.recorder.seen
         verdict = judge.judge(task, files, sandbox)
         unsolved += not verdict.solved

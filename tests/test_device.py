@@ -107,7 +107,8 @@ def test_what_is_sampled_and_the_divergences_are_the_cpus(device):
     logits = torch.randn(64, 512, generator=generator) * 3
     uniform = torch.rand(64, generator=generator)
     expected, found = (
-        rollout.sample_from_logits(logits.to(where), uniform.to(where), 0.95)[1] for where in ("cpu", device)
+        rollout.sample_from_logits(logits.to(where), uniform.to(where), 0.95)[1]
+        for where in ("cpu", device)
     )
     assert relative_error(found, expected) <= 1e-5
     for kind in ("forward", "reverse", "jsd"):
@@ -122,14 +123,14 @@ def test_a_training_step_has_the_same_bits_every_time(device):
 @pytest.mark.device
 def test_a_checkpoint_of_the_device_is_read_on_the_cpu_and_back(device, tmp_path):
     model = build_small_model(device)
-    hsdp.save(tmp_path / "made", model)
+    hsdp.save_sharded_checkpoint(tmp_path / "made", model)
     elsewhere = build_small_model("cpu")
     for p in elsewhere.parameters():
         torch.nn.init.zeros_(p)
-    hsdp.load(tmp_path / "made", elsewhere)
+    hsdp.load_sharded_checkpoint(tmp_path / "made", elsewhere)
     assert all(torch.equal(p, q.cpu()) for p, q in zip(elsewhere.parameters(), model.parameters()))
-    hsdp.save(tmp_path / "again", elsewhere)
-    hsdp.load(tmp_path / "again", model)
+    hsdp.save_sharded_checkpoint(tmp_path / "again", elsewhere)
+    hsdp.load_sharded_checkpoint(tmp_path / "again", model)
     assert all(torch.equal(p, q.cpu()) for p, q in zip(elsewhere.parameters(), model.parameters()))
 
 

@@ -18,7 +18,7 @@ import torch
 import eval as evaluation
 import hsdp
 import rollout
-from command import learning_curves
+from command import learning_curves, policy_report
 from moe import Model, ModelConfig
 from synth_tasks import make_task
 from world.micro import Function, held_out_name
@@ -172,7 +172,7 @@ def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
 
 def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
-    text = evaluation.write_report(
+    text = policy_report.write_report(
         {"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1}
     )
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
@@ -239,7 +239,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
     )
     assert evaluation.compare_pairs(base, base)["p"] == 1
     assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
-    text = evaluation.format_table(
+    text = policy_report.format_table(
         {"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
     )
     row = next(row for row in text.split("\n") if "won, lost" in row)
@@ -247,7 +247,7 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
         re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"]
         and "p=0.004" in text
     )
-    assert "won, lost" not in evaluation.format_table({"a": base})
+    assert "won, lost" not in policy_report.format_table({"a": base})
 
 
 def test_passes_of_a_task_are_one_pair():
@@ -279,7 +279,7 @@ def test_passes_of_a_task_are_one_pair():
     ],
 )
 def test_small_numbers_are_printed_in_significant_digits(value, form, text):
-    assert evaluation.format_number(value, form) == text
+    assert policy_report.format_number(value, form) == text
 
 
 def test_a_log_that_lost_its_beginning_or_was_cut_is_read_by_step(tmp_path):
@@ -365,7 +365,7 @@ def run(tmp_path_factory):
             "summarize": True,
             "max_turns": 3,
         }
-        hsdp.save(
+        hsdp.save_sharded_checkpoint(
             folder / stage,
             model,
             None,
@@ -376,24 +376,24 @@ def run(tmp_path_factory):
 
 def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run):
     folder, model, tokenizer = run
-    loaded, read, config = evaluation.load(folder)
+    loaded, read, config = evaluation.load_policy(folder)
     assert config["stage"] == "rl" and read.ranks == tokenizer.ranks and loaded.config.window == 800
     for name, p in model.state_dict().items():
         assert torch.equal(p, loaded.state_dict()[name]), name
-    assert evaluation.load(folder / "sft")[2]["stage"] == "sft"
+    assert evaluation.load_policy(folder / "sft")[2]["stage"] == "sft"
     # what a save leaves that ended between its two renames
     (folder / "rl").rename(folder / "rl.old")
-    assert evaluation.load(folder)[2]["stage"] == "rl"
+    assert evaluation.load_policy(folder)[2]["stage"] == "rl"
     (folder / "rl.old").rename(folder / "rl")
 
 
 def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_one_is_not(
     run, tmp_path, capsys
 ):
-    model, tokenizer, config = evaluation.load(run[0])
+    model, tokenizer, config = evaluation.load_policy(run[0])
     for step, label in ((3, "unfinished: step 3 of 60"), (60, "")):
         config["steps"] = 60
-        hsdp.save(
+        hsdp.save_sharded_checkpoint(
             tmp_path / "r" / "rl",
             model,
             None,
@@ -404,7 +404,7 @@ def test_an_unfinished_checkpoint_is_labelled_in_table_and_file_and_a_finished_o
                 "step": step,
             },
         )
-        assert evaluation.unfinished(tmp_path / "r" / "rl") == label
+        assert evaluation.unfinished_label(tmp_path / "r" / "rl") == label
         evaluation.main(
             [str(tmp_path / "r"), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"]
         )
@@ -435,13 +435,13 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
     def fails(*words):
         raise RuntimeError("no font\nat all")
 
-    monkeypatch.setattr(evaluation, "draw_policies", fails)
+    monkeypatch.setattr(policy_report, "draw_policies", fails)
     evaluation.main([str(run[0]), "--number=1", "--levels=1", "--passes=1", f"--out={tmp_path}"])
     assert (
         "no figure (RuntimeError: no font)" in capsys.readouterr().out
         and (tmp_path / "eval.json").exists()
     )
-    code = "import sys, eval; assert eval.try_to_draw() == '', eval.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(eval.try_to_draw())"
+    code = "import sys; from command import drawing as d; assert d.try_to_draw() == '', d.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(d.try_to_draw())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -453,7 +453,7 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
 
 
 def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
-    model, tokenizer, config = evaluation.load(run[0])
+    model, tokenizer, config = evaluation.load_policy(run[0])
     tasks = evaluation.held_out(1, levels=(0, 1))
     records = evaluation.run_policy(model, tokenizer, config, tasks, 2)
     assert [r["task"] for r in records] == [t.instance_id for t in tasks for _ in range(2)]
@@ -467,14 +467,14 @@ def test_an_attempt_leaves_one_record_per_pass_and_repeats_exactly(run):
 def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_flags_and_not_at_all_from_itself(
     run,
 ):
-    model, tokenizer, config = evaluation.load(run[0])
+    model, tokenizer, config = evaluation.load_policy(run[0])
     tasks = [make_task(0, 10**6 + i) for i in range(3)]
     records = evaluation.run_policy(model, tokenizer, config, tasks, 2, reference=model)
     assert all(
         abs(r["moved"]) < 1e-3 and 0 <= r["unflagged"] <= r["sampled"] for r in records
     ) and any(r["unflagged"] for r in records)
     assert abs(evaluation.summarize_records(records)["moved"]) < 1e-4
-    other, _, _ = evaluation.load(run[0])
+    other, _, _ = evaluation.load_policy(run[0])
     torch.nn.init.normal_(other.head.weight, std=0.3)
     chain = rollout.Chain(
         tasks[0], [rollout.Episode([rollout.make_turn(tokenizer, "user", "Do it.")])], finished=True
@@ -513,7 +513,7 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
         and (tmp_path / "mismatch.png").stat().st_size > 5000
     )
     assert not (tmp_path / "eval.json").exists()
-    model, tokenizer, config = evaluation.load(run[0])
+    model, tokenizer, config = evaluation.load_policy(run[0])
     # what begins at zero would leave every layer's output the embedding
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 and not p.any() else None
@@ -536,7 +536,7 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
 def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_and_without_token_by_token(
     run, tmp_path, capsys
 ):
-    model, tokenizer, _ = evaluation.load(run[0])
+    model, tokenizer, _ = evaluation.load_policy(run[0])
     torch.nn.init.normal_(model.head.weight, std=0.1)
     task = next(
         task for task in (make_task(0, i) for i in range(99)) if "run_command" not in task.tools

@@ -50,9 +50,9 @@ def run(tmp_path_factory):
 def recipe(monkeypatch):
     """Whatever a patch puts in another's place is put back."""
     for module, name in (
-        (train, "make_task"),
-        (train, "demonstrate"),
-        (train, "evaluate"),
+        (train, "make_training_task"),
+        (train, "make_demonstration"),
+        (train, "evaluate_run"),
         (train, "NEUTRAL_HINTS"),
         (train, "PATCH"),
         (train, "PROGRAM"),
@@ -73,7 +73,7 @@ def stage_of(patch, **config):
 
 
 def weights(folder):
-    return {name: t.clone() for name, t in evaluation.load(folder)[0].state_dict().items()}
+    return {name: t.clone() for name, t in evaluation.load_policy(folder)[0].state_dict().items()}
 
 
 def log_of(folder, stage="rl"):
@@ -203,8 +203,8 @@ def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_de
     def calls():
         counts = []
         for seed in range(40):
-            task = train.make_task(config, seed % 6, seed)
-            episodes = train.demonstrate(config, task, random.Random(seed), tokenizer, None)
+            task = train.make_training_task(config, seed % 6, seed)
+            episodes = train.make_demonstration(config, task, random.Random(seed), tokenizer, None)
             counts.append(sum(len(turn.calls) for e in episodes for turn in e.turns))
         return counts
 
@@ -292,7 +292,7 @@ def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatc
 )
 def test_a_world_has_stale_caches_or_no_documentation_as_its_patch_says(patch, cached, documented):
     patch()
-    task = train.make_task(train.Config(), 1, 7)
+    task = train.make_training_task(train.Config(), 1, 7)
     target, *_ = task.meta["targets"]
     plain = synth_tasks.make_task(1, 7)
     assert bool(set(task.files) - set(plain.files)) == cached
@@ -344,13 +344,13 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
         if not name.endswith(("router.bias", "router.load")):
             assert torch.equal(tensor, before[name]), name
 
-    tokenizer = evaluation.load(run / "sft")[1]
+    tokenizer = evaluation.load_policy(run / "sft")[1]
     task, limits = synth_tasks.make_task(0, 5), rollout.Limits(1024)
     chain = rollout.demonstrate(task, tokenizer, random.Random(5), limits, 0.0)
     batch = rollout.pack(chain.episodes, [1.0])
     likelihood = []
     for folder in (run / "sft", tmp_path / "a" / "rl"):
-        model = evaluation.load(folder)[0]
+        model = evaluation.load_policy(folder)[0]
         logp = model.logprobs(model(batch["tokens"]), batch["targets"])
         likelihood.append(float((logp * batch["mask"]).sum()))
     assert likelihood[1] > likelihood[0] + 1
@@ -375,9 +375,11 @@ def test_an_arm_logs_the_curves_of_every_experiment_and_is_evaluated_on_the_task
     for name in NAMES:
         experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
         assert experiment.stages == ("pretrain",) or logged >= set(experiment.curves)
-    made, make = [], train.make_task
+    made, make = [], train.make_training_task
     monkeypatch.setattr(
-        train, "make_task", lambda c, level, seed: made.append(seed) or make(c, level, seed)
+        train,
+        "make_training_task",
+        lambda c, level, seed: made.append(seed) or make(c, level, seed),
     )
     train.main([*words, "--stage=eval"])
     assert made == [3 * 1_000_003, 3 * 1_000_003 + 1] * 6
@@ -426,7 +428,7 @@ def test_every_file_says_its_question_command_result_and_figure_and_names_its_pa
             module, _, function = arm.patch_name.partition(":")
             assert getattr(importlib.import_module(module), function) is arm.patch
     # train.py takes the flags of every run
-    jobs, folders = runner.plan(name, experiment, 1, "out", None, [])
+    jobs, folders = runner.plan_jobs(name, experiment, 1, "out", None, [])
     for job in jobs:
         runner.check_flags(job)
     assert set(folders) == set(experiment.arms)
@@ -584,7 +586,7 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
 
     monkeypatch.setattr(subprocess, "run", start)
     experiment = objective.EXPERIMENT
-    jobs, _ = runner.plan("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
+    jobs, _ = runner.plan_jobs("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
     with pytest.raises(SystemExit):
         runner.run_chains("objective", [list(jobs)])
     begun = len(asked)

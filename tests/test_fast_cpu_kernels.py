@@ -52,7 +52,7 @@ def test_attention_in_blocks_is_the_plain_attention(length, masked):
     q, k = (torch.randn(2, 3, length, 12, requires_grad=True) for _ in range(2))
     v, upstream = torch.randn(2, 3, length, 8, requires_grad=True), torch.randn(2, 3, length, 8)
     results = []
-    for function in (moe.attend, cpu_kernels.attend_in_blocks):
+    for function in (moe.dot_product_attention, cpu_kernels.attend_in_blocks):
         y = function(q, k, v, mask, 0.3)
         results.append([y, *torch.autograd.grad((y * upstream).sum(), (q, k, v))])
     for expected, found in zip(*results):

@@ -47,7 +47,7 @@ def test_a_draft_from_the_cache_is_that_of_the_plain_model():
         cache = moe.Cache(model.eval(), 2, 14)
         place = (cache, slice(0, 2), [0, 0])
         hidden = model.decode(tokens[:, :-1], *place)
-        found.append(model.draft(hidden, tokens[:, 1:], *place))
+        found.append(model.draft_logits(hidden, tokens[:, 1:], *place))
     torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=1e-5)
 
 
@@ -55,6 +55,6 @@ def test_speculative_decoding_yields_the_tokens_of_the_plain_model():
     plain, accelerated = twins(mtp=1)
     prompt = draw_tokens(1, 6)[0]
     assert (
-        moe.speculate(plain.eval(), prompt, 12)[0]
-        == moe.speculate(accelerated.eval(), prompt, 12)[0]
+        moe.decode_speculatively(plain.eval(), prompt, 12)[0]
+        == moe.decode_speculatively(accelerated.eval(), prompt, 12)[0]
     )

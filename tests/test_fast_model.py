@@ -36,12 +36,12 @@ def test_forward_and_gradients_are_those_of_the_plain_model(kind, dtype, toleran
     tokens = draw_tokens(3, 40)
     tokens[0, 30:] = -1  # padding
     plain, accelerated = twins(**KINDS[kind])
-    hidden, logprobs, gradients, loads, record = forward_backward(plain.compute(dtype), tokens)
+    hidden, logprobs, gradients, loads, record = forward_backward(plain.compute_in(dtype), tokens)
     if dtype == torch.bfloat16:
         choice = torch.stack(record, 2)
         forward = accelerated.forward
         accelerated.forward = lambda tokens, record: forward(tokens, None, choice, record)
-    found = forward_backward(accelerated.compute(dtype), tokens)
+    found = forward_backward(accelerated.compute_in(dtype), tokens)
     assert relative_difference(found[0], hidden) <= tolerance
     assert relative_difference(found[1], logprobs) <= tolerance
     for name, gradient in gradients.items():

@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rollout
 from fast import workers as fast_workers
 from moe import Model, ModelConfig
 from rollout import Limits
 from sampling import TRAINED, same
 from summarize import Compaction
 from synth_tasks import make_task
-from command import transcripts
+from command import in_turn, transcripts
 
 CONFIG = ModelConfig(
     vocab=TRAINED.vocab,
@@ -279,7 +278,7 @@ def test_the_plain_form_of_generation_yields_the_same_groups(tmp_path):
     """One process samples and updates in turn, with the plain sampler: the same tokens and counts
     under two versions of the weights, log-probs within 1e-5"""
     settings = dict(tokenizer=TRAINED, group=2, limits=Limits(400, 3, 24), temperature=0.9)
-    plain = rollout.InTurn(Model(CONFIG), **settings)
+    plain = in_turn.InTurn(Model(CONFIG), **settings)
     fast = fast_workers.Workers(
         0, dict(folder=tmp_path, config=CONFIG, dtype=torch.float32, device="cpu", **settings)
     )

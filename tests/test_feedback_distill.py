@@ -220,7 +220,9 @@ def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
             SimpleNamespace(role="assistant", tokens=[3, 4, 5], head=1),
         ]
     )
-    taught = fd.pack([episode], [(0, 1, [7], (0, 2), 9), (0, 1, [7, 8], (1, 2)), (0, 1, [7])])
+    taught = fd.pack_hinted(
+        [episode], [(0, 1, [7], (0, 2), 9), (0, 1, [7, 8], (1, 2)), (0, 1, [7])]
+    )
     assert taught.muted.tolist() == [9, 9, -1, -1, -1] and taught.token.tolist() == [4, 5, 5, 4, 5]
 
 
@@ -337,7 +339,7 @@ def test_contexts_differ_by_exactly_the_hint_and_the_first_target_is_predicted_a
 def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes():
     episodes = [episode(3, 4, 2, 5, 1, 2), episode(1, 1), episode(6, 2, 9, 3)]
     hinted = [(0, 3, [7] * 5), (2, 1, [8] * 2), (0, 1, [9]), (2, 3, [6] * 11), (0, 5, [5] * 3)]
-    t = fd.pack(episodes, hinted)
+    t = fd.pack_hinted(episodes, hinted)
     flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
     assert len(t) == sum(
         len(episodes[e].turns[i].tokens) - 1 for e, i, _ in hinted
@@ -407,7 +409,9 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     cut = fd.splice(e, 1, [7, 7])
-    whole, part = fd.pack([e], [(0, 1, [7, 7])]), fd.pack([e], [(0, 1, [7, 7], (first, end))])
+    whole, part = fd.pack_hinted([e], [(0, 1, [7, 7])]), fd.pack_hinted(
+        [e], [(0, 1, [7, 7], (first, end))]
+    )
     assert len(part) == end - first and part.tokens.equal(whole.tokens)
     for name in ("row", "position", "student_row", "student_position", "token", "hint"):
         assert getattr(part, name).equal(getattr(whole, name)[first:end])
@@ -462,7 +466,7 @@ def test_an_empty_hint_is_exactly_zero(kind):
     hidden = model(tokens)
     # dropped, or kept: the same context in the same shape gives the same bits
     for keep in (False, True):
-        t = fd.pack(episodes, [(0, 3, [])], keep_empty=keep)
+        t = fd.pack_hinted(episodes, [(0, 3, [])], keep_empty=keep)
         assert len(t) == (6 if keep else 0)
         student = model.logits(hidden[t.student_row, t.student_position])
         teacher = fd.Teacher(model, "current")(t)
@@ -475,7 +479,7 @@ def test_an_empty_hint_is_exactly_zero(kind):
 
 def test_no_hint_at_all_gives_zero_that_runs_backward():
     episodes, model = [episode(3, 4)], small()
-    t = fd.pack(episodes, [])
+    t = fd.pack_hinted(episodes, [])
     teacher = fd.Teacher(model)(t)
     assert teacher.shape == (0, 64) and t.tokens.shape == (1, 1)
     logits = model.logits(model(batch_of(episodes)))
@@ -495,7 +499,7 @@ def test_no_hint_at_all_gives_zero_that_runs_backward():
 )
 def test_the_gradient_is_exactly_zero_outside_the_hinted_turn(options):
     episodes, model = [episode(3, 4, 2, 5), episode(4, 3)], small()
-    t = fd.pack(episodes, [(0, 1, [HINT, 30, 31, END])])
+    t = fd.pack_hinted(episodes, [(0, 1, [HINT, 30, 31, END])])
     logits = model.logits(model(batch_of(episodes))).detach().requires_grad_()
     fd.feedback_loss(
         logits[t.student_row, t.student_position], fd.Teacher(model)(t), len(t), **options
@@ -510,7 +514,7 @@ def test_the_gradient_is_exactly_zero_outside_the_hinted_turn(options):
 def test_the_teachers_distribution_is_that_of_a_forward_over_the_spliced_row_alone():
     episodes, model = [episode(3, 4, 2, 5), episode(6, 2)], small()
     hinted = [(1, 1, [HINT, 40, END]), (0, 3, [HINT, 30, 31, 32, END])]
-    t = fd.pack(episodes, hinted)
+    t = fd.pack_hinted(episodes, hinted)
     got = fd.Teacher(model)(t)
     with torch.no_grad():
         for k, (e, i, hint) in enumerate(hinted):
@@ -671,7 +675,7 @@ def test_one_ema_update_is_95_old_and_5_new():
 
 
 def test_current_is_the_student_frozen_never_moves_and_ema_lies_between():
-    t = fd.pack([episode(3, 4)], [(0, 1, [HINT, 30, END])])
+    t = fd.pack_hinted([episode(3, 4)], [(0, 1, [HINT, 30, END])])
     model = small()
     first = fd.Teacher(model, "current")(t)
     teachers = {kind: fd.Teacher(model, kind, 0.3) for kind in ("current", "frozen", "ema")}
@@ -690,7 +694,7 @@ def test_the_teacher_gets_no_gradient_and_leaves_student_graph_mode_and_counters
     episodes, model = [episode(3, 4, 2, 5)], small().train()
     teacher = fd.Teacher(model, "ema")
     moved(model)
-    t, tokens = fd.pack(episodes, [(0, 3, [HINT, 30, END])]), batch_of(episodes)
+    t, tokens = fd.pack_hinted(episodes, [(0, 3, [HINT, 30, END])]), batch_of(episodes)
     weights = copy.deepcopy(model.state_dict())
 
     def gradient(first):
@@ -737,21 +741,23 @@ def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
     for _ in range(3):
         moved(model)
         teacher.update()
-    hsdp.save(tmp_path / "c", model, more=teacher.weights)
+    hsdp.save_sharded_checkpoint(tmp_path / "c", model, more=teacher.weights)
     resumed = fd.Teacher(other, "ema", 0.2)
-    hsdp.load(tmp_path / "c", other, more=resumed.weights)
+    hsdp.load_sharded_checkpoint(tmp_path / "c", other, more=resumed.weights)
     for m, t in ((model, teacher), (other, resumed)):
         moved(m)
         t.update()
     assert all(torch.equal(resumed.weights[name], w) for name, w in teacher.weights.items())
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load(tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights)
+        hsdp.load_sharded_checkpoint(
+            tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights
+        )
 
 
 def test_any_module_can_be_taught_and_bf16_weights_are_averaged_in_fp32():
     model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)).bfloat16()
     teacher = fd.Teacher(model, "ema", 0.05)
-    t = fd.pack([episode(3, 4)], [(0, 1, [HINT, 30, END])])
+    t = fd.pack_hinted([episode(3, 4)], [(0, 1, [HINT, 30, END])])
     assert teacher(t).shape == (5, 64)
     old = teacher.weights["1.weight"].clone()
     model[1].weight.data.mul_(1.01)
@@ -777,7 +783,9 @@ def test_rollouts_own_dataclasses_are_read_the_same_way():
     c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
     tokens, mask, _, index = rollout.flatten(c.episodes[0])
     (hint,) = fd.detect(c)
-    t = fd.pack(c.episodes, [(0, hint.turn, fd.hint_tokens(words, hint.text, c.turns[hint.turn]))])
+    t = fd.pack_hinted(
+        c.episodes, [(0, hint.turn, fd.hint_tokens(words, hint.text, c.turns[hint.turn]))]
+    )
     assert t.token.tolist() == tokens[(index == hint.turn) & (mask == 1)].tolist()
     assert fd.hint_tokens(words, "ok", c.turns[1]) == [
         words.id["<|hint|>"],

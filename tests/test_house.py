@@ -31,7 +31,7 @@ MAY_KNOW = {
     "length_penalty": set(),
     "world": set(),
     "synth_tasks": {"world"},
-    "rollout": AGENT,
+    "rollout": AGENT | {"length_penalty"},  # what it counts is what the penalty weighs
     "feedback_distill": LEARNING,
     "summarize": LEARNING,
     "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published"},
@@ -59,9 +59,6 @@ LIBRARIES = {
 FIGURES = {"matplotlib"}
 # Programs that run inside the sandbox: the suite's runner finds pytest there.
 INSIDE = {("world/suite_runner.py", "pytest")}
-
-# Functions that belong to a demonstration and are not called so.
-PARTS_OF_DEMONSTRATIONS = {("hsdp.py", "small_model")}
 
 # (file, function or "", module) -> why it is still so
 OPEN = {}
@@ -106,8 +103,6 @@ def find_imports(file):
 
 
 def is_demonstration(file, function):
-    if (str(file), function) in PARTS_OF_DEMONSTRATIONS:
-        return True
     return function == "main" or "demo" in function
 
 

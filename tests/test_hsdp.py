@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoint_files, failures, gpu_memory
+from command import checkpoint_files, comm_counter, failures, gpu_memory
 from command.checks import check_parameters
 from hsdp import Layout, parallelize
-from moe import Model, ModelConfig, balance, mtp_loss
+from moe import Model, ModelConfig, update_router_bias, mtp_loss
 from muon import Muon
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
@@ -77,7 +77,7 @@ def forward_backward(model, meshes, step, length=32):
     mask = (torch.rand(8, length, generator=generator) < 0.7) & (torch.arange(8) != 3)[:, None]
     mine = lambda t: hsdp.shard_sequence(t.chunk(meshes.layout.data)[meshes.data_rank], meshes)
     tokens, targets, counted = mine(rows[:, :-1]), mine(rows[:, 1:]), mine(mask)
-    logits = model.logits(model(tokens, hsdp.positions(length, meshes)))
+    logits = model.logits(model(tokens, hsdp.local_positions(length, meshes)))
     nll = (
         F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         * counted.flatten()
@@ -91,7 +91,7 @@ def update(model, optimizer):
     norm = hsdp.clip_grad_norm(model, 0.3)
     optimizer.step()
     optimizer.zero_grad()
-    balance(model, reduce=hsdp.all_reduce_sum)
+    update_router_bias(model, reduce=hsdp.all_reduce_sum)
     return float(norm)
 
 
@@ -201,8 +201,8 @@ def bf16_wire(world):
         meshes, model = make_meshes(world, 1, 4), build()
         for p in model.parameters():
             p.data = p.data.to(kept)
-        model = parallelize(model, meshes, wire=wire).compute(torch.bfloat16)
-        with hsdp.CommCounter() as counter:
+        model = parallelize(model, meshes, wire=wire).compute_in(torch.bfloat16)
+        with comm_counter.CommCounter() as counter:
             out.append(
                 (
                     forward_backward(model, meshes, 0),
@@ -211,7 +211,7 @@ def bf16_wire(world):
                 )
             )
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    rows = plan.traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
+    rows = plan.comm_traffic(CONFIG, shapes, meshes.layout, gpu_memory.Step(tokens=32, weight=2))
     planned = [
         sum(size for kind, _, size, _ in rows if kind == one)
         for one in ("all-gather", "reduce-scatter")
@@ -233,7 +233,7 @@ def evaluation_between_steps(world):
         forward_backward(model, meshes, 0)
         if evaluate:
             with torch.no_grad():
-                model.eval()(torch.zeros(1, 16, dtype=torch.long), hsdp.positions(32, meshes))
+                model.eval()(torch.zeros(1, 16, dtype=torch.long), hsdp.local_positions(32, meshes))
             model.train()
         update(model, optimizer)
         losses.append(forward_backward(model, meshes, 1))
@@ -248,12 +248,12 @@ def counted_bytes(world):
         meshes = make_meshes(**vars(layout))
         model = parallelize(build(), meshes)
         optimizer = make_optimizer(model)
-        with hsdp.CommCounter() as wire:
+        with comm_counter.CommCounter() as wire:
             forward_backward(model, meshes, 0, length)
             update(model, optimizer)
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-        planned = dict.fromkeys(hsdp.CommCounter.KINDS.values(), 0)
-        for kind, _, size, _ in plan.traffic(
+        planned = dict.fromkeys(comm_counter.CommCounter.KINDS.values(), 0)
+        for kind, _, size, _ in plan.comm_traffic(
             CONFIG, shapes, layout, gpu_memory.Step(8 * length // world, 4, 4, 4)
         ):
             planned[kind] += size
@@ -272,7 +272,7 @@ def save_and_go_on(meshes, folder):
     for step in range(2):
         forward_backward(model, meshes, step)
         update(model, optimizer)
-    hsdp.save(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2, "config": vars(CONFIG)})
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, 2)
     update(model, optimizer)
@@ -283,7 +283,7 @@ def load_and_go_on(meshes, folder):
     """The same from another layout, starting from other weights."""
     model = parallelize(build(seed=5), meshes)
     optimizer = make_optimizer(model)
-    extra = hsdp.load(folder, model, optimizer)
+    extra = hsdp.load_sharded_checkpoint(folder, model, optimizer)
     states = [hsdp.full_state(model), whole_optimizer(model, optimizer)]
     forward_backward(model, meshes, extra["step"])
     update(model, optimizer)
@@ -365,7 +365,9 @@ def test_one_process_is_left_alone_and_needs_no_group():
     before = [id(p) for p in model.parameters()]
     assert parallelize(model, meshes) is model and [id(p) for p in model.parameters()] == before
     tokens = torch.arange(10)[None]
-    assert hsdp.shard_sequence(tokens, meshes) is tokens and hsdp.positions(10, meshes) is None
+    assert (
+        hsdp.shard_sequence(tokens, meshes) is tokens and hsdp.local_positions(10, meshes) is None
+    )
     assert float(hsdp.all_reduce_sum(3)) == 3 and not dist.is_initialized()
 
 
@@ -381,11 +383,11 @@ def test_the_gradient_norm_is_torchs_on_one_process():
 
 def test_zigzag_deals_every_position_once_and_every_rank_the_same_number_of_keys():
     for cp in (1, 2, 4, 8):
-        parts = [hsdp.zigzag(64, cp, rank) for rank in range(cp)]
+        parts = [hsdp.zigzag_positions(64, cp, rank) for rank in range(cp)]
         assert sorted(torch.cat(parts).tolist()) == list(range(64))
         # a query at position p sees p + 1 keys
         assert len({int((part + 1).sum()) for part in parts}) == 1
-    assert hsdp.zigzag(8, 2, 0).tolist() == [0, 1, 6, 7]
+    assert hsdp.zigzag_positions(8, 2, 0).tolist() == [0, 1, 6, 7]
 
 
 # ---------------------------------------------------------------- what does not fit, and ranks that die
@@ -407,7 +409,7 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank_with_one_clear_line(fou
 
 def test_a_sequence_that_cp_cannot_cut_is_refused():
     with pytest.raises(ValueError, match="sequence of 30 tokens cannot be cut in 2 x cp=2"):
-        hsdp.zigzag(30, 2, 0)
+        hsdp.zigzag_positions(30, 2, 0)
 
 
 def dies(rank, world):
@@ -477,7 +479,7 @@ def saved(tmp_path):
     """A checkpoint of one process at step 1."""
     model = build()
     optimizer = make_optimizer(model)
-    hsdp.save(tmp_path / "run", model, optimizer, {"step": 1})
+    hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer, {"step": 1})
     return tmp_path / "run", model, optimizer
 
 
@@ -494,7 +496,7 @@ def test_a_damaged_checkpoint_is_refused_with_one_clear_line(saved, damage):
     else:
         folder = folder.with_name("nothing")
     with pytest.raises(ValueError) as refusal:
-        hsdp.load(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -518,22 +520,22 @@ def test_the_good_checkpoint_stays_until_the_next_one_is_complete(saved, monkeyp
                 *((hsdp.dcp, "save") if name == "save" else (type(folder), "rename")), ended
             )
             with pytest.raises(KeyboardInterrupt):
-                hsdp.save(folder, model, optimizer, {"step": 2})
-        assert hsdp.load(folder, model, optimizer) == {"step": 1} and hsdp.load_extra(folder) == {
+                hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
+        assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {
             "step": 1
-        }
-    hsdp.save(folder, model, optimizer, {"step": 3})
-    assert hsdp.load(folder, model, optimizer) == {"step": 3}
+        } and hsdp.load_extra(folder) == {"step": 1}
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
 
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused(saved):
     other = build(ModelConfig(**{**vars(CONFIG), "dim": 48}))
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load(saved[0], other)
+        hsdp.load_sharded_checkpoint(saved[0], other)
     with pytest.raises(ValueError, match="optimizer.*missing here"):
         # it makes its state in the first step
-        hsdp.load(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
+        hsdp.load_sharded_checkpoint(saved[0], saved[1], torch.optim.AdamW(saved[1].parameters()))
 
 
 def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tmp_path):
@@ -541,7 +543,7 @@ def test_saving_a_million_parameters_takes_less_than_three_tenths_of_a_second(tm
     optimizer, seconds = make_optimizer(model), []
     for _ in range(3):
         start = time.monotonic()
-        hsdp.save(tmp_path / "run", model, optimizer)
+        hsdp.save_sharded_checkpoint(tmp_path / "run", model, optimizer)
         seconds.append(time.monotonic() - start)
     assert sum(p.numel() for p in model.parameters()) > 0.8e6 and min(seconds) < 0.3
 
@@ -568,7 +570,7 @@ def test_the_demo_draws_both_grids_and_says_what_was_seen(tmp_path, capsys):
 
 def bf16_gradients(rank, world, micro_batches, **sizes):
     """The gradients of equal micro-batches, summed; whole, on every rank."""
-    meshes, model = make_meshes(world, **sizes), hsdp.small_model()
+    meshes, model = make_meshes(world, **sizes), hsdp.demo_model()
     for p in model.parameters():
         p.data = p.data.bfloat16()
     replicas = meshes.layout.shard == 1
@@ -647,7 +649,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     with monkeypatch.context() as patch:
         patch.setattr(where, name, failure)
         with pytest.raises(checkpoint_files.SaveFailed) as refusal:
-            hsdp.save(folder, model, optimizer, {"step": 2})
+            hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 2})
     text = str(refusal.value)
     assert (
         "the disk is full" in text
@@ -657,29 +659,29 @@ def test_a_full_disk_is_one_line_and_costs_nothing_that_was_saved(
     )
     # What was half written has given its space back, and the one before is whole.
     assert [p.name for p in folder.parent.iterdir()] == ["run"]
-    assert hsdp.load(folder, model, optimizer) == {"step": 1}
-    hsdp.save(folder, model, optimizer, {"step": 3})
-    assert hsdp.load(folder, model, optimizer) == {"step": 3}
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 1}
+    hsdp.save_sharded_checkpoint(folder, model, optimizer, {"step": 3})
+    assert hsdp.load_sharded_checkpoint(folder, model, optimizer) == {"step": 3}
 
 
 def one_disk_is_full(rank, world, folder):
     """-> what each rank is told when one of them cannot write, at different moments, and what is
     there afterwards"""
     model, told = parallelize(build(), make_meshes(world)), []
-    hsdp.save(folder, model, None, {"step": 1})
+    hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
     for failing, (where, name) in itertools.product(
         range(world), ((os, "fsync"), (hsdp, "describe_file"), (hsdp, "write_synced"))
     ):
         right = getattr(where, name)
         setattr(where, name, full if rank == failing else right)
         try:
-            hsdp.save(folder, model, None, {"step": 2})
+            hsdp.save_sharded_checkpoint(folder, model, None, {"step": 2})
             told.append("saved")
         except checkpoint_files.SaveFailed as error:
             told.append(str(error))
         setattr(where, name, right)
-        told.append(hsdp.load(folder, model)["step"])
-        hsdp.save(folder, model, None, {"step": 1})
+        told.append(hsdp.load_sharded_checkpoint(folder, model)["step"])
+        hsdp.save_sharded_checkpoint(folder, model, None, {"step": 1})
     return told
 
 
@@ -722,7 +724,7 @@ def test_other_bytes_of_the_right_size_are_refused_before_anything_is_loaded(sav
     with torch.no_grad():
         [p.zero_() for p in model.parameters()]
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert f"{name} holds other bytes" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not any(p.any() for p in model.parameters()) and any(t.any() for t in before.values())
 
@@ -739,7 +741,7 @@ def test_a_checkpoint_of_an_earlier_version_without_checksums_loads(saved):
     folder, model, optimizer = saved
     forget_checksums(folder)
     other = build(seed=4)
-    assert hsdp.load(folder, other, make_optimizer(other)) == {"step": 1}
+    assert hsdp.load_sharded_checkpoint(folder, other, make_optimizer(other)) == {"step": 1}
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
@@ -750,7 +752,7 @@ def test_damage_is_one_line_without_checksums_too(saved, name, how):
     forget_checksums(folder)
     spoil(folder / name, how)
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -764,7 +766,10 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
     raw = json.loads((folder / "manifest.json").read_text())
     size = 1 if "secret" in name else os.path.getsize("/etc/hostname") if "hostname" in name else 0
     (folder / "manifest.json").write_text(json.dumps({**raw, name: size}))
-    for way in (lambda: hsdp.load(folder, model, optimizer), lambda: hsdp.load_extra(folder)):
+    for way in (
+        lambda: hsdp.load_sharded_checkpoint(folder, model, optimizer),
+        lambda: hsdp.load_extra(folder),
+    ):
         with pytest.raises(checkpoint_files.DamagedCheckpoint, match="not to be trusted|damaged"):
             way()
 
@@ -783,7 +788,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(saved, name):
 def test_a_manifest_of_odd_values_is_refused(saved, manifest):
     (saved[0] / "manifest.json").write_text(manifest)
     with pytest.raises(checkpoint_files.DamagedCheckpoint, match="no readable manifest"):
-        hsdp.load(*saved)
+        hsdp.load_sharded_checkpoint(*saved)
 
 
 class Runs:
@@ -848,7 +853,7 @@ def test_metadata_of_a_stranger_runs_nothing(saved, kind, tmp_path):
         }[kind]
     replace_metadata(folder, here)
     with pytest.raises(checkpoint_files.DamagedCheckpoint) as refusal:
-        hsdp.load(folder, model, optimizer)
+        hsdp.load_sharded_checkpoint(folder, model, optimizer)
     assert (
         "not to be trusted" in str(refusal.value)
         and "\n" not in str(refusal.value)

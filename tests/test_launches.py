@@ -307,7 +307,9 @@ def count_step(card, stage, run, optimizer, source):
     _, found["clip"] = counted(card, lambda: hsdp.clip_grad_norm(run.model, 1.0))
     optimizer.step()  # the first one also makes its plan
     _, found["optimizer"] = counted(card, optimizer.step)
-    _, found["balance"] = counted(card, lambda: moe.balance(run.model, 1e-3, hsdp.all_reduce_sum))
+    _, found["balance"] = counted(
+        card, lambda: moe.update_router_bias(run.model, 1e-3, hsdp.all_reduce_sum)
+    )
     return found
 
 

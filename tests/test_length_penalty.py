@@ -32,76 +32,78 @@ def exact(x, k, q):
 
 @pytest.mark.parametrize("k,q", list(lp.REFERENCE))
 def test_the_reference_values(k, q):
-    assert np.abs(lp.cost([1, 3, 10, 30, 100], k, q) - lp.REFERENCE[k, q]).max() <= 5.01e-4
+    assert np.abs(lp.concave_cost([1, 3, 10, 30, 100], k, q) - lp.REFERENCE[k, q]).max() <= 5.01e-4
 
 
 @pytest.mark.parametrize("k", [0, 1e-12, 0.01, 1, 50])
 @pytest.mark.parametrize("q", [0, 1e-9, 0.5, 1 - 1e-9, 1 - 1e-15, 1, 1 + 1e-9, 2, 7])
 def test_cost_equals_sixty_digit_arithmetic_near_every_limit(k, q):
     x = np.array([0, 1e-9, 0.3, 1, 17, 4000, 1e6])
-    np.testing.assert_allclose(lp.cost(x, k, q), [exact(v, k, q) for v in x], rtol=1e-12)
+    np.testing.assert_allclose(lp.concave_cost(x, k, q), [exact(v, k, q) for v in x], rtol=1e-12)
 
 
 def test_cost_starts_at_zero_increases_and_is_concave():
     x = np.linspace(0, 300, 2000)
     for k, q in [(1, 0.5), (1, 1), (0.1, 1), (0.01, 2)]:
-        c = lp.cost(x, k, q)
+        c = lp.concave_cost(x, k, q)
         assert c[0] == 0 and (np.diff(c) > 0).all() and (np.diff(c, 2) < 0).all()
 
 
 def test_q_zero_is_the_straight_line_exactly():
     x = np.array([0, 0.1, 3.7, 1e9])
-    assert (lp.cost(x, k=3, q=0) == x).all()
+    assert (lp.concave_cost(x, k=3, q=0) == x).all()
 
 
 def test_q_above_one_is_bounded_and_reaches_its_bound_at_infinity():
-    assert lp.cost(np.inf, 2, 3) == 1 / (2 * 2)
-    assert lp.cost(1e300, 2, 3) <= 0.25
+    assert lp.concave_cost(np.inf, 2, 3) == 1 / (2 * 2)
+    assert lp.concave_cost(1e300, 2, 3) <= 0.25
 
 
 @pytest.mark.parametrize("k,q", [(1, 0.5), (0.1, 1), (0.01, 2), (2, 0)])
 def test_the_price_of_the_next_unit_falls_as_one_plus_kx_to_the_minus_q(k, q):
     x, h = np.array([0.5, 3, 40.0]), 1e-5
     np.testing.assert_allclose(
-        (lp.cost(x + h, k, q) - lp.cost(x - h, k, q)) / (2 * h), (1 + k * x) ** -q, rtol=1e-8
+        (lp.concave_cost(x + h, k, q) - lp.concave_cost(x - h, k, q)) / (2 * h),
+        (1 + k * x) ** -q,
+        rtol=1e-8,
     )
 
 
 def test_scalars_and_arrays_of_any_shape():
-    assert np.ndim(lp.cost(3)) == 0 and float(lp.cost(3)) == 2.0
+    assert np.ndim(lp.concave_cost(3)) == 0 and float(lp.concave_cost(3)) == 2.0
     x = np.arange(6).reshape(2, 3)
-    assert lp.cost(x).shape == (2, 3) and lp.cost(x)[1, 0] == lp.cost(3)
+    assert lp.concave_cost(x).shape == (2, 3) and lp.concave_cost(x)[1, 0] == lp.concave_cost(3)
 
 
 def test_effort_is_the_weighted_sum_of_six_counts():
     weights = lp.Weights(
         thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6
     )
-    assert lp.effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
+    assert lp.compute_effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
     # statistics may hold more than the six
-    assert lp.effort({**COUNTS, "other": 9}, weights) == 899
+    assert lp.compute_effort({**COUNTS, "other": 9}, weights) == 899
     several = {name: np.array([n, 0]) for name, n in COUNTS.items()}
-    assert lp.effort(several, weights).tolist() == [899, 0]
+    assert lp.compute_effort(several, weights).tolist() == [899, 0]
 
 
 def test_a_second_call_in_the_same_turn_costs_less_than_in_a_turn_of_its_own():
     one = dict(COUNTS, calls=1, turns=1)
-    assert lp.effort(dict(one, calls=2)) < lp.effort(dict(one, calls=2, turns=2))
+    assert lp.compute_effort(dict(one, calls=2)) < lp.compute_effort(dict(one, calls=2, turns=2))
 
 
 def test_counts_that_lack_a_name_and_bad_numbers_are_refused():
     with pytest.raises(AssertionError, match="turns"):
-        lp.effort({name: 0 for name in COUNTS if name != "turns"})
+        lp.compute_effort({name: 0 for name in COUNTS if name != "turns"})
     for bad in (dict(thinking_tokens=-1), dict(turns=float("nan"))):
         with pytest.raises(AssertionError, match="weight"):
             lp.Weights(**bad)
     for arguments in ((-1,), (np.nan,), (1, -1), (1, 1, -1), (1, 1, np.inf)):
         with pytest.raises(AssertionError):
-            lp.cost(*arguments)
+            lp.concave_cost(*arguments)
 
 
 def test_truncated_and_over_long_episodes_pay_the_whole_budget():
-    paid = lp.charged([5, 5, 90], truncated=[False, True, False], budget=50)
+    paid = lp.charged_effort([5, 5, 90], truncated=[False, True, False], budget=50)
     assert paid.tolist() == [5, 50, 50]
     reward = lp.shaped_reward([1, 0, 1], [5, 5, 90], truncated=[False, True, False], budget=50)
     np.testing.assert_allclose(
@@ -111,7 +113,7 @@ def test_truncated_and_over_long_episodes_pay_the_whole_budget():
     # being cut off is dearer than quitting
     assert reward[1] < lp.shaped_reward(0, 5, budget=50)
     with pytest.raises(AssertionError, match="budget"):
-        lp.charged(5, truncated=True)
+        lp.charged_effort(5, truncated=True)
 
 
 def test_scale_zero_leaves_the_reward_and_q_zero_is_linear():
@@ -124,7 +126,11 @@ def test_the_linear_twin_costs_the_same_at_the_chosen_effort_and_more_beyond():
     assert lp.shaped_reward(1, 9, scale, q=0) == pytest.approx(lp.shaped_reward(1, 9, 0.15))
     assert lp.shaped_reward(1, 40, scale, q=0) < lp.shaped_reward(1, 40, 0.15)
     # linear: giving up pays on long tasks
-    assert lp.margin(0.9, 21, 3, 0.15) > 0 > lp.margin(0.9, 21, 3, scale, q=0)
+    assert (
+        lp.margin_over_quitting(0.9, 21, 3, 0.15)
+        > 0
+        > lp.margin_over_quitting(0.9, 21, 3, scale, q=0)
+    )
 
 
 def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
@@ -137,7 +143,7 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
         calls=4,
         turns=5,
     )
-    r = lp.shaped_reward(1, lp.effort(counts))
+    r = lp.shaped_reward(1, lp.compute_effort(counts))
     # one of eight differs: mean is 1/8 away
     assert same == pytest.approx((r[0] - r[1]) * 7 / 8)
     # whatever the size of the difference
@@ -197,7 +203,7 @@ def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_win
         dict(call_tokens=window),
         dict(thinking_tokens=window / 2, output_tokens=window / 2),
     ):
-        assert lp.effort({**none, **spent}) < budget
+        assert lp.compute_effort({**none, **spent}) < budget
     assert lp.effort_budget(2 * window, turns) > budget < lp.effort_budget(window, 2 * turns)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import synth_tasks as st
-from rollout import Tokenizer, without_middle
+from rollout import Tokenizer, without_middle_tokens
 from synth_tasks import make_task
 from world import (
     files as world_files,
@@ -128,7 +128,7 @@ with Workspace(task, sandbox) as workspace:
     assert "proc" not in str(workspace.root) and "shm" not in str(workspace.root)
 assert judge(task, {**task.files, **task.solution}, sandbox).solved and not judge(task, task.files, sandbox).solved
 tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
-model = rollout.small_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
+model = rollout.random_model(tokenizer, dim=32, layers=2, heads=2, kv_lora=16)
 (chain,), = rollout.rollouts(fast.sampler.Sampler(fast.accelerate(model), tokenizer, 2, 600), [task], 1, 0, rollout.Limits(600, 2, 16), sandbox)
 assert chain.files and not chain.failure
 with tempfile.TemporaryDirectory() as out:
@@ -265,8 +265,10 @@ def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
 def test_tokens_and_texts_that_are_too_long_lose_their_middle_within_the_limit():
     for most in range(60):
         tokens = list(range(97, 122)) * 8
-        cut = without_middle(BYTES, tokens, most)
-        assert len(cut) <= most and without_middle(BYTES, tokens[:most], most) == tokens[:most]
+        cut = without_middle_tokens(BYTES, tokens, most)
+        assert (
+            len(cut) <= most and without_middle_tokens(BYTES, tokens[:most], most) == tokens[:most]
+        )
         if most >= 30:
             words = BYTES.decode(cut)
             missing = int(words.split("[")[1].split()[0])

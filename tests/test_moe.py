@@ -30,11 +30,11 @@ from moe import (
     MoE,
     Router,
     apply_rotary_emb,
-    balance,
+    update_router_bias,
     mtp_loss,
     rope_cos_sin,
     rope_frequencies,
-    speculate,
+    decode_speculatively,
 )
 from small import SIZES
 from published.grouped_query import VariantConfig, VariantRouter, config_of
@@ -207,7 +207,7 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
 def test_attention_equals_a_loop_over_heads_and_pairs_of_tokens():
     model, T = build(), 7
     attn, x, c = model.layers[0].attn, torch.randn(1, T, 32), SMALL
-    cos, sin = model.angles(torch.arange(T)[None])
+    cos, sin = model.rotary_cos_sin(torch.arange(T)[None])
     down = x[0] @ attn.wkv_a.T
     latent = F.rms_norm(down[:, : c.kv_lora], (c.kv_lora,), attn.kv_norm.weight, c.norm_eps)
     key_rope = apply_rotary_emb(down[None, :, None, c.kv_lora :], cos, sin)[0, :, 0]
@@ -280,13 +280,13 @@ def test_two_parts_of_a_sequence_that_gather_each_others_latents_equal_the_whole
     parts = [torch.tensor([0, 1, 2, 3, 12, 13, 14, 15]), torch.arange(4, 12)]
     x = [model.embed(tokens[:, p]) for p in parts]
     for block in model.layers:
-        angles = [model.angles(p[None]) for p in parts]
-        entries = [block.attn.project(block.attn_norm(h), *a)[1] for h, a in zip(x, angles)]
+        angles = [model.rotary_cos_sin(p[None]) for p in parts]
+        entries = [block.attn.project_qkv(block.attn_norm(h), *a)[1] for h, a in zip(x, angles)]
         keys = torch.cat(parts)
         for i, p in enumerate(parts):
-            block.attn.gather = lambda t: torch.cat(entries, 1)
+            block.attn.gather_entries = lambda t: torch.cat(entries, 1)
             x[i] = block(x[i], *angles[i], mask=(keys <= p[:, None])[None, None])
-            block.attn.gather = lambda t: t
+            block.attn.gather_entries = lambda t: t
     torch.testing.assert_close(
         torch.cat(x, 1)[:, torch.cat(parts).argsort()], model(tokens), atol=2e-5, rtol=1e-5
     )
@@ -338,9 +338,9 @@ def test_yarn_keeps_pairs_that_turn_often_and_slows_pairs_that_do_not_turn_once(
 def test_extending_by_one_is_plain_rope_and_extending_later_equals_building_so():
     plain, tokens = build(), text(1, 10)
     before = plain(tokens)
-    plain.extend(1.0)
+    plain.extend_window(1.0)
     assert torch.equal(plain(tokens), before) and plain.config.window == 32
-    plain.extend(4.0)
+    plain.extend_window(4.0)
     long = build(yarn_factor=4.0)
     assert torch.equal(plain(tokens), long(tokens)) and plain.config.window == 128
     assert not torch.allclose(plain(tokens), before)
@@ -610,7 +610,7 @@ def test_balance_moves_towards_the_mean_zeroes_the_counts_and_sums_over_ranks():
         router.load.copy_(load)
     # what another data rank counted
     other = iter([torch.tensor([0.0, 20, 5, 5, 0, 0]), torch.zeros(6)])
-    worst = balance(model, rate=0.01, reduce=lambda counts: counts + next(other))
+    worst = update_router_bias(model, rate=0.01, reduce=lambda counts: counts + next(other))
     # sums 10 20 10 10 5 5, mean 10
     torch.testing.assert_close(blocks[0].bias, 0.01 * torch.tensor([0.0, -1, 0, 0, 1, 1]))
     # mean 3.5
@@ -629,10 +629,10 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
         # and evaluation adds nothing
         assert torch.equal(torch.bincount(record[0].flatten(), minlength=6) * 2, router.load.long())
         model.train()
-        first = balance(model, rate=0.02)
+        first = update_router_bias(model, rate=0.02)
         for _ in range(60):
             model(tokens)
-            last = balance(model, rate=0.02)
+            last = update_router_bias(model, rate=0.02)
     assert last < 0.7 * first and first > 1.5
 
 
@@ -981,7 +981,7 @@ def greedy(model, prompt, count):
 def test_the_distillation_loss_is_that_of_a_loop_over_places():
     model, tokens = build(mtp=1), text(2, 6)
     hidden, losses = model(tokens).detach(), []
-    cos, sin = model.angles(torch.arange(5)[None])
+    cos, sin = model.rotary_cos_sin(torch.arange(5)[None])
     head = model.mtp
     for b in range(2):
         norm = lambda x, n: F.rms_norm(x, (32,), n.weight, SMALL.norm_eps)
@@ -1016,7 +1016,7 @@ def test_the_drafts_loss_moves_the_draft_alone_and_the_head_changes_nothing_else
     plain = build()
     plain.load_state_dict({n: t for n, t in model.state_dict().items() if not n.startswith("mtp.")})
     assert torch.equal(plain(tokens), model(tokens))
-    model.extend(4.0)
+    model.extend_window(4.0)
     assert (
         model.mtp.block.attn.scale == model.layers[0].attn.scale > 1
         and model.mtp.block.attn.config.yarn_factor == 4
@@ -1027,7 +1027,7 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
     model, prompt = build(mtp=1), text(1, 5)[0]
     with torch.no_grad():
         expected = greedy(model, prompt, 16)
-        tokens, before = speculate(model, prompt, 16)
+        tokens, before = decode_speculatively(model, prompt, 16)
         # a draft that has learned nothing
         assert tokens == expected and 0 <= before < 0.5
         optimizer = torch.optim.Adam(model.mtp.parameters(), 1e-2)
@@ -1036,16 +1036,16 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
         mtp_loss(model, batch, model(batch).detach()).backward()
         optimizer.step(), optimizer.zero_grad()
     with torch.no_grad():
-        tokens, after = speculate(model, prompt, 16)
+        tokens, after = decode_speculatively(model, prompt, 16)
         assert tokens == expected and after > before
-        model.draft = lambda hidden, following, cache, rows, start: knows(
+        model.draft_logits = lambda hidden, following, cache, rows, start: knows(
             int(start) + following.shape[1] - len(prompt)
         )
         for lies, share in (((), 1.0), ((3, 4, 9), None), (range(99), 0.0)):
             knows = lambda i: F.one_hot(
                 torch.tensor([[((expected + [0])[min(i + 1, 16)] + (i in lies)) % 61]]), 61
             )
-            tokens, right = speculate(model, prompt, 16)
+            tokens, right = decode_speculatively(model, prompt, 16)
             assert tokens == expected and (right == share or share is None and 0 < right < 1)
 
 
@@ -1056,7 +1056,7 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
 def test_bf16_products_stay_near_fp32_and_the_router_decides_in_fp32():
     model, tokens, exact, coarse = build(), text(4, 24), [], []
     fp32 = model.logits(model(tokens, record=exact))
-    model.compute(torch.bfloat16)
+    model.compute_in(torch.bfloat16)
     hidden = model(tokens, replay=torch.stack(exact, 2), record=coarse)
     bf16 = model.logits(hidden)
     assert (
@@ -1069,7 +1069,7 @@ def test_bf16_products_stay_near_fp32_and_the_router_decides_in_fp32():
     ]
     error = (bf16.log_softmax(-1) - fp32.log_softmax(-1)).abs()
     assert 1e-5 < error.mean() < 0.02 and error.max() < 0.2
-    model.compute(torch.float32)
+    model.compute_in(torch.float32)
     assert torch.equal(model.logits(model(tokens)), fp32)
 
 
@@ -1184,7 +1184,7 @@ def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie, accele
     model = config.build_model()
     model = fast.accelerate(model) if accelerate else model
     torch.nn.init.normal_(model.head.weight, std=0.1)
-    model.compute(products)
+    model.compute_in(products)
     tokens, targets = torch.randint(1, 64, (2, 8, 512))
     tokens[torch.rand(8, 512) < 0.3] = 0
     targets[torch.rand(8, 512) < 0.3] = 0

@@ -14,6 +14,7 @@ import torch
 import fast
 import feedback_distill
 import rollout
+from eval import logprob_gaps
 from published.tokenizers import (
     QWEN2_SPLIT,
     complete_special,
@@ -28,11 +29,12 @@ from world.expert import InMemoryWorkspace
 from world.task import Task
 from fast import sampler as fast_sampler
 from command import transcripts
+from command.bpe import train_bpe
 
 with pytest.MonkeyPatch.context() as patch:
     # Qwen2's: it ties the newline to the signs before it
     patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
-    RANKS = rollout.train_bpe(
+    RANKS = train_bpe(
         [
             *example_texts(60, 0),
             '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
@@ -361,7 +363,7 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
     over calls and summaries."""
     ours = published(family)
     model = fast.accelerate(
-        rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+        rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
     )
     calls = ours.write_action("", CALLS[:1])[:-1]
     # it likes calls and endings, or it would only babble
@@ -369,10 +371,16 @@ def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
     (group,) = rollout.rollouts(
-        sampler, [make_task(1, 5)], 9, 0, Limits(900, 8, 60), rollout.Sandbox(), Compaction(900, 500)
+        sampler,
+        [make_task(1, 5)],
+        9,
+        0,
+        Limits(900, 8, 60),
+        rollout.Sandbox(),
+        Compaction(900, 500),
     )
     scored = [
-        rollout.rescore(model, e).abs()
+        logprob_gaps(model, e).abs()
         for c in group
         for e in c.episodes
         if any(t.role == "assistant" for t in e.turns)
@@ -929,7 +937,7 @@ def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
             "flags" in m for m in transcripts.describe_chain(chain, ours)[0]["messages"]
         )
         model = fast.accelerate(
-            rollout.small_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
+            rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
         )
         with torch.no_grad():
             model.embed.weight.fill_(1.0)

@@ -24,6 +24,7 @@ from published.grouped_query import config_of
 from published.loading import load_model, read_checkpoint
 from published.safetensors import open_safetensors, write_safetensors
 from published.tokenizers import QWEN2_SPLIT, make_tokenizer, read_tokenizer, write_tokenizer
+from command.bpe import train_bpe, fit_tokenizer
 
 MLA = dict(
     model_type="deepseek_v3",
@@ -1296,7 +1297,7 @@ def slow_bpe(piece, ranks):
 
 
 def kimi(folder, vocab=400, named={}):
-    ranks = rollout.train_bpe(
+    ranks = train_bpe(
         [MIXED] * 3 + list(texts(random.Random(0), 30)), vocab + len(rollout.CONTROLS)
     )
     (folder / "tiktoken.model").write_bytes(
@@ -1349,7 +1350,7 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
 def test_a_tokenizer_trained_here_goes_out_and_comes_back_with_the_same_ids(tmp_path):
     transformers, rng = pytest.importorskip("transformers"), random.Random(5)
     source = open(rollout.__file__).read()
-    ours = rollout.Tokenizer.train([source, MIXED * 3, "aaaaaaa ababab --------\n" * 30], 900)
+    ours = fit_tokenizer([source, MIXED * 3, "aaaaaaa ababab --------\n" * 30], 900)
     write_tokenizer(ours, tmp_path)
     theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), read_tokenizer(
         tmp_path, ours.vocab

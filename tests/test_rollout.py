@@ -19,6 +19,7 @@ import torch
 import fast.sampler
 import feedback_distill
 import rollout
+from eval import logprob_gaps
 from experiments.summary import OldestTruncated
 from rollout import (
     CONTROLS,
@@ -34,12 +35,12 @@ from rollout import (
     sample_from_logits,
     demonstrate,
     flatten,
-    kl_estimates,
     make_turn,
     pack,
     policy_loss,
-    train_bpe,
 )
+from command.kl_estimates import kl_estimates
+from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
 from world.careless import unharden
@@ -50,6 +51,7 @@ from world.task import Task
 from sampling import BYTES, TASKS, TEXTS, TRAINED, policy, sample, target_logprobs
 from command import transcripts
 import eval as eval_module
+import length_penalty
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -294,7 +296,7 @@ def test_bad_calls_are_told_apart_and_answered():
         "unknown_tool",
         "unknown_tool",
     ]
-    chain.stats = rollout.effort_counts(chain)
+    chain.stats = length_penalty.count_effort(chain)
     assert (
         chain.stats["bad_tools"],
         chain.stats["bad_arguments"],
@@ -340,7 +342,7 @@ def test_effort_is_counted_token_by_token_as_worked_by_hand():
     call, end = BYTES.id["<|call|>"], BYTES.id["<|end|>"]
     bodies = [[*by_bytes("think"), call, *by_bytes("zz"), end], [*by_bytes("done!"), end]]
     chain, _, _ = drive(agent(TASKS[2], BYTES, InMemoryWorkspace(TASKS[2]), Limits(200)), bodies)
-    stats = rollout.effort_counts(chain)
+    stats = length_penalty.count_effort(chain)
     output = len("Tool not found: zz") + 1  # <|end|> counts
     assert {
         k: stats[k]
@@ -573,13 +575,13 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
 
 @pytest.mark.parametrize("kind", [rollout.Sampler, fast.sampler.Sampler], ids=["plain", "fast"])
 def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
-    model = rollout.small_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
+    model = rollout.random_model(TRAINED, dim=32, layers=3, heads=2, kv_lora=16, experts=4)
     model = fast.accelerate(model) if kind is fast.sampler.Sampler else model
     (group,) = rollout.rollouts(
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
     episode, far = group[0].episodes[0], lambda **how: float(
-        rollout.rescore(model, episode, **how).abs().max()
+        logprob_gaps(model, episode, **how).abs().max()
     )
     assert far() < 1e-4
     episode.experts = np.where(episode.experts < 0, -1, (episode.experts + 1) % 4)
@@ -966,12 +968,12 @@ def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_th
 
 
 def test_a_turn_has_three_eighths_of_the_window_and_at_least_192_tokens():
-    assert [Limits(window).turn for window in (200, 512, 1024, 8192)] == [
+    assert [Limits(window).max_turn_tokens for window in (200, 512, 1024, 8192)] == [
         192,
         192,
         384,
         3072,
-    ] and Limits(8192, 9, 40).turn == 40
+    ] and Limits(8192, 9, 40).max_turn_tokens == 40
     room = [
         next(agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(window))).room
         for window in (150, 4096)

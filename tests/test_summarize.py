@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 
+from command.bpe import fit_tokenizer
 from rollout import (
     Chain,
     Episode,
     Limits,
-    Tokenizer,
     Turn,
     Work,
     agent,
@@ -24,7 +24,7 @@ from synth_tasks import example_texts, make_task
 from world.expert import InMemoryWorkspace
 from world.task import SUMMARIZE, Task
 
-TRAINED = Tokenizer.train(example_texts(24, 0), 500)
+TRAINED = fit_tokenizer(example_texts(24, 0), 500)
 ID, ENC = TRAINED.id, TRAINED.encode
 WINDOW = 480
 

@@ -52,13 +52,12 @@ from world import (
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
 from world.source import find_test, syntax
-from world.recorder import Finding
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
 from world.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
-from world.expert import demonstrate, expert, play
+from world.expert import record_expert, expert, play
 from world.judge import judge, run_trusted
 from world.workspace import Workspace
 from world.sandbox import Sandbox
@@ -213,8 +212,8 @@ def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
     for i in range(50):
         task = make_task(i % 6, i)
         with Workspace(task, sandbox) as workspace:
-            story = play(task, expert(task, random.Random(i)), workspace)
-            again, files = demonstrate(task, random.Random(i))
+            story = play(expert(task, random.Random(i)), workspace)
+            again, files = record_expert(task, random.Random(i))
             assert story == again and files == workspace.files()
     broken = {**task.files, f"{task.hidden[0][0]}.py": "def f(:\n"}
     with fresh_directory() as root:
@@ -226,9 +225,9 @@ def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
 def test_a_careful_expert_solves_everything_and_only_the_planted_habit_meets_missing_tools(sandbox):
     for i in range(36):
         task = make_task(i % 6, i)
-        story, files = demonstrate(task, random.Random(i), sloppy=0)
+        story, files = record_expert(task, random.Random(i), sloppy=0)
         assert judge(task, files, sandbox).solved and not any(action.flaw for action, _ in story)
-        for action, outputs in demonstrate(task, random.Random(i))[0]:
+        for action, outputs in record_expert(task, random.Random(i))[0]:
             assert (action.flaw == "unavailable_tool") == any(
                 text.startswith("Tool not found") for text in outputs
             )
@@ -239,7 +238,6 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
     for i in range(60):
         task = make_task(i % 6, i)
         story = play(
-            task,
             expert(task, random.Random(i), sloppy=0, restless=0.5),
             world_expert.InMemoryWorkspace(task),
         )
@@ -261,7 +259,7 @@ def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatev
 
 
 def test_sloppiness_is_visible_in_every_respect():
-    stories = [demonstrate(make_task(i % 6, i), random.Random(i)) for i in range(300)]
+    stories = [record_expert(make_task(i % 6, i), random.Random(i)) for i in range(300)]
     right = [not run_trusted(files).exit_code for _, files in stories]
     assert 0.5 < sum(right) / 300 < 0.95
     bad = sum(
@@ -781,7 +779,8 @@ def test_what_a_shell_does_itself_goes_to_one(workspace, line, output):
 def test_whoever_prints_all_the_time_is_weighed_too(workspace):
     line = "python -c \"import time\nfor i in range(200): open(f'f{i}', 'wb').write(bytes(1 << 20)); print(i, flush=True); time.sleep(.01)\""
     assert (
-        "disk full" in workspace.run(line).output and world_files.weight(workspace.root) < 150 << 20
+        "disk full" in workspace.run(line).output
+        and world_files.disk_usage(workspace.root) < 150 << 20
     )
 
 
@@ -799,7 +798,9 @@ def test_no_tree_that_a_command_leaves_behind_ends_the_run(line):
     task, sandbox = make_task(0, 1), Sandbox()
     with Workspace(task, sandbox) as workspace:
         workspace.run(line)
-        workspace.search("x"), workspace.run("python tests.py"), world_files.weight(workspace.root)
+        workspace.search("x"), workspace.run("python tests.py"), world_files.disk_usage(
+            workspace.root
+        )
         json.dumps(workspace.files()).encode()
         assert not judge(task, workspace.files(), sandbox).solved
         # two files, one of which lies in the other
@@ -1330,7 +1331,7 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     train.main([f"--out={tmp_path}/out", f"--export={tmp_path}/back"])
     mine, trained = (
         load_model(tmp_path / "back").state_dict(),
-        train.eval.load(tmp_path / "out")[0].state_dict(),
+        train.eval.load_policy(tmp_path / "out")[0].state_dict(),
     )
     assert all(
         torch.equal(mine[name], t) for name, t in trained.items() if not name.endswith("load")
@@ -1899,17 +1900,14 @@ def test_the_audit_of_a_file_that_python_cannot_parse_ends(text):
     assert audit(make_task(0, 1), [], {"x.py": ("", text)}) == []
 
 
-def test_the_audit_names_turn_and_evidence_and_takes_a_second_judge():
+def test_the_audit_names_turn_and_evidence():
     task = make_task(3, 1)
     story = [
         (Action("", [("read_file", ("docs.md",))]), ["x"]),
         (Action("", [("run_command", ("git log -p",))]), ["x"]),
     ]
-    found = audit(task, story, {}, second=lambda *a: [Finding(0, "second", "said so", "style")])
-    assert [(f.turn, f.rule, f.evidence) for f in found] == [
-        (1, "reads git history", "git log -p"),
-        (0, "second", "said so"),
-    ]
+    (found,) = audit(task, story, {})
+    assert (found.turn, found.rule, found.evidence) == (1, "reads git history", "git log -p")
     path = f"{task.hidden[0][0]}.py"
     comment = {path: ("", "# hmm, let me think about what I should do\n")}
     assert [f.rule for f in audit(task, [], comment)] == ["thinks in comments"]

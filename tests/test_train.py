@@ -28,9 +28,11 @@ import train
 from command import (
     checkpoint_files,
     checkpoints,
+    drawing,
     flags,
     idle_flags,
     old_flags,
+    policy_report,
     source_files,
     step_log,
 )
@@ -54,7 +56,7 @@ def run(tmp_path_factory):
 
 def weights(folder):
     stored = {}
-    model = train.eval.load(folder)[0]
+    model = train.eval.load_policy(folder)[0]
     stored.update({n: t.clone() for n, t in model.state_dict().items()})
     return stored
 
@@ -404,7 +406,7 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
     )
     assert logs["both"]["no_turn"] == 0 and logs["both"]["turns"] > 0
     (tmp_path / "t.jsonl").write_text("".join(task.to_json() + "\n" for task in (long, short)))
-    model, tokenizer, config = train.eval.load(tmp_path / "both")
+    model, tokenizer, config = train.eval.load_policy(tmp_path / "both")
     records = train.eval.run_policy(model, tokenizer, config, [long, short], 2)
     assert [record["turns"] == 0 for record in records] == [
         True,
@@ -413,9 +415,9 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
     assert re.search(
-        r"without room for a turn +2$", train.eval.format_table({"one": records}), re.M
+        r"without room for a turn +2$", policy_report.format_table({"one": records}), re.M
     )
-    assert "without room" not in train.eval.format_table({"one": records[2:]})
+    assert "without room" not in policy_report.format_table({"one": records[2:]})
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
@@ -468,7 +470,7 @@ def test_the_tasks_of_rl_are_never_those_of_the_demonstrations(seed, monkeypatch
     drawn = []
     monkeypatch.setattr(
         train,
-        "make_task",
+        "make_training_task",
         lambda config, level, number: drawn.append(number) or train.synth_tasks.make_task(0, 5),
     )
     tokenizer = train.rollout.Tokenizer({bytes([b]): b for b in range(256)})
@@ -747,7 +749,7 @@ def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage
 ):
     words = [*SMALL, "--stage=pretrain", "--steps=2", f"--precision={precision}"]
     train.main([*words, f"--out={tmp_path}"])
-    model = train.eval.load(tmp_path)[0]
+    model = train.eval.load_policy(tmp_path)[0]
     assert model.config.precision == precision
     assert {block.ffn.experts.precision for block in model.layers[1:]} == {precision}
     ours, theirs = (
@@ -1051,7 +1053,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         config["model_type"] == "deepseek_v3"
         and (back / "tiktoken.model").read_bytes() == (folder / "tiktoken.model").read_bytes()
     )
-    trained, start = train.eval.load(out)[0].state_dict(), load_model(folder).state_dict()
+    trained, start = train.eval.load_policy(out)[0].state_dict(), load_model(folder).state_dict()
     assert all(
         torch.equal(trained[name], t)
         for name, t in mine.state_dict().items()
@@ -1325,7 +1327,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         *list(texts)[:6],
     }
     read = lambda name: json.loads((tmp_path / "rl" / name).read_text())
-    end = train.eval.load(tmp_path / "out")[1].id["<|end|>"]
+    end = train.eval.load_policy(tmp_path / "out")[1].id["<|end|>"]
     # the end that turns are written with, and those that the model was published with
     assert [read("config.json")[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [
         7,
@@ -1333,7 +1335,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         None,
     ]
     assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": 0.8}
-    assert train.eval.load(tmp_path / "out")[1].ends == {end, 8, 9}
+    assert train.eval.load_policy(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
     shutil.rmtree(published)
@@ -1378,7 +1380,7 @@ def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp
 
 def test_a_run_from_noise_goes_out_with_its_own_tokenizer(run, tmp_path):
     train.main([f"--out={run}", f"--export={tmp_path}/out"])
-    model, tokenizer, _ = train.eval.load(run)
+    model, tokenizer, _ = train.eval.load_policy(run)
     again, text = (
         read_tokenizer(tmp_path / "out", tokenizer.vocab),
         Path(train.__file__).read_text(),
@@ -1439,7 +1441,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
         config = replace(train.Config(), window=2048, habits=habits)
         train.checks.check_values(config)
         rng = train.random.Random(1)
-        return train.demonstrate(config, task, rng, tokenizer, None)
+        return train.make_demonstration(config, task, rng, tokenizer, None)
 
     def spoken(habits):
         return [turn.tokens for episode in episodes(habits) for turn in episode.turns]
@@ -1700,7 +1702,7 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
     def fails(*words):
         raise ImportError("no backend")
 
-    monkeypatch.setattr(train.eval, "make_axes", fails)
+    monkeypatch.setattr(drawing, "make_axes", fails)
     capsys.readouterr()
     train.main(
         [*SMALL, "--stage=eval", "--eval_levels=1", f"--start_from={run}", f"--out={tmp_path}"]
@@ -1885,7 +1887,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
 def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bias(
     replay, run, tmp_path, monkeypatch
 ):
-    loads, balance = [], train.balance
+    loads, balance = [], train.update_router_bias
 
     def note(model, *rest):
         loads.append(
@@ -1897,7 +1899,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
         )
         return balance(model, *rest)
 
-    monkeypatch.setattr(train, "balance", note)
+    monkeypatch.setattr(train, "update_router_bias", note)
     train.main(
         [*SMALL, *RL, f"--router_replay={replay}", f"--start_from={run}", f"--out={tmp_path}"]
     )
@@ -1972,5 +1974,7 @@ def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_
     # In a process of its own too: the order of a sum depends on the number of threads.
     straight = [command[0], command[1], *flags, f"--out={tmp_path / 'straight'}"]
     assert subprocess.run(straight, capture_output=True).returncode == 0
-    one, other = (train.eval.load(tmp_path / name / "pretrain")[0] for name in ("full", "straight"))
+    one, other = (
+        train.eval.load_policy(tmp_path / name / "pretrain")[0] for name in ("full", "straight")
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))

@@ -12,7 +12,6 @@ guessed from an import is a stranger's code.
 """
 
 import ast
-import configparser
 import os
 import random
 import re
@@ -21,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from world.files import write_tree
 from world.hygiene import copy_repository, packages, sources
 from world.machine import fresh_directory
 from world.sandbox import Sandbox, has_bwrap, hidden_place
-from world.source import parsed
+from world.source import module_name, parsed
 from world.task import Refusal
 
 
@@ -46,18 +44,15 @@ class Proposal:
     def failure(self, result):
         """Why the result is not as described, or "". Of a suite nine tests in ten have to pass, of
         the rest all must be well."""
-        passed, failed = (
-            sum(map(int, re.findall(rf"(\d+) {words}", result.output[-400:])))
-            for words in ("passed", "(?:failed|error)")
-        )
-        if re.search(self.pattern, result.output) and (
-            result.exit_code == 0 or passed > 9 * failed
-        ):
+        end = result.output[-400:]
+        passed = sum(map(int, re.findall(r"(\d+) passed", end)))
+        failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", end)))
+        ends_well = result.exit_code == 0 or passed > 9 * failed
+        if ends_well and re.search(self.pattern, result.output):
             return ""
-        last = (result.output.strip().split("\n") or [""])[-1][:120]
-        return (
-            f"`{self.command}` should {self.says}, but ended with code {result.exit_code}: {last}"
-        )
+        last = result.output.strip().split("\n")[-1][:120]
+        code = result.exit_code
+        return f"`{self.command}` should {self.says}, but ended with code {code}: {last}"
 
 
 def settings(node, path=""):
@@ -73,69 +68,51 @@ def settings(node, path=""):
             yield where, [word for word in value if isinstance(word, str)]
 
 
-def ini(text):
-    """The sections of setup.cfg or tox.ini as dictionaries of lists."""
-    parser = configparser.ConfigParser(interpolation=None, strict=False)
-    try:
-        parser.read_string(text)
-    except configparser.Error:
-        return {}
-    return {
-        name: {key: value.split("\n") for key, value in section.items()}
-        for name, section in parser.items()
-    }
-
-
 def declared(files):
     """What pip needs for the tests, as its arguments: what the configuration declares and nothing
     guessed. A module's name is not its package's, and what strangers have registered under a name
     must not run here."""
-    try:
-        lists = dict(settings(tomllib.loads(files.get("pyproject.toml", ""))))
-    except ValueError:
-        lists = {}
-    lists |= dict(settings({name: ini(files.get(name, "")) for name in ("setup.cfg", "tox.ini")}))
+    # Every list of the configuration by its dotted path, and which extras the package has.
+    lists = dict(settings(suites.read_toml(files.get("pyproject.toml", ""))))
+    for name in ("setup.cfg", "tox.ini"):
+        for section, entries in suites.read_ini(files.get(name, "")).items():
+            for key, value in entries.items():
+                lists[f".{name}.{section}.{key}"] = value.split("\n")
     optional = re.compile(r"(optional-dependencies|extras_require|poetry\.extras)\.([\w-]+)$")
     extras = {match[2] for path in lists if (match := optional.search(path))}
     extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
+
+    # The words of the lists that tests need, of noxfile.py, and of build files that call pip.
     needed = re.compile(
         r"^\.dependency-groups\.[^.]*(test|dev)[^.]*$|(test|dev)[^.]*\.(extra-)?dependencies$"
         r"|\.(dev-dependencies|tests_require|testenv\.deps)$"
     )
-    words = [word for path, value in lists.items() if needed.search(path) for word in value]
-    calls = (
-        node for node in ast.walk(parsed(files.get("noxfile.py", ""))) if isinstance(node, ast.Call)
-    )
-    words += [
-        word.value
-        for call in calls
-        if getattr(call.func, "attr", "") == "install"
-        for word in call.args
-        if isinstance(word, ast.Constant)
-    ]
+    words = []
+    for path, value in lists.items():
+        if needed.search(path):
+            words += value
+    for call in ast.walk(parsed(files.get("noxfile.py", ""))):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "install":
+            given = [word.value for word in call.args if isinstance(word, ast.Constant)]
+            words += [word for word in given if isinstance(word, str)]
+    build_file = re.compile(r"^(Makefile|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$")
     for path, text in files.items():
-        if re.search(r"^(Makefile|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$", path):
-            words += [
-                word
-                for line in re.findall(r"pip3? install ([^\n&|;#]*)", text)
-                for word in line.split()
-            ]
+        if build_file.search(path):
+            for line in re.findall(r"pip3? install ([^\n&|;#]*)", text):
+                words += line.split()
+
+    # Of these what is a requirement of another package; and the lists of requirements as they are.
     own = {name.lower() for name in packages(files)} | {"pip", "tox", "nox", "build", "twine"}
-    named = {
-        word.strip()
-        for word in words
-        if re.match(r"[A-Za-z][\w.-]*(\[[\w,-]*\])?\s*([<>=!~;][^:]*)?$", word.strip())
-    }
-    named = {
-        word for word in named if re.match(r"[\w-]*", word)[0].lower().replace("-", "_") not in own
-    }
-    lists = [
-        f"-r{path}"
-        for path in files
-        if re.search(r"^[^/]*requirements?[^/]*(\.txt|/[^/]*(test|dev)[^/]*\.txt)$", path)
-    ]
+    requirement = re.compile(r"([A-Za-z][\w.-]*)(\[[\w,-]*\])?\s*([<>=!~;][^:]*)?$")
+    named = {"pytest"}
+    for word in map(str.strip, words):
+        match = requirement.match(word)
+        if match and re.match(r"[\w-]*", word)[0].lower().replace("-", "_") not in own:
+            named.add(word)
+    listed = re.compile(r"^[^/]*requirements?[^/]*(\.txt|/[^/]*(test|dev)[^/]*\.txt)$")
+    lists = [f"-r{path}" for path in files if listed.search(path)]
     extras = ",".join(sorted(name for name in extras if re.search("test|dev", name)))
-    return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named | {"pytest"}), *lists]
+    return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named), *lists]
 
 
 STATING_FILES = re.compile(
@@ -163,50 +140,39 @@ def stated(files):
 
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
-    tests, ran = [
-        path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$", path)
-    ], (r"\d+ passed", "pass")
+    test_file = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$")
+    tests, ran = [path for path in files if test_file.search(path)], (r"\d+ passed", "pass")
     # benchmarks are not the suite
     tests.sort(key=lambda path: "test" not in path.partition("/")[0])
-    modules = [
-        path.removeprefix("src/")[:-3].replace("/", ".").removesuffix(".__init__")
-        for path in sources(files)
-    ]
-    modules = sorted(
-        (
-            name
-            for name in modules
-            if re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name) and name.split(".")[0] in modules
-        ),
-        key=lambda name: name.count("."),
-    )
+    every_module = [module_name(path) for path in sources(files)]
+    modules = []
+    for name in every_module:
+        is_dotted = re.match(r"[a-zA-Z]\w*(\.[a-zA-Z]\w*)*$", name)
+        if is_dotted and name.split(".")[0] in every_module:
+            modules.append(name)
+    modules.sort(key=lambda name: name.count("."))
+
     # Where no file is named as pytest names tests, the authors' build files say how they are run.
     plan, stated_ones = suites.configured_plan(files), suites.stated_plans(files)
-    if (
-        not any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
-        and stated_ones
-    ):
+    named_so = any(re.search(r"(^|/)(test_[^/]*|[^/]*_test)\.py$", path) for path in files)
+    if stated_ones and not named_so:
         plan = stated_ones[0][0]
     suite = suites.test_command(plan)
+
+    # The whole suite, what the build files say, modules, test files, single tests.
     found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
-    found += [(line, *(ran if "pytest" in line else ("", "end well"))) for line in stated(files)][
-        :3
-    ]
-    found += [
-        (f"python -c 'import {name}; print({name}.__name__)'", name, f"print {name}")
-        for name in modules[:4]
-    ]
+    for line in list(stated(files))[:3]:
+        found.append((line, *(ran if "pytest" in line else ("", "end well"))))
+    for name in modules[:4]:
+        command = f"python -c 'import {name}; print({name}.__name__)'"
+        found.append((command, name, f"print {name}"))
     found += [(f"python -m pytest -q {path}", *ran) for path in tests]
-    found += [
-        (f"python -m pydoc {name}", name, f"print the documentation of {name}")
-        for name in modules[:3]
-    ]
-    found += [
-        (f"python -m pytest -q {path} -k {node.name}", *ran)
-        for path in tests
-        for node in ast.walk(parsed(files[path]))
-        if getattr(node, "name", None) and node.name.startswith("test")
-    ]
+    for name in modules[:3]:
+        found.append((f"python -m pydoc {name}", name, f"print the documentation of {name}"))
+    for path in tests:
+        for node in ast.walk(parsed(files[path])):
+            if (getattr(node, "name", None) or "").startswith("test"):
+                found.append((f"python -m pytest -q {path} -k {node.name}", *ran))
     return [Proposal(*words) for words in dict.fromkeys(found)][:10]
 
 
@@ -225,23 +191,36 @@ def install(files, tries):
         f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
         "--disable-pip-version-check install -q --no-compile --retries 1"
     )
-    site, wanted = "$(echo .venv/lib/*/site-packages)", [
-        shlex.quote(word) for word in declared(files)
-    ]
-    missing = dict.fromkeys(
-        re.findall(r"No module named '?([A-Za-z]\w*)", "".join(text for _, text in tries))
-    )
-    mocks = [
-        f"printf %s {shlex.quote(MOCK)} > {site}/{name}.py"
-        for name in missing
-        if name not in packages(files)
-    ]
-    borrow = f"echo {shlex.quote(sysconfig.get_path('purelib'))} > {site}/borrowed.pth"
-    return {
-        0: f"{pip} {' '.join(wanted)}",
-        1: "; ".join(f"{pip} {word}" for word in wanted),
-        2: f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=.",
-    }.get(len(tries), "; ".join(mocks) or "true")
+    # What is declared: all at once, then one by one.
+    wanted = [shlex.quote(word) for word in declared(files)]
+    if len(tries) == 0:
+        return f"{pip} {' '.join(wanted)}"
+    if len(tries) == 1:
+        return "; ".join(f"{pip} {word}" for word in wanted)
+
+    # What this Python has, then mocks.
+    site = "$(echo .venv/lib/*/site-packages)"
+    if len(tries) == 2:
+        borrow = f"echo {shlex.quote(sysconfig.get_path('purelib'))} > {site}/borrowed.pth"
+        return f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=."
+    printed = "".join(text for _, text in tries)
+    mocks = []
+    for name in dict.fromkeys(re.findall(r"No module named '?([A-Za-z]\w*)", printed)):
+        if name not in packages(files):
+            mocks.append(f"printf %s {shlex.quote(MOCK)} > {site}/{name}.py")
+    return "; ".join(mocks) or "true"
+
+
+# of the installation and of the commands
+LIMITS = dict(
+    cpu=600,
+    memory=4 << 30,
+    file_size=1 << 30,
+    disk=4 << 30,
+    output=4 << 20,
+    processes=256,
+    memo=False,
+)
 
 
 def autoinstall(
@@ -269,16 +248,7 @@ def autoinstall(
     chosen = [proposals[0], *random.Random(seed).sample(proposals[1:], 2)]
     for one in proposals:
         print("*" if one in chosen else " ", f"`{one.command}` should {one.says}")
-    limits = dict(
-        cpu=600,
-        memory=4 << 30,
-        file_size=1 << 30,
-        disk=4 << 30,
-        output=4 << 20,
-        processes=256,
-        memo=False,
-        hide=installed_copies(files),
-    )
+    limits = {**LIMITS, "hide": installed_copies(files)}
     # Only the installation reaches the network.
     offline = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits)
     online = Sandbox(600, network=network, **limits)
@@ -294,7 +264,7 @@ def autoinstall(
             outputs = [result.output for result in (installed, *results)]
             tries.append((command, "\n".join(outputs)))
             failures = [one.failure(result) for one, result in zip(chosen, results)]
-            failures = [text for text in failures if text]
+            failures = list(filter(None, failures))
             print(
                 f"try {len(tries)}: {command.replace(sys.executable, 'python')}",
                 installed.output.strip().split("\n")[-1],
@@ -311,6 +281,7 @@ def autoinstall(
 def refuse_place(keep):
     """A Refusal where an environment cannot be kept, or could not be used from."""
     place = Path(keep).resolve()
+    # Nothing is overwritten, and what is made can be reached: by us, and in the sandbox.
     if os.path.lexists(keep):
         raise Refusal(
             f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR"
@@ -331,11 +302,13 @@ def keep_environment(found, place, files):
     Nothing of it runs when its Python starts: .pth files and customisations of the interpreter,
     which a stranger's installation may have written, stay behind. The packages themselves run in
     the sandbox only."""
+    # An empty environment of this Python, without pip.
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(place)], capture_output=True, text=True
     )
     if made.returncode:
         raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
+    # What was installed is copied, but for what would run by itself.
     source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
     own = set(packages(files))
     for one in sorted(source.iterdir()):

@@ -34,6 +34,7 @@ def installed_copies(files):
 
     At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside
     site-packages, half of the names defined have to agree as well: `utils` may be anybody's."""
+    # What the repository defines, under the names by which it can be imported.
     paths = set(sources(files))
     by_name = set()
     # folder of a package, or file of a module -> names that it defines
@@ -41,31 +42,35 @@ def installed_copies(files):
     for path in paths:
         root, _ = package_root(path, paths)
         name = Path(path).relative_to(root or ".").parts[0]
-        by_name |= {name.removesuffix(".py")} if root in ("", "src") else set()
+        if root in ("", "src"):
+            by_name.add(name.removesuffix(".py"))
         defined.setdefault(name, set()).update(names_defined(files[path]))
     defined.pop("__init__.py", None)
+
+    # Installed for this Python: the name decides.
     found = []
     for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
         for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
             stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
             if stem in by_name:
                 found.append(place)
+
+    # Elsewhere on the machine: the names that are defined decide.
     python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     for name, place in places(frozenset(defined)):
-        inside = place.rglob("*.py*") if place.is_dir() else [place]
-        readable_files = [
-            path for path in inside if path.suffix in (".py", ".pyi") and path.is_file()
-        ]
-        texts = {path: path.read_text(errors="replace") for path in readable_files}
         # Another version, or a part of the package that was copied, may agree in the outermost
         # folder only.
-        outermost = [
-            text for path, text in texts.items() if not place.is_dir() or path.parent == place
-        ]
+        texts, outermost = {}, []
+        for path in place.rglob("*.py*") if place.is_dir() else [place]:
+            if path.suffix in (".py", ".pyi") and path.is_file():
+                texts[path] = path.read_text(errors="replace")
+                if not place.is_dir() or path.parent == place:
+                    outermost.append(texts[path])
         if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), 0.25):
             if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
                 found.append(place)
     found += [archive for archive in archives() if archive_holds(archive, defined)]
+
     # What Python has compiled lies beside a module, in a folder that it shares with others.
     for place in [place for place in found if place.suffix == ".py"]:
         found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
@@ -81,18 +86,18 @@ def same_names(own, texts, share=0.0):
     `share` of the longer list."""
     theirs = set().union(*map(names_defined, texts))
     common = len(theirs & own)
-    return 2 * common > min(len(theirs), len(own)) and common >= share * max(len(theirs), len(own))
+    shorter, longer = sorted((len(theirs), len(own)))
+    return 2 * common > shorter and common >= share * longer
 
 
 @functools.lru_cache(16)
 def places(names):
     """(name, place) of every folder or module so named in what a sandbox shows of this machine."""
-    return [
-        (name, Path(folder, name))
-        for top in {"/usr", sys.prefix, sys.base_prefix}
-        for folder, folders, files in os.walk(top)
-        for name in names & {*folders, *files}
-    ]
+    found = []
+    for top in {"/usr", sys.prefix, sys.base_prefix}:
+        for folder, folders, files in os.walk(top):
+            found += [(name, Path(folder, name)) for name in names & {*folders, *files}]
+    return found
 
 
 @functools.lru_cache(1)
@@ -112,6 +117,7 @@ def archive_holds(place, defined):
     """True if an archive holds a copy of one of these packages or modules, wherever in it."""
     try:
         with zipfile.ZipFile(place) as archive:
+            # Per package the files in its folder, wherever that stands in the archive.
             members = [member for member in archive.namelist() if member.endswith(".py")]
             for name, own in defined.items():
                 inside = [member for member in members if name in member.split("/")]
@@ -134,12 +140,15 @@ def telltales(files, names):
     for path, text in files.items():
         if path.endswith(prose) or isinstance(text, Link):
             continue
+        # In a file of plain words a name alone says nothing: its definition has to be there.
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
         before = rb"(?:def|class)\s+" if is_plain else rb"\b"
         words = [re.compile(before + name.encode() + rb"\b") for name in names]
         data = text.encode("utf-8", "surrogateescape")
-        if any(word.search(part) for part in leftovers.unpacked(data) for word in words):
-            found.append(path)
+        for part in leftovers.unpacked(data):
+            if any(word.search(part) for word in words):
+                found.append(path)
+                break
     return found
 
 
@@ -155,26 +164,25 @@ def without_copies(files, base, lost, gone):
     for one in lost:
         # The code of a class is that of its methods; where they are stubs, each is listed by
         # itself.
-        nodes = (
-            one.nodes
-            if one.kind != "class"
-            else [inner for node in one.nodes for inner in node.body if gone]
-        )
-        for node in (node for node in nodes if isinstance(node, FUNCTIONS)):
+        nodes = one.nodes
+        if one.kind == "class":
+            nodes = []
+            for node in one.nodes if gone else ():
+                nodes += node.body
+        for node in nodes:
+            if not isinstance(node, FUNCTIONS):
+                continue
             lines = code_lines(files[one.path], [node])
             several = len(leftovers.distinctive(lines)) > 1
             for path, text in list(base.items()):
                 may_go = path not in origins and not PROTECTED.search(path)
-                may_go = may_go and (
-                    path not in code_paths or leftovers.is_copy(text, files[one.path])
-                )
+                if path in code_paths:
+                    may_go = may_go and leftovers.is_copy(text, files[one.path])
                 if may_go and leftovers.holds_code(text, lines, node.name):
                     del base[path]
-                elif (
-                    not may_go
-                    and several
-                    and leftovers.holds_code(text, lines, node.name, every=True)
-                ):
+                elif may_go or not several:
+                    continue
+                elif leftovers.holds_code(text, lines, node.name, every=True):
                     copied = True
     return base, copied
 

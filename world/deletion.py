@@ -67,17 +67,17 @@ def find_dead_helpers(files, base, chosen, found):
 
     # The deleted code has to name a helper. Its lines as they stand are a first sieve, which is
     # quick; what `unparse` writes has no comments and is the judge.
-    deleted_lines = []
+    deleted_lines, deleted = [], []
     for one in chosen:
         lines = split_lines(files[one.path])
         for node in one.nodes:
+            deleted.append(ast.unparse(node))
             deleted_lines += lines[first_line(node) - 1 : node.end_lineno]
     spelled = "".join(deleted_lines)
     candidates = [one for one in candidates if one.name in spelled]
     if not candidates:
         return []
-    deleted = "\n".join(ast.unparse(node) for one in chosen for node in one.nodes)
-    words = set(re.findall(r"\w+", deleted))
+    words = set(re.findall(r"\w+", "\n".join(deleted)))
 
     # Nothing that is left may name it, but its own definition.
     left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))

@@ -9,6 +9,7 @@ Standard library only.
 
 import bisect
 import difflib
+import itertools
 import re
 
 LONE_BYTES = "[\udc80-\udcff]+"
@@ -106,24 +107,25 @@ def only_place(text, old):
 def kept_lines(before, after):
     """(start, end, start, end) of the stretches in which two texts differ: between their common
     beginning and end, by lines."""
+    # How many characters the two share at their beginnings and at their ends.
     most = min(len(before), len(after))
     head = next((i for i in range(most) if before[i] != after[i]), most)
     tail = next((i for i in range(most - head) if before[-1 - i] != after[-1 - i]), most - head)
-    lines = [
-        re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]) for text in (before, after)
-    ]
+
+    # The lines in between, and where each of them ends in its text.
+    lines, ends = [], []
+    for text in (before, after):
+        lines.append(re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]))
+        ends.append(list(itertools.accumulate(map(len, lines[-1]), initial=head)))
     if max(map(len, lines)) > MOST_LINES:
         return [(head, len(before) - tail, head, len(after) - tail)]
-    ends = [[head], [head]]
-    for side in (0, 1):
-        for line in lines[side]:
-            ends[side].append(ends[side][-1] + len(line))
-    blocks = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
-    return [
-        (ends[0][a], ends[0][b], ends[1][c], ends[1][d])
-        for kind, a, b, c, d in blocks
-        if kind != "equal"
-    ]
+
+    # Of these the stretches that differ.
+    stretches = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
+        if kind != "equal":
+            stretches.append((ends[0][a], ends[0][b], ends[1][c], ends[1][d]))
+    return stretches
 
 
 def put_in_place(shown, start, old, new):
@@ -133,7 +135,10 @@ def put_in_place(shown, start, old, new):
     for a, b, c, d in kept_lines(old, new):
         parts.append(shown.piece(start + done, start + a))
         fresh = with_line_ends(new[c:d], end)
-        lone = [shown.piece(start + i, start + i + 1) for i in range(a, b) if old[i] == NO_TEXT]
+        lone = []
+        for place in range(a, b):
+            if old[place] == NO_TEXT:
+                lone.append(shown.piece(start + place, start + place + 1))
         # As many as were shown there: each is what it was. Otherwise there is no telling which one
         # is meant.
         if lone and fresh.count(NO_TEXT) == len(lone):

@@ -62,7 +62,7 @@ class InMemoryWorkspace:
         return run_trusted(self.tree, command)
 
 
-def play(task, agent, workspace):
+def play(agent, workspace):
     """[(Action, outputs)] of an agent (a generator of Actions) at work; the last one is its final
     message."""
     story, outputs = [], None
@@ -74,11 +74,11 @@ def play(task, agent, workspace):
             return story
 
 
-def demonstrate(task, rng, sloppy=1.0):
+def record_expert(task, rng, sloppy=1.0):
     """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
     turn."""
     workspace = InMemoryWorkspace(task)
-    story = play(task, expert(task, rng, sloppy), workspace)
+    story = play(expert(task, rng, sloppy), workspace)
     return story, workspace.files()
 
 
@@ -216,6 +216,7 @@ class Expert:
         """Flaw: now and then a call to a tool that is not there comes before a turn."""
         if not self.chance(0.15):
             return
+        # One that other tasks offer, or that no task has.
         missing = [tool for tool in TOOLS if not self.can[tool]]
         name = self.rng.choice(missing + list(PHANTOMS))
         arguments = {
@@ -342,11 +343,13 @@ class Expert:
         same kind)."""
         number = self.rng.randrange(len(target.steps))
         op, k = target.steps[number]
+        # Three times in four another constant, else another operation.
         if self.rng.random() < 0.75:
             step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
         else:
             kind = OPS[op][0]
-            step = (self.rng.choice([o for o in OPS if o != op and OPS[o][0] == kind]), k)
+            alike = [other for other in OPS if other != op and OPS[other][0] == kind]
+            step = (self.rng.choice(alike), k)
         steps = list(target.steps)
         steps[number] = step
         return number, Function(target.module, target.name, steps, target.reduction)
@@ -385,6 +388,7 @@ class Expert:
     def final_message(self, done):
         """One short line. Flaw: now and then there is none, or it rambles; a hint takes that
         back."""
+        # The hint that takes a flawed message back makes the agent go on to the last line.
         names = ", ".join(target.name for target in done)
         if self.chance(0.1):
             yield Action("", flaw="communication")

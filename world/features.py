@@ -37,6 +37,7 @@ def draw_feature(repository, level, rng, taken):
     is none left. taken: the features drawn so far, to which this one is added."""
     kind = REPO_LEVELS[level]["kind"]
     usable = usable_definitions(repository, kind)
+    # Each usable definition in chance order is what a feature may grow from.
     for seed in rng.sample(usable, len(usable)):
         chosen = grow_feature(kind, seed, usable, rng)
         is_whole = len(chosen) > 1 or kind not in ("multi-file", "module", "class")

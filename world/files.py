@@ -43,10 +43,10 @@ def walk(root):
             if is_machine_failure(error):
                 raise
             continue
-        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        yield folder, folders, [
-            entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)
-        ]
+        folders, names = [], []
+        for entry in entries:
+            (folders if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+        yield folder, folders, names
         left += [os.path.join(folder, name) for name in folders]
 
 
@@ -75,7 +75,7 @@ def census(root):
     return total, number
 
 
-def weight(root):
+def disk_usage(root):
     """Bytes on disk under a directory."""
     return census(root)[0]
 
@@ -83,6 +83,7 @@ def weight(root):
 def read_regular(place, most):
     """The bytes of a regular file of at most `most` bytes. ToolError for anything else: a pipe, a
     device or a link is not opened for waiting, however quickly it took the file's place."""
+    # Opened first and looked at then: between a look and an opening it could be replaced.
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -136,17 +137,16 @@ def matches(files, query, hits=20):
     """Lines holding the fixed string, as `path:line:text`, like grep -n."""
     if not query.strip():
         raise ToolError("empty query")
-    found = [
-        f"{path}:{number}:{line.strip()[:200]}"
-        for path, text in sorted(files.items())
-        if query in text
-        for number, line in enumerate(text.split("\n"), 1)
-        if query in line
-    ]
-    return (
-        "\n".join(found[:hits] + [f"[{len(found) - hits} more]"] * (len(found) > hits))
-        or "no matches"
-    )
+    found = []
+    for path, text in sorted(files.items()):
+        # most files do not hold it
+        for number, line in enumerate(text.split("\n") if query in text else (), 1):
+            if query in line:
+                found.append(f"{path}:{number}:{line.strip()[:200]}")
+    shown = found[:hits]
+    if len(found) > hits:
+        shown.append(f"[{len(found) - hits} more]")
+    return "\n".join(shown) or "no matches"
 
 
 def readable(text):

@@ -151,7 +151,10 @@ def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
     found = {}
     for group, numbers in candidates.items():
         own = [node for node in nodes if function_of_test(node) == group]
-        sure = [number for number in numbers if all((node, number) in failing for node in own)]
+        sure = []
+        for number in numbers:
+            if all((node, number) in failing for node in own):
+                sure.append(number)
         found[group] = sure[:MOST_CHANGES]
     return found
 

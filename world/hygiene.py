@@ -49,15 +49,19 @@ def copy_repository(repo):
     if not repo or not root.is_dir():
         raise Refusal(f"{repo or '--repo'}: no such directory")
     for folder, folders, names in os.walk(root):
-        inside = lambda name: Path(folder, name).relative_to(root).as_posix()
         # A link to a folder is listed among the folders, but it is an entry like a file and is not
         # walked into.
         linked = [name for name in folders if Path(folder, name).is_symlink()]
         names += linked
-        folders[:] = sorted(
-            name for name in folders if not JUNK.search(inside(name) + "/") and name not in linked
-        )
-        for place in (Path(folder, name) for name in sorted(names)):
+        for name in list(folders):
+            path = Path(folder, name).relative_to(root).as_posix()
+            if name in linked or JUNK.search(path + "/"):
+                folders.remove(name)
+        folders.sort()
+
+        # Links that stay inside, and files that are not compiled Python.
+        for name in sorted(names):
+            place = Path(folder, name)
             path = place.relative_to(root).as_posix()
             if JUNK.search(path):
                 continue
@@ -77,9 +81,10 @@ def copy_repository(repo):
                 if has_own_mode(status.st_mode):
                     files[path] = with_mode(files[path], status.st_mode)
             if len(files) > MOST_FILES or size > MOST_BYTES:
-                raise Refusal(
-                    f"{repo}: too large (more than {MOST_FILES} files or {MOST_BYTES >> 20} MB)"
-                )
+                most = f"{MOST_FILES} files or {MOST_BYTES >> 20} MB"
+                raise Refusal(f"{repo}: too large (more than {most})")
+
+    # It has to be a repository of Python 3.
     if not any(path.endswith(".py") for path in files):
         raise Refusal(f"{repo}: holds no Python files")
     candidates = sources(files)
@@ -117,11 +122,10 @@ def importable(files):
     at its root or in src/."""
     names = set()
     for path in files:
-        parts = path.removeprefix("src/").split("/")
-        if path.endswith(".py") and (
-            len(parts) == 1 or f"{'src/' * path.startswith('src/')}{parts[0]}/__init__.py" in files
-        ):
-            names.add(parts[0].removesuffix(".py"))
+        top = "src/" if path.startswith("src/") else ""
+        first, _, rest = path.removeprefix(top).partition("/")
+        if path.endswith(".py") and (not rest or f"{top}{first}/__init__.py" in files):
+            names.add(first.removesuffix(".py"))
     return sorted(names - {"setup", "conftest"})
 
 

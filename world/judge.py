@@ -31,7 +31,7 @@ from world.machine import MachineFailure
 from world.purity import DRIVER
 from world.run_suite import WORLDS, run_suite
 from world.sandbox import sandbox_for
-from world.source import ANSWER_ERRORS, function_of_test, syntax
+from world.source import ANSWER_ERRORS, function_of_test, module_name, syntax
 from world.task import Result, Verdict
 from world.tree import keep_modes, with_links
 from world.twins import lost_names, place_twins
@@ -48,6 +48,7 @@ def run_trusted(files, command="python tests.py"):
     assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
     printed, modules = [], {}
 
+    # What the tests find instead of the system: a sys, a print, an open and an import of our own.
     def leave(code=0):
         raise SystemExit(code)
 
@@ -68,6 +69,7 @@ def run_trusted(files, command="python tests.py"):
         __import__=load,
         open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
     )
+    # Run the tests: how they leave is the exit code.
     code = 0
     main = {"__name__": "__main__", "__builtins__": inner}
     try:
@@ -87,6 +89,7 @@ def same_value(value, expected):
     deep as `expected` is."""
     if type(value) is not type(expected):
         return False
+    # The types agree: compare what a container holds, place by place.
     if isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):
@@ -104,12 +107,14 @@ def read_values(text, number):
 
     The answer may be anybody's: whatever it holds, this returns and never raises."""
     try:
+        # A literal and nothing else: nothing of it is run.
         answers = ast.literal_eval(syntax(text, "eval"))
     except ANSWER_ERRORS:
         return None
     if type(answers) is not list or len(answers) != number:
         return None
     values = []
+    # Of each call [1, [value]] or [0, why].
     for answer in answers:
         is_pair = type(answer) is list and len(answer) == 2
         is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
@@ -150,12 +155,6 @@ def judge(task, files, sandbox):
         module, name, arguments, _ = wrong[0]
         why = f"{module}.{name}({arguments[0]}) is wrong"
     return Verdict(not wrong, len(cases) - len(wrong), len(wrong), why)
-
-
-def module_name(path):
-    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
-    shop.price."""
-    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 # what runs the tests
@@ -204,6 +203,7 @@ def required_tests(task):
 def overlay(task, files, draw):
     """What the judge runs: the repository's own files with what was submitted, and twins beside the
     tests that were broken. Returns (files, node ids that must pass, node ids that must fail)."""
+    # The repository's own files, and of the submission what is judged.
     base = {path: text for path, text in task.files.items() if path not in task.solution}
     tree = {**base, **submitted(task, files), **task.meta["pristine"]}
     sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
@@ -214,6 +214,7 @@ def overlay(task, files, draw):
         group = function_of_test(node)
         return [name + node[len(group) :] for name in copies.get(group, [group])]
 
+    # All tests that are required, and the twins of those that were broken.
     must_pass = [renamed(node)[0] for node in required_tests(task)]
     must_fail = []
     for node in task.FAIL_TO_PASS:

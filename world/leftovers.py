@@ -30,25 +30,33 @@ def is_bytecode(data):
     return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
 
 
+def find_decompressor(data):
+    """What unpacks a compressed file, told by its first bytes; None for any other."""
+    if data[:2] == b"\x1f\x8b":
+        return zlib.decompressobj(31)
+    if data[:2] in (b"\x78\x01", b"\x78\x9c", b"\x78\xda"):
+        return zlib.decompressobj()
+    if data[:3] == b"BZh":
+        return bz2.BZ2Decompressor()
+    if data[:6] == b"\xfd7zXZ\0":
+        return lzma.LZMADecompressor()
+    return None
+
+
 def unpacked(data, depth=2):
     """The bytes themselves and, for an archive or a compressed file, those of what is in it."""
     yield data
     if depth == 0:
         return
+    # An archive, a compressed file, a tar: told by their first bytes, never by their names.
     try:
         if zipfile.is_zipfile(io.BytesIO(data)):
             archive = zipfile.ZipFile(io.BytesIO(data))
             members = [member for member in archive.infolist() if member.file_size < MOST_UNPACKED]
             for member in members:
                 yield from unpacked(archive.read(member), depth - 1)
-        elif data[:2] == b"\x1f\x8b":
-            yield from unpacked(zlib.decompressobj(31).decompress(data, MOST_UNPACKED), depth - 1)
-        elif data[:2] in (b"\x78\x01", b"\x78\x9c", b"\x78\xda"):
-            yield from unpacked(zlib.decompressobj().decompress(data, MOST_UNPACKED), depth - 1)
-        elif data[:3] == b"BZh":
-            yield from unpacked(bz2.BZ2Decompressor().decompress(data, MOST_UNPACKED), depth - 1)
-        elif data[:6] == b"\xfd7zXZ\0":
-            yield from unpacked(lzma.LZMADecompressor().decompress(data, MOST_UNPACKED), depth - 1)
+        elif decompressor := find_decompressor(data):
+            yield from unpacked(decompressor.decompress(data, MOST_UNPACKED), depth - 1)
         elif data[257:262] == b"ustar":
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
                 for member in archive:
@@ -129,6 +137,7 @@ def holds_code(stored, lines, name, every=False):
     lines: the body's lines of code; name: of the function. One line alone may be chance: then the
     name has to be there, too."""
     wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
+    # A copy may have its lines in one piece, or mixed with others.
     one_piece = len(lines) > 1 and len(whole) >= 12
     for text in readings(stored) if wanted or one_piece else ():
         if one_piece and whole in text:
@@ -143,6 +152,6 @@ def holds_code(stored, lines, name, every=False):
 def is_copy(text, original):
     """True if at least 60 % of a file's lines are lines of the original: a backup, a build, another
     version of it."""
-    lines = [line for line in (squeeze(line) for line in text.split("\n")) if line]
+    lines = [squeeze(line) for line in text.split("\n") if line.strip()]
     known = {squeeze(line) for line in original.split("\n")}
     return bool(lines) and sum(line in known for line in lines) >= 0.6 * len(lines)

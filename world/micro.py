@@ -120,6 +120,7 @@ def held_out_name(name):
 
 def draw_function(rng, module, noun, steps, held_out):
     """A function whose composition and name are (not) among the held-out ones."""
+    # Names of this split, then compositions until one is of this split, too.
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
     while True:
         ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
@@ -129,6 +130,6 @@ def draw_function(rng, module, noun, steps, held_out):
             [(op, rng.randint(2, 9)) for op in ops],
             rng.choice(list(REDUCTIONS)),
         )
-        repeats = any(a == b for (a, _), (b, _) in zip(function.steps, function.steps[1:]))
+        repeats = any(op == following for op, following in zip(ops, ops[1:]))
         if function.held_out() == held_out and not repeats:
             return function

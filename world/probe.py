@@ -27,17 +27,8 @@ def unlike_everything():
     """Values of many kinds that no right result equals: other ones in every run."""
     number = int.from_bytes(os.urandom(6), "big") + 10**9
     word = f"nothing is called {number}"
-    return [
-        object(),
-        number,
-        number + 0.5,
-        word,
-        word.encode(),
-        [number],
-        (number,),
-        {number},
-        {number: word},
-    ]
+    plain = [object(), number, number + 0.5, word, word.encode()]
+    return [*plain, [number], (number,), {number}, {number: word}]
 
 
 def equals_strangers(value, strangers):
@@ -81,6 +72,8 @@ def observe(modules, calls):
     report = {"imports": [], "values": [], "replaced": [], "answers_to_any_name": []}
     before, strangers = held_by_others(), unlike_everything()
     yield report
+
+    # What importing does.
     for name in modules:
         try:
             module = __import__(name)
@@ -91,6 +84,8 @@ def observe(modules, calls):
         except BaseException as error:
             report["imports"].append((name, type(error).__name__, False))
         yield report
+
+    # What the calls return, and what has been replaced by then.
     for module, function, arguments in calls:
         try:
             value = getattr(__import__(module), function)(*arguments)
@@ -166,13 +161,13 @@ def run_variant(spec, files):
 
 
 def main():
+    # Whatever the submission prints goes nowhere.
     answer = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    spec = eval(
-        sys.stdin.read()
-    )  # written by the audit, read before any of the submission's code runs
+    # written by the audit, read before any of the submission's code runs
+    spec = eval(sys.stdin.read())
     os.set_inheritable(answer, False)
     variants, begun = [], time.monotonic()
     for files in spec["variants"]:

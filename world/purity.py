@@ -53,14 +53,10 @@ def is_function_of_files(files, command):
     # Anything else might be imported in a module's place: bytecode, an extension, a folder.
     if not all(re.fullmatch(r"\w+\.(py|md)", path) for path in files):
         return False
-    modules, checked = {path[:-3] for path in files if path.endswith(".py")}, files.get(
-        "check.py"
-    ) == CHECK
-    return all(
-        is_pure(files[f"{name}.py"], frozenset(modules), checked)
-        for name in modules
-        if name != "check" or not checked
-    )
+    modules = frozenset(path[:-3] for path in files if path.endswith(".py"))
+    checked = files.get("check.py") == CHECK
+    judged = modules - {"check"} if checked else modules
+    return all(is_pure(files[f"{name}.py"], modules, checked) for name in judged)
 
 
 @functools.lru_cache(4096)
@@ -71,7 +67,10 @@ def is_pure(text, modules, checked):
         tree = syntax(text)
     except ANSWER_ERRORS:
         return True  # it says the same each time
-    trusted = set()
+
+    # Anything that could tell one run from another: the order of a set, frames, names that reach
+    # beyond the module, other modules.
+    trusted, importable = set(), modules | {"math", "itertools"}
     for node in ast.walk(tree):
         if checked and isinstance(node, ast.Call) and ast.unparse(node) == "check.run(globals())":
             trusted.add(node.args[0].func)
@@ -85,14 +84,12 @@ def is_pure(text, modules, checked):
             known = hasattr(builtins, node.id) or node.id.startswith("__")
             if known and node.id not in PURE:
                 return False
-        elif isinstance(node, ast.Import) and any(
-            alias.name not in modules | {"math", "itertools"} for alias in node.names
-        ):
-            return False
-        elif isinstance(node, ast.ImportFrom) and (
-            node.level or node.module not in modules | {"math", "itertools"}
-        ):
-            return False
+        elif isinstance(node, ast.Import):
+            if any(alias.name not in importable for alias in node.names):
+                return False
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or node.module not in importable:
+                return False
     return True
 
 

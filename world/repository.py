@@ -86,6 +86,7 @@ def definitions(files, paths=None):
     its node is the last of them."""
     found = []
     for path in paths if paths is not None else sources(files):
+        # A path that is no text cannot be named in a task.
         if not is_text(path):
             continue
         for name, kind, nodes in find_definitions(files[path]):
@@ -117,7 +118,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     runs = run_many_times(repo, files, sandbox, first, time_limit)
     found_out = sort_tests(first, runs)
     if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
-        raise Refusal(suite_fails(repo, files, first, len(found_out["failing"])))
+        raise Refusal(suite_fails(repo, files, first))
 
     # 3) Trace which test runs which definition, and time the stable tests alone.
     stable = found_out["stable"]
@@ -187,6 +188,7 @@ def run_many_times(repo, files, sandbox, first, time_limit):
     while len(runs) < MOST_RUNS:
         if len(runs) >= FEWEST_RUNS and time.perf_counter() - start >= SECONDS_OF_RUNS:
             break
+        # every other run is in the opposite order; worlds take turns by pairs
         number = len(runs)
         world = WORLDS[number // 2 % len(WORLDS)]
         reverse = number % 2 == 1
@@ -222,7 +224,9 @@ def sort_tests(first, runs):
     red = [node for node in unstable if not always_passes(node, here)]
 
     # each task runs the rest several times
-    seconds = {node: min(run["seconds"].get(node, 0.0) for run in answers) for node in passing}
+    seconds = {}
+    for node in passing:
+        seconds[node] = min(run["seconds"].get(node, 0.0) for run in answers)
     bearable = max(0.1, 3 * sorted(seconds.values())[len(passing) // 2]) if passing else 0
     slow = [node for node in passing if seconds[node] > bearable]
     return dict(
@@ -237,6 +241,7 @@ def sort_tests(first, runs):
 
 def count_tests(first, found_out, stable, ignored):
     """How many tests there are of each sort, in words."""
+    # Errors are counted apart, with the files that cannot be collected.
     errors = sum(outcome == "error" for outcome in first["outcomes"].values())
     counts = dict(
         tests=len(first["outcomes"]),
@@ -273,6 +278,7 @@ def find_plan(repo, files, sandbox):
     if answer.get("started") is False:
         raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
 
+    # Once more with what only a build writes, where it was missed.
     built = built_files(repo, files, answer)
     if built:
         files.update(built)
@@ -305,6 +311,8 @@ def find_plan(repo, files, sandbox):
             answer = apart
     if healthy(answer):
         return answer
+
+    # Where much fails: what the authors' build files say.
     best = answer
     for plan, where in suites.stated_plans(files)[:6]:
         plan = in_one_order(plan)
@@ -326,31 +334,32 @@ def built_files(repo, files, answer):
     and version, as far as the files tell them, and extensions that were compiled in their places.
     Neither holds any Python that could be deleted."""
     texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
-    found = (
-        suites.own_metadata(files) if any("PackageNotFoundError" in text for text in texts) else {}
-    )
+    found = {}
+    if any("PackageNotFoundError" in text for text in texts):
+        found = suites.own_metadata(files)
+
+    # Extensions that lie in the repository, ignored by its owner, beside no source of their name.
     own = set(importable(files))
     if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
         for place in sorted(Path(repo).rglob("*.so")):
             path = place.relative_to(repo).as_posix()
             folder, source = path.rpartition("/")[0] + "/", path.partition(".")[0] + ".py"
-            if (
-                not JUNK.search(folder)
-                and source not in files
-                and place.is_file()
-                and place.stat().st_size < MOST_BYTES
-            ):
+            if JUNK.search(folder) or source in files or not place.is_file():
+                continue
+            if place.stat().st_size < MOST_BYTES:
                 found[path] = place.read_bytes().decode("utf-8", "surrogateescape")
     return {path: text for path, text in found.items() if path not in files}
 
 
 def too_slow(repo, answer, time_limit):
     """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
+    # How far it came: how many tests there are, and which one was begun last.
     trail = [line for line in answer.get("trail", ()) if line]
     number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
     began = [line[2:] for line in trail if line.startswith("> ")]
     text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
     if began:
+        # At this pace the whole suite takes so long, and half as much again.
         whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
         running = printable(began[-1], 100)
         text += f": {len(began) - 1} of {number} tests were done, and {running} was running"
@@ -363,10 +372,13 @@ def no_tests(repo, files, answer):
     known."""
     own = sorted({*packages(files), *importable(files)})
     errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
+    # The first file that cannot be imported.
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         why = suites.explain_error(*errors[0], files, own, repo)
         return f"{repo}: pytest finds no tests: {why}{more}"
+
+    # It ended in the middle of a test, or did not begin.
     if answer.get("said", "").strip() or answer.get("stopped"):
         began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
         if began:
@@ -378,42 +390,37 @@ def no_tests(repo, files, answer):
                 "deselect that test in addopts"
             )
         where, text = suites.explain_usage(answer.get("said", ""))
-        reason = (
-            suites.explain_error(where, text, files, own, repo)
-            if text
-            else answer.get("stopped", "")
-        )
+        reason = answer.get("stopped", "")
+        if text:
+            reason = suites.explain_error(where, text, files, own, repo)
         return f"{repo}: pytest finds no tests: it does not start: {reason}"
+
+    # It looked in vain.
     tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
-    hint = (
-        f", though there is {tests[0]}: how are its tests run?"
-        if tests
-        else " (files test_*.py or *_test.py with functions test_*)"
-    )
+    hint = " (files test_*.py or *_test.py with functions test_*)"
+    if tests:
+        hint = f", though there is {tests[0]}: how are its tests run?"
     return f"{repo}: pytest finds no tests{hint}"
 
 
-def suite_fails(repo, files, answer, number):
+def suite_fails(repo, files, answer):
     """The refusal of a suite that does not pass: how many, and the reason of the first."""
     outcomes, errors = answer["outcomes"], answer.get("errors", {})
-    kinds = Counter(outcome for outcome in outcomes.values() if outcome in ("failed", "error"))
-    parts = (
-        [f"{kinds['failed']} of {len(outcomes)} tests fail"]
-        if kinds["failed"] or not kinds["error"]
-        else []
-    )
-    parts += (
-        [f"{kinds['error']} of {len(outcomes)} tests cannot be set up"] if kinds["error"] else []
-    )
+    kinds = Counter(outcomes.values())
+    parts = []
+    if kinds["failed"] or not kinds["error"]:
+        parts.append(f"{kinds['failed']} of {len(outcomes)} tests fail")
+    if kinds["error"]:
+        parts.append(f"{kinds['error']} of {len(outcomes)} tests cannot be set up")
     uncollected = [where for where in errors if where and "::" not in where]
-    parts += [f"{len(uncollected)} files cannot be collected"] if uncollected else []
-    own = sorted({*packages(files), *importable(files)})
+    if uncollected:
+        parts.append(f"{len(uncollected)} files cannot be collected")
+
     # The reason that most of them share says most.
-    common = Counter(text for text in errors.values()).most_common(1)
-    first = next(
-        ((where, text) for where, text in errors.items() if common and text == common[0][0]), None
-    )
-    why = f": {suites.explain_error(*first, files, own, repo)}" if first else ""
+    own, why = sorted({*packages(files), *importable(files)}), ""
+    for text, _ in Counter(errors.values()).most_common(1):
+        where = next(where for where in errors if errors[where] == text)
+        why = f": {suites.explain_error(where, text, files, own, repo)}"
     return f"{repo}: its own suite does not pass ({', '.join(parts)}){why}"
 
 
@@ -424,6 +431,7 @@ def module_names(files, ran):
     paths, names = set(sources(files)), set()
     for path in paths:
         folder = path.rpartition("/")[0]
+        # Only what a package or a test would import.
         is_module = folder in ("", "src") or f"{folder}/__init__.py" in paths or path in ran
         if path.endswith("__main__.py") or not is_module:
             continue
@@ -441,11 +449,10 @@ def methods(one, found):
 
 def imported_names(files):
     """Names that tests and configuration import by `from ... import name`."""
-    return {
-        alias.name
-        for path, text in files.items()
-        if path.endswith(".py") and PROTECTED.search(path)
-        for node in ast.walk(parsed(text))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    names = set()
+    for path, text in files.items():
+        if path.endswith(".py") and PROTECTED.search(path):
+            for node in ast.walk(parsed(text)):
+                if isinstance(node, ast.ImportFrom):
+                    names.update(alias.name for alias in node.names)
+    return names

@@ -27,7 +27,7 @@ from world import suite as suites
 from world.files import printable, write_tree
 from world.hygiene import importable, sources
 from world.machine import MachineFailure, fresh_directory
-from world.source import ANSWER_ERRORS, package_root
+from world.source import ANSWER_ERRORS, module_name, package_root
 
 # The program that runs a suite inside the sandbox, which sees no file of ours: its text is given to
 # the Python there.
@@ -80,6 +80,7 @@ def run_suite(
     `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
     configuration says, and what pytest refuses of that is left out; answer["plan"] is what it was
     run by."""
+    # Until pytest refuses nothing more, each time without what it has refused.
     given, plan = plan, plan or in_one_order(suites.configured_plan(files))
     for _ in range(6):
         answer = run_planned_suite(
@@ -115,30 +116,16 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
         if plan.folder:
             up = "/".join(".." for _ in Path(plan.folder).parts)
             paths = [f"{up}/{path}" for path in paths]
-    order = json.dumps(
-        dict(
-            key=key,
-            only=only,
-            reverse=reverse,
-            trace=trace,
-            brief=brief,
-            paths=paths,
-            options=plan.options,
-            config=plan.config,
-            folder=plan.folder,
-            rewrite=plan.rewrite,
-            trail=trail,
-            own=importable(files),
-            borrowed=borrowed_modules(tuple(importable(files))),
-            limit=sandbox.time_limit / 4 * limit,
-        )
-    )
+    own = importable(files)
+    order = dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, trail=trail)
+    order |= {**plan.to_meta(), "paths": paths, "limit": sandbox.time_limit / 4 * limit}
+    order |= dict(own=own, borrowed=borrowed_modules(tuple(own)))
     # PYTHONPATH would put the repository's files in front of the standard library, under the runner
     # itself.
     environment = ["env", "-u", "PYTHONPATH", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
     words = [*environment, *sandbox.python, "-c", SUITE]
     start = time.perf_counter()
-    result = sandbox.run_files(files, words, order)
+    result = sandbox.run_files(files, words, json.dumps(order))
     if not result.started:
         raise MachineFailure(result.output)
     elapsed = time.perf_counter() - start
@@ -176,13 +163,11 @@ def borrowed_modules(own):
         if place.name != "__init__.py":
             modules[name] = [False, place.read_text(encoding="utf-8")]
             continue
+        # a package, with all that is in it
         for file in sorted(place.parent.rglob("*.py")):
-            parts = [name, *file.relative_to(place.parent).with_suffix("").parts]
-            is_package = parts[-1] == "__init__"
-            modules[".".join(parts[:-1] if is_package else parts)] = [
-                is_package,
-                file.read_text(encoding="utf-8"),
-            ]
+            dotted = module_name(file.relative_to(place.parent.parent).as_posix())
+            is_package = file.name == "__init__.py"
+            modules[dotted] = [is_package, file.read_text(encoding="utf-8")]
     return modules
 
 
@@ -212,32 +197,29 @@ def read_outcomes(text, key):
         for node, outcome in outcomes.items()
         if printable(node, LONGEST_NODE) == node
     }
-    times = {node: seconds.get(node) for node in outcomes}
-    times = {
-        node: float(time) if type(time) in (int, float) and 0 <= time < 1e6 else 0.0
-        for node, time in times.items()
-    }
-    touched = {
-        node: [place for place in places if type(place) is str]
-        for node, places in touched.items()
-        if type(places) is list
-    }
-    errors, again, status, said = (
-        answer.get(name) for name in ("errors", "again", "status", "said")
-    )
-    errors = errors if type(errors) is dict else {}
-    errors = {
-        printable(where, 1000): printable(text, 400)
-        for where, text in errors.items()
-        if type(text) is str
-    }
-    again = {node for node in again if type(node) is str} if type(again) is list else set()
+    times = dict.fromkeys(outcomes, 0.0)
+    for node in outcomes:
+        took = seconds.get(node)
+        if type(took) in (int, float) and 0 <= took < 1e6:
+            times[node] = float(took)
+    touched_code = {}
+    for node, places in touched.items():
+        if type(places) is list:
+            touched_code[node] = [place for place in places if type(place) is str]
+
+    # What was said of errors and of the run as a whole.
+    said_of = {}
+    errors = answer.get("errors")
+    for where, text in errors.items() if type(errors) is dict else ():
+        if type(text) is str:
+            said_of[printable(where, 1000)] = printable(text, 400)
+    again, status, said = answer.get("again"), answer.get("status"), answer.get("said")
     return {
         "outcomes": outcomes,
         "seconds": times,
-        "touched": touched,
-        "errors": errors,
-        "again": again,
+        "touched": touched_code,
+        "errors": said_of,
+        "again": {node for node in again if type(node) is str} if type(again) is list else set(),
         "status": status if type(status) is int else 0,
         "said": printable(said, 8000) if type(said) is str else "",
     }
@@ -256,32 +238,27 @@ def green_command(files, plan, ignored, left_out, sandbox):
     for _ in range(4):
         command = suites.test_command(plan, sorted(left_out), sorted(ignored))
         if len(command) > LONGEST_COMMAND:
-            return (
-                None,
-                [],
-                f"{len(left_out)} tests and {len(ignored)} files would have to be left out",
-            )
+            too_many = f"{len(left_out)} tests and {len(ignored)} files"
+            return None, [], f"{too_many} would have to be left out"
         result = run_command_in(files, command, sandbox)
         if is_green(result):
             result = run_command_in(files, command, sandbox)
         if is_green(result):
             return command, sorted(ignored), sorted(left_out)
-        lines = [line for line in result.output.strip().split("\n") if line.strip()] or [
-            "no output"
-        ]
-        reason = printable(lines[-1], 200)
+
+        # What it names as red is left out the next time: whole files, and single tests.
+        reason = printable(result.output.strip().rpartition("\n")[2] or "no output", 200)
         red = re.findall(
             r"^(?:FAILED|ERROR|SUBFAILED\S*) (?:\[.*?\] |\(.*?\) )?(\S+?\.py)(::.*?)?(?: - .*)?$",
             result.output,
             re.M,
         )
-        new = {path + node for path, node in red if node} - left_out | {
-            path for path, node in red if not node
-        } - ignored
-        if not new:
+        red_files = {path for path, node in red if not node}
+        red_tests = {path + node for path, node in red if node}
+        if red_tests <= left_out and red_files <= ignored:
             break
-        left_out |= {path + node for path, node in red if node}
-        ignored |= {path for path, node in red if not node}
+        left_out |= red_tests
+        ignored |= red_files
     return None, [], reason
 
 
@@ -314,6 +291,7 @@ def import_outcomes(files, sandbox, names):
     paths = set(sources(files))
     roots = {package_root(path, paths)[0] or "." for path in paths}
     order = dict(modules=names, roots=sorted(roots))
+    # One process imports all of them, and answers line by line: it may end at any.
     program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
     outcomes = {}

@@ -40,7 +40,7 @@ import weakref
 from pathlib import Path
 
 from world.copies import installed_copies
-from world.files import census, give, tree_key, weight, write_tree
+from world.files import census, give, tree_key, disk_usage, write_tree
 from world.machine import (
     EXHAUSTED,
     MachineFailure,
@@ -103,6 +103,7 @@ def bwrap():
         "--unshare-cgroup-try",
         "--cap-add",
         "ALL",
+        # Without rights of its own it needs a user namespace, in which it is root.
         *["--unshare-user", "--uid", "0", "--gid", "0"] * (os.geteuid() != 0),
     ]
 
@@ -291,6 +292,7 @@ class Sandbox:
 
     def order(self, words, root, stdin):
         """Orders a command -> the server that has it, our end of its output."""
+        # What the server has to know of the command.
         uid = self.user_for(root)
         order = dict(
             words=words,
@@ -407,7 +409,7 @@ class Sandbox:
         self.idle.append(server)
 
         # Where there is no room, and the command did not take it, its failure is the machine's.
-        if int(code) and not note and room_left(root) < 1 << 16 and weight(root) < self.LIGHT:
+        if int(code) and not note and room_left(root) < 1 << 16 and disk_usage(root) < self.LIGHT:
             return Result(127, f"no room is left in {Path(root).parent}", started=False)
         return Result(int(code), text, note == "timed out", stopped=note)
 
@@ -454,6 +456,7 @@ class Sandbox:
         """Result of `command` in a fresh copy of `files`. Remembered where the outcome can be a
         function of (files, command, stdin) only."""
 
+        # One run in a folder of its own; what the machine fails at is tried again.
         def attempt():
             with fresh_directory() as root:
                 try:
@@ -472,6 +475,7 @@ class Sandbox:
             except MachineFailure as failure:
                 return Result(127, str(failure), started=False)
 
+        # A time, a path or a random number in the output would be another one the next time.
         if not is_function_of_files(files, command):
             return run()
         return self.once(tree_key(files, repr((command, stdin))), run)
@@ -522,7 +526,7 @@ class Server:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-        weakref.finalize(self, leave, self.line, process, os.getpid())
+        weakref.finalize(self, close_server, self.line, process, os.getpid())
         # It says so when it stands ready.
         if not self.line.recv(1):
             raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
@@ -532,6 +536,7 @@ class Server:
         started, or the server is gone."""
         with contextlib.suppress(ConnectionError):
             self.line.send(b".")
+        # Its answer is one line; it has PATIENCE for each piece.
         text, more = b"", b"."
         with contextlib.suppress(ConnectionError):
             while more and not text.endswith(b"\n"):
@@ -550,6 +555,7 @@ def open_input(stdin):
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             input_fd = os.dup(file.fileno())
+    # Filled, and wound back to its beginning.
     try:
         with open(input_fd, "wb", closefd=False) as file:
             file.write(stdin.encode("utf-8", "surrogateescape"))
@@ -560,10 +566,11 @@ def open_input(stdin):
     return input_fd
 
 
-def leave(line, process, pid):
+def close_server(line, process, pid):
     """A fork of the process that started a server lets go of its copy of the line only."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):  # it was killed
+            # The server ends when its line does; one that does not is killed.
             line.shutdown(socket.SHUT_RDWR)
         try:
             process.wait(Server.PATIENCE)

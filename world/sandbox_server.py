@@ -56,7 +56,7 @@ def tell(place, text):
     os.close(file)
 
 
-def traffic():
+def network_counters():
     """What went over the network, which holds its ports for a minute, and sockets that still hang
     in other sockets."""
     with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:
@@ -157,6 +157,7 @@ def drop_bounding_set():
 
 def renounce(order):
     """Gives up all rights: the user, the capabilities, the system calls of the filter."""
+    # A user without power, who may have a namespace of his own.
     if order["uid"]:
         os.setgroups([])
         os.setresgid(*[order["uid"]] * 3)
@@ -179,10 +180,12 @@ def renounce(order):
 def script(python, *rest):
     """(source, file name, sys.argv, first of sys.path) where the words are this Python with -S and
     a program; None for any other command."""
+    # This Python's own flags come first.
     flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
     del rest[: len(flags)]
     if python != sys.executable or "-S" not in flags:
         return None
+    # The program is a text or a file; where it lies is where it imports from.
     isolated = "-I" in flags
     if rest[:1] == ["-c"] and len(rest) > 1:
         return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [] if isolated else [""]
@@ -210,6 +213,7 @@ def set_limits(limits):
 def command(order, input_fd, output_fd):
     """Makes this fork the command of an order. Returns only for a script, what script() says of it:
     that runs in this interpreter."""
+    # A session of its own, the usual signals, and the walls around it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -250,6 +254,7 @@ def command(order, input_fd, output_fd):
 def watch(last):
     """Waits until the process `last` has ended, or whoever ordered it wants no more; kills whatever
     it has left -> its exit code."""
+    # Wait for the end of the command, or for a word on the line.
     code = None
     while code is None and line not in select.select([line, ended], [], [])[0]:
         os.read(ended, 4096)
@@ -264,6 +269,8 @@ def watch(last):
     if code is None:
         libc.kill(last, signal.SIGKILL)  # it may have no session of its own yet
         code = -signal.SIGKILL
+
+    # Kill what it has left: its group, and in a cage everything.
     libc.killpg(last, signal.SIGKILL)
     if caged:
         libc.kill(-1, signal.SIGKILL)
@@ -324,7 +331,7 @@ if caged:
     # where the next process can be given its number
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     drop_bounding_set()
-    still, refusals = traffic(), forbidden()
+    still, refusals = network_counters(), forbidden()
 exec(compile(b"", "", "exec"))  # the first time of anything is dear
 gc.freeze()
 line.send(b"!")
@@ -356,7 +363,7 @@ while True:
     for place in places:
         os.close(place)
     code = watch(last)
-    if caged and not online and traffic() != still:
+    if caged and not online and network_counters() != still:
         another_network()
     line.send(b"%d\n" % code)
     if not line.recv(1):  # nobody there who has heard

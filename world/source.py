@@ -60,13 +60,18 @@ def encode_source(text, encoding, errors="strict"):
     return text.encode(encoding, errors).decode("utf-8", "surrogateescape")
 
 
-@functools.lru_cache(1024)
-def parsed(stored):
-    """The syntax tree (shared: not to be changed), empty where Python 3 cannot read the file."""
+def parse_stored(stored):
+    """A syntax tree of one's own, empty where Python 3 cannot read the file."""
     try:
         return syntax(decode_source(stored)[0])
     except PARSE_ERRORS:
         return syntax("")
+
+
+@functools.lru_cache(1024)
+def parsed(stored):
+    """The same tree, shared by all who ask: not to be changed."""
+    return parse_stored(stored)
 
 
 def is_python(stored):
@@ -151,6 +156,7 @@ def package_root(path, paths):
     The folder is the one above the topmost package: `lib` for lib/shop/price.py where lib holds no
     __init__.py. Where there is no package at all, it is the root or src/, as for a namespace
     package or a single module."""
+    # The topmost folder that is a package, and all folders below it.
     parts = list(PurePosixPath(path).parts)
     top = len(parts) - 1
     while top > 0 and "/".join([*parts[:top], "__init__.py"]) in paths:
@@ -162,6 +168,12 @@ def package_root(path, paths):
     if names[-1] == "__init__" and len(names) > 1:
         names.pop()
     return "/".join(parts[:top]), ".".join(names)
+
+
+def module_name(path):
+    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
+    shop.price."""
+    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 # ------------------------------------------------------------ scopes and definitions
@@ -220,6 +232,7 @@ def find_definitions(stored):
     in one arm and a function in another is left out."""
     found = []
     for name, nodes in named_definitions(parsed(stored).body).items():
+        # A class has its methods; of several classes of one name, those of all.
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         if classes and len(classes) < len(nodes):
             continue
@@ -254,14 +267,13 @@ def bound_names(body):
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
             found.update(alias.asname or alias.name.split(".")[0] for alias in statement.names)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
+            # what is assigned to: one target, several, or those of with
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
             targets += [item.optional_vars for item in getattr(statement, "items", ())]
             for target in filter(None, targets):
-                found.update(
-                    node.id
-                    for node in ast.walk(target)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                )
+                for node in ast.walk(target):
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        found[node.id] += 1
     return found
 
 
@@ -329,6 +341,8 @@ def code_lines(stored, nodes):
         source = SourceText(stored)
     except PARSE_ERRORS:
         return []
+
+    # Statement by statement: comments between two of them are no part of either.
     found = []
     for node in nodes:
         statements = list(node.body)
@@ -336,8 +350,9 @@ def code_lines(stored, nodes):
             statements = statements[1:]
         for statement in statements:
             start, end = source.span(statement)
-            lines = (line.strip() for line in split_lines(source.text[start:end]))
-            found += [line for line in lines if line and not line.startswith("#")]
+            for line in map(str.strip, split_lines(source.text[start:end])):
+                if line and not line.startswith("#"):
+                    found.append(line)
     return found
 
 
@@ -392,8 +407,8 @@ def is_bracketed(text, start):
     """True if the next sign before this place, but for names, commas, space and comments, is an
     opening bracket."""
     before = re.sub(r"#[^\r\n]*", "", text[:start])
-    opening, closing = (max(before.rfind(sign) for sign in signs) for signs in ("([{", ")]}"))
-    return opening > closing
+    signs = re.findall(r"[(\[{)\]}]", before)
+    return bool(signs) and signs[-1] in "([{"
 
 
 def cut_elements(source, elements, unwanted):
@@ -432,8 +447,11 @@ def changes_exports(statement):
     """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
     insert."""
     if isinstance(statement, ast.Assign):
-        nodes = [node for target in statement.targets for node in ast.walk(target)]
-        return any(isinstance(node, ast.Name) and node.id == "__all__" for node in nodes)
+        # Also as one of several targets.
+        for target in statement.targets:
+            if any(getattr(node, "id", "") == "__all__" for node in ast.walk(target)):
+                return True
+        return False
     if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
         return getattr(statement.target, "id", "") == "__all__"
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -448,7 +466,10 @@ def export_edits(source, statement, names):
     """(edits, whole): what takes these names out of a statement on `__all__`; whole if the
     statement has nothing left to say."""
     edits = []
-    listed = lambda node: any(names_export(node, name) for name in names)
+
+    def listed(node):
+        return any(names_export(node, name) for name in names)
+
     if isinstance(statement, ast.Expr) and statement.value.func.attr in ("append", "insert"):
         return [], bool(statement.value.args) and listed(statement.value.args[-1])
     for node in ast.walk(statement):
@@ -541,11 +562,14 @@ def remove_names(files, paths, lost):
 def follow_imports(path, tree, paths, lost, unwanted):
     """Notes which imported names of one module are lost: in `unwanted` their aliases, in `lost` the
     names they were bound to."""
+    # Imports that stand alone in a `try` with a fallback stay.
     with_fallback = set()
     for statement in scope_statements(tree.body):
         stands_alone = isinstance(statement, ast.Try) and len(statement.body) == 1
         if stands_alone and catches_import_error(statement):
             with_fallback.add(id(statement.body[0]))
+
+    # Which names are imported from where they are lost.
     gone_here = unwanted.setdefault(path, [])
     local_gone = Counter()
     imports = [node for node in scope_statements(tree.body) if isinstance(node, ast.ImportFrom)]
@@ -561,12 +585,15 @@ def follow_imports(path, tree, paths, lost, unwanted):
                 if target in targets and not bound_names(tree.body)[name]:
                     lost.add((path, name))
             continue
-        aliases = [alias for alias in node.names if lost & {(path, alias.name) for path in targets}]
+        lost_here = {name for target, name in lost if target in targets}
+        aliases = [alias for alias in node.names if alias.name in lost_here]
         stays = id(node) in with_fallback and len(aliases) == len(node.names)
         for alias in aliases:
             local_gone[alias.asname or alias.name] += 1
             if not stays and alias not in gone_here:
                 gone_here.append(alias)
+
+    # A name that nothing else binds in this module is lost here, too.
     bound = bound_names(tree.body)
     for name, number in local_gone.items():
         if bound[name] <= number:
@@ -575,6 +602,7 @@ def follow_imports(path, tree, paths, lost, unwanted):
 
 def without_names(stored, tree, aliases, names):
     """One file without these aliases of its imports and these names of its `__all__`."""
+    # Aliases are taken out one by one; statements of which nothing is left go as a whole.
     source, edits, whole = SourceText(stored), [], []
     unwanted = {id(alias) for alias in aliases}
     for statement in scope_statements(tree.body):

@@ -148,22 +148,25 @@ def plan_of_task(meta):
     if meta is None:
         return None
     lists, texts = ("options", "paths"), ("config", "folder")
-    good = (
-        type(meta) is dict
-        and set(meta) <= {*lists, *texts, "rewrite"}
-        and type(meta.get("rewrite", False)) is bool
-    )
-    good = good and all(type(meta.get(name, [])) is list for name in lists)
-    good = good and all(
-        type(word) is str and "\0" not in word for name in lists for word in meta.get(name, [])
-    )
-    good = good and all(type(meta.get(name, "")) is str for name in texts)
-    good = good and not any(
-        ".." in PurePosixPath(meta.get(name, "")).parts or meta.get(name, "").startswith("/")
-        for name in texts
-    )
-    if not good:
-        raise ValueError("no plan of a suite")
+    refusal = ValueError("no plan of a suite")
+    if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
+        raise refusal
+    if type(meta.get("rewrite", False)) is not bool:
+        raise refusal
+
+    # Lists of words that a command line can hold.
+    for name in lists:
+        words = meta.get(name, [])
+        if type(words) is not list:
+            raise refusal
+        if not all(type(word) is str and "\0" not in word for word in words):
+            raise refusal
+
+    # Paths that do not lead out of the tree.
+    for name in texts:
+        text = meta.get(name, "")
+        if type(text) is not str or text.startswith("/") or ".." in PurePosixPath(text).parts:
+            raise refusal
     return Plan(**meta)
 
 
@@ -191,16 +194,21 @@ def pytest_settings(files):
         text = files.get(name)
         if text is None:
             continue
+
+        # TOML: pyproject.toml counts only with a table of pytest's, the others count without.
         if name.endswith(".toml"):
-            document = read_toml(text)
-            tool = document.get("tool", {}) if name == "pyproject.toml" else document
-            tool = tool if isinstance(tool, dict) else {}
-            found = tool.get("pytest")
-            if isinstance(found, dict) and isinstance(found.get("ini_options"), dict):
-                found = found["ini_options"]
-            if isinstance(found, dict) or name != "pyproject.toml":
-                return name, found if isinstance(found, dict) else {}
+            tool = read_toml(text)
+            if name == "pyproject.toml":
+                tool = tool.get("tool")
+            found = tool.get("pytest") if isinstance(tool, dict) else None
+            if isinstance(found, dict):
+                options = found.get("ini_options")
+                return name, options if isinstance(options, dict) else found
+            if name != "pyproject.toml":
+                return name, {}
             continue
+
+        # An ini file: those that are not pytest's own count only with its section.
         section = "tool:pytest" if name == "setup.cfg" else "pytest"
         sections = read_ini(text)
         if section in sections or name in ("pytest.ini", ".pytest.ini"):
@@ -222,34 +230,26 @@ def grouped(words, exists=lambda word: False):
     """The words of a command line in groups: an option with its value is one."""
     groups, left = [], list(words)
     while left:
-        group = [left.pop(0)]
-        takes_one = group[0] in VALUED or (
-            group[0].startswith("-")
-            and "=" not in group[0]
-            and left
-            and re.fullmatch(r"\d+(\.\d+)?", left[0])
-        )
-        if (
-            takes_one
-            and left
-            and not left[0].startswith("-")
-            and not (group[0] == "--cov" and exists(left[0]))
-        ):
-            group.append(left.pop(0))
-        groups.append(group)
+        word = left.pop(0)
+        groups.append([word])
+        if not left or left[0].startswith("-"):
+            continue
+        # Which options take a value is known of some; what no list knows may take a number.
+        is_option = word.startswith("-") and "=" not in word
+        takes_one = word in VALUED or is_option and re.fullmatch(r"\d+(\.\d+)?", left[0])
+        if takes_one and not (word == "--cov" and exists(left[0])):
+            groups[-1].append(left.pop(0))
     return groups
 
 
 def keep_options(words):
     """(the words that are kept, {reason: those left out})."""
     kept, left_out = [], {}
+    # By the option itself, or by the plugin that it names.
+    unused = re.compile(r"-p (no:)?(xdist|randomly|random_order|cov|pytest_cov)")
     for group in grouped(words):
         why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
-        if (
-            group[0] == "-p"
-            and len(group) == 2
-            and re.fullmatch(r"(no:)?(xdist|randomly|random_order|cov|pytest_cov)", group[1])
-        ):
+        if unused.fullmatch(" ".join(group)):
             why = "a plugin that is not used here"
         if why:
             left_out.setdefault(why, []).extend(group)
@@ -263,6 +263,7 @@ def configured_plan(files):
     config, settings = pytest_settings(files)
     addopts = words_of(settings.get("addopts"))
     kept, left_out = keep_options(addopts)
+    # What is left out is said, and replaces the configuration's own options.
     plan = Plan(config=config)
     if left_out:
         plan.options = ["-o", f"addopts={shlex.join(kept)}"]
@@ -274,40 +275,34 @@ def configured_plan(files):
 
 def without_options(plan, files, refused, why):
     """The plan without the options that pytest refused, and without their values."""
+    # The options of the configuration, or those that this plan has put in their place.
     _, settings = pytest_settings(files)
-    addopts = words_of(settings.get("addopts"))
-    index = next((i for i, word in enumerate(plan.options) if word.startswith("addopts=")), None)
-    if index is not None:
-        addopts = words_of(plan.options[index].partition("=")[2])
-    present = lambda word: word in files or any(
-        path.startswith(word.rstrip("/") + "/") for path in files
-    )
-    groups, kept, gone = grouped(addopts, present), [], []
-    for place, group in enumerate(groups):
-        follows = (
-            place
-            and groups[place - 1] == gone[-1:]
-            and not group[0].startswith("-")
-            and not present(group[0])
-        )
-        if group[0] in refused or group in refused or follows:
-            gone.append(group)
+    addopts, other = words_of(settings.get("addopts")), list(plan.options)
+    for i, word in enumerate(plan.options):
+        if word.startswith("addopts="):
+            addopts = words_of(word.partition("=")[2])
+            other = plan.options[: i - 1] + plan.options[i + 1 :]
+            break
+
+    def present(word):
+        folder = word.rstrip("/") + "/"
+        return word in files or any(path.startswith(folder) for path in files)
+
+    # A word that follows a refused option and names no file is its value.
+    kept, gone, refused_before = [], [], False
+    for group in grouped(addopts, present):
+        is_value = not group[0].startswith("-") and not present(group[0])
+        if group[0] in refused or group in refused or refused_before and is_value:
+            gone += group
+            refused_before = group[0].startswith("-") and len(group) == 1
         else:
             kept += group
+            refused_before = False
     if not gone:
         return None
-    other = [
-        word for i, word in enumerate(plan.options) if index is None or i not in (index - 1, index)
-    ]
-    words = [word for group in gone for word in group]
-    return Plan(
-        ["-o", f"addopts={shlex.join(kept)}", *other],
-        plan.config,
-        plan.folder,
-        plan.paths,
-        plan.rewrite,
-        [*plan.said, f"pytest runs without {shlex.join(words)} ({why})"],
-    )
+    options = ["-o", f"addopts={shlex.join(kept)}", *other]
+    line = f"pytest runs without {shlex.join(gone)} ({why})"
+    return replace(plan, options=options, said=[*plan.said, line])
 
 
 def provider(name):
@@ -401,32 +396,27 @@ LINE_HEAD = re.compile(
 def command_lines(files):
     """(path, line) of every line of the build files that starts tests."""
     order = ("tox.ini", "noxfile.py", "pyproject.toml", "setup.cfg", "Makefile", "setup.py")
-    found = sorted(
-        (path for path in files if COMMAND_FILES.match(path)),
-        key=lambda path: (
-            order.index(path) if path in order else len(order),
-            path.startswith(("README", "CONTRIB")),
-            path,
-        ),
-    )
-    for path in found:
+
+    def rank(path):
+        place = order.index(path) if path in order else len(order)
+        return place, path.startswith(("README", "CONTRIB")), path
+
+    for path in sorted((path for path in files if COMMAND_FILES.match(path)), key=rank):
+        # A command may go on in the next line.
         text = files[path].replace("\\\n", " ")
         if path == "noxfile.py":
             for call in re.findall(r"session\.run\(([^)]*)\)", text, re.S):
                 words = re.findall(r"['\"]([^'\"]+)['\"]", call)
                 yield path, shlex.join(words)
-            continue
-        if path == "setup.py":
+        elif path == "setup.py":
             if match := re.search(r"test_suite\s*=\s*['\"]([\w.]+)['\"]", text):
                 yield path, f"python -m unittest {match[1]}"
-            continue
-        if path.endswith(".toml"):
+        elif path.endswith(".toml"):
             for line in re.findall(r"=\s*(?:\[\s*)?[\"'](.*?)[\"']\s*[\],}]*\s*$", text, re.M):
                 yield path, line
-            continue
-        for line in text.split("\n"):
-            line = LINE_HEAD.sub("", line)
-            yield path, line.strip("`'\" ")
+        else:
+            for line in text.split("\n"):
+                yield path, LINE_HEAD.sub("", line).strip("`'\" ")
 
 
 def stated_plans(files):
@@ -436,6 +426,7 @@ def stated_plans(files):
         if not RUNNERS.search(line):
             continue
         folder = ""
+        # A line may go to a folder first, and hold several commands.
         for part in re.split(r"&&|;|\|\|?", line):
             words = words_of(part)
             if words[:1] == ["cd"] and len(words) == 2:
@@ -463,6 +454,7 @@ def plan_in_folder(line, files, folder):
     """The Plan of a command line that is given in a folder of the repository, or None."""
     if not folder:
         return plan_of_command(line, files)
+    # The command sees this folder as its root.
     top = folder + "/"
     inner = {path.removeprefix(top): text for path, text in files.items() if path.startswith(top)}
     plan = plan_of_command(line, inner)
@@ -475,11 +467,14 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
+    # From the runner on. What setup.py runs is read from the file itself (command_lines).
     words = without_launchers(words_of(without_variables(line)))
     if words[:2] == ["FILE", "setup.py"] or not words:
         return None
     plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
-    folders = {str(parent) for path in files for parent in PurePosixPath(path).parents}
+    folders = set()
+    for path in files:
+        folders.update(str(parent) for parent in PurePosixPath(path).parents)
 
     def present(word):
         return word in files or word.rstrip("/") in folders or word in (".", "./")
@@ -487,6 +482,7 @@ def plan_of_command(line, files):
     def tidy(word):
         return word.removeprefix("./").rstrip("/") or "."
 
+    # Each runner has its own way to say what is collected.
     if head in ("pytest", "py.test"):
         kept, _ = keep_options(rest)
         for group in grouped(kept, present):
@@ -498,12 +494,12 @@ def plan_of_command(line, files):
     if head in ("nosetests", "nose", "nose2", "trial"):
         plan.paths = [tidy(word) for word in rest if present(tidy(word))]
         return plan
-    if head == "FILE" and rest and present(tidy(rest[0])):
-        if re.search(r"test", rest[0], re.I) and rest[0].endswith(".py"):
+    if head == "FILE" and rest and rest[0].endswith(".py") and "test" in rest[0].lower():
+        if present(tidy(rest[0])):
             plan.paths = [tidy(rest[0])]
             return plan
     if head == "unittest":
-        return unittest_plan(plan, rest, files, present)
+        return unittest_plan(plan, rest, present)
     return None
 
 
@@ -519,13 +515,12 @@ def without_variables(line):
 def without_launchers(words):
     """The words of a command from the runner of the tests on: without an environment, `poetry run`,
     `python -m`, `coverage run`. The word FILE stands before a program that Python is given."""
-    while words and (
-        re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("time", "xvfb-run", "env", "exec", "-")
-    ):
+    while words and re.fullmatch(r"\w+=.*|time|xvfb-run|env|exec|-", words[0]):
         words.pop(0)
     managers = ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
     while len(words) > 2 and words[0] in managers and words[1] == "run":
         words = words[2:]
+    # Python with its own options: what follows is a module or a file.
     if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
         words = words[1:]
         while len(words) > 1 and words[0] in ("-W", "-X"):
@@ -543,8 +538,9 @@ def without_launchers(words):
     return words
 
 
-def unittest_plan(plan, words, files, present):
+def unittest_plan(plan, words, present):
     """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
+    # What the words say: where to start, which files, or names of modules.
     folder, pattern, names, words = "", "", [], list(words)
     while words:
         word = words.pop(0)
@@ -556,14 +552,17 @@ def unittest_plan(plan, words, files, present):
             words.pop(0)
         elif not word.startswith("-") and word != "discover":
             names.append(word)
+
+    # A name is a file, a module, a package, or a class in a module.
     for name in names:
         dotted = name.replace(".", "/")
         for path in (name, dotted + ".py", dotted, dotted.rpartition("/")[0] + ".py"):
             if present(path.rstrip("/")):
                 plan.paths.append(path.rstrip("/"))
                 break
-    if folder and present(folder.rstrip("/").removeprefix("./") or "."):
-        plan.paths.append(folder.rstrip("/").removeprefix("./") or ".")
+    folder = folder and (folder.rstrip("/").removeprefix("./") or ".")
+    if folder and present(folder):
+        plan.paths.append(folder)
     if pattern:
         plan.options += ["-o", f"python_files={pattern}"]
     elif not plan.paths or any(not path.endswith(".py") for path in plan.paths):
@@ -574,14 +573,11 @@ def unittest_plan(plan, words, files, present):
 def test_command(plan, deselected=(), ignored=()):
     """The command line that runs the suite by this plan, for a person or an agent at the root."""
     words = ["python", "-m", "pytest", "-q", *plan.options]
-    words += (
-        [f"--rootdir={'/'.join('..' for _ in PurePosixPath(plan.folder).parts)}"]
-        if plan.folder
-        else []
-    )
-    words += [f"--ignore={path}" for path in ignored] + [
-        f"--deselect={node}" for node in deselected
-    ]
+    if plan.folder:
+        up = [".."] * len(PurePosixPath(plan.folder).parts)
+        words.append(f"--rootdir={'/'.join(up)}")
+    words += [f"--ignore={path}" for path in ignored]
+    words += [f"--deselect={node}" for node in deselected]
     line = shlex.join([*words, *plan.paths])
     return f"cd {shlex.quote(plan.folder)} && {line}" if plan.folder else line
 
@@ -609,6 +605,7 @@ def own_metadata(files):
 
     They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells
     both."""
+    # A source distribution's own words, or the project's.
     name = version = ""
     for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
         key, _, value = line.partition(": ")
@@ -617,11 +614,9 @@ def own_metadata(files):
     project = read_toml(files.get("pyproject.toml", "")).get("project", {})
     if not (name and version) and isinstance(project, dict):
         name, version = project.get("name", ""), project.get("version", "")
-    good = all(
-        isinstance(word, str) and re.fullmatch(r"[\w.+!-]+", word) for word in (name, version)
-    )
-    if not good:
-        return {}
+    for word in (name, version):
+        if not isinstance(word, str) or not re.fullmatch(r"[\w.+!-]+", word):
+            return {}
     folder = re.sub(r"[-_.]+", "_", name)
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     return {f"{folder}.egg-info/PKG-INFO": text}
@@ -638,7 +633,12 @@ def missing_module(text):
     return f"{match[2]}.{match[1]}" if match else ""
 
 
-def written_by_build(module, files, own):
+VERSION_WRITERS = re.compile(
+    r"setuptools.scm|hatch-vcs|versioningit|versioneer|pbr|flit_scm|dynamic-versioning"
+)
+
+
+def written_by_build(module, files):
     """(what writes this file of the repository, the command that helps), or None."""
     path = "/".join(module.split("."))
     stem = path.rpartition("/")[2]
@@ -646,43 +646,26 @@ def written_by_build(module, files, own):
         files.get(name, "")
         for name in ("pyproject.toml", "setup.cfg", "setup.py", "meson.build", "CMakeLists.txt")
     )
+    helps = "python -m pip install --no-deps --editable"
+
     # The file is named in the configuration of setuptools_scm, hatch-vcs and the like.
-    if (
-        re.search(rf"{re.escape(path)}\.py|[/\"']{re.escape(stem)}\.py", build)
-        or re.search(r"version", stem)
-        and re.search(
-            r"setuptools.scm|hatch-vcs|versioningit|versioneer|pbr|flit_scm|dynamic-versioning",
-            build,
-        )
-    ):
-        tool = next(
-            (
-                name
-                for name in (
-                    "setuptools_scm",
-                    "hatch-vcs",
-                    "versioningit",
-                    "versioneer",
-                    "flit_scm",
-                    "pbr",
-                    "pdm",
-                )
-                if name.replace("_", "-") in build.replace("_", "-")
-            ),
-            "its build",
-        )
-        return (
-            f"{path}.py is written by {tool} when the package is built",
-            "python -m pip install --no-deps --editable",
-        )
-    sources = [
-        name
-        for name in files
-        if re.search(
-            rf"(^|/){re.escape(stem.lstrip('_'))}\w*\.(pyx|c|cc|cpp|cxx|rs|f90)$", name, re.I
-        )
-        or re.search(rf"(^|/){re.escape(stem)}\.(pyx|c|cc|cpp|cxx|rs)$", name)
-    ]
+    is_named = re.search(rf"{re.escape(path)}\.py|[/\"']{re.escape(stem)}\.py", build)
+    if is_named or "version" in stem and VERSION_WRITERS.search(build):
+        tools = ("setuptools_scm", "hatch-vcs", "versioningit", "versioneer", "flit_scm")
+        tool = "its build"
+        for name in (*tools, "pbr", "pdm"):
+            if name.replace("_", "-") in build.replace("_", "-"):
+                tool = name
+                break
+        return f"{path}.py is written by {tool} when the package is built", helps
+
+    # Its source is there, or the build says that it is compiled.
+    short, whole = re.escape(stem.lstrip("_")), re.escape(stem)
+    extension = re.compile(
+        rf"(?i:(^|/){short}\w*\.(pyx|c|cc|cpp|cxx|rs|f90))$"
+        rf"|(^|/){whole}\.(pyx|c|cc|cpp|cxx|rs)$"
+    )
+    sources = [name for name in files if extension.search(name)]
     declares = re.search(
         rf"['\"]{re.escape(module)}['\"]|ext_modules|cythonize|maturin|setuptools.rust"
         r"|py-modules-extension|mypycify",
@@ -690,32 +673,32 @@ def written_by_build(module, files, own):
     )
     if sources or (declares and not any(name.startswith(f"{path}.py") for name in files)):
         source = f" from {sources[0]}" if sources else ""
-        return (
-            f"{module} is an extension that the build compiles{source}",
-            "python -m pip install --no-deps --editable",
-        )
+        return f"{module} is an extension that the build compiles{source}", helps
     return None
 
 
 def explain_error(where, text, files, own, repo):
     """What an error of a suite means and what helps, in one line."""
     first = f"{where}: {text}" if where else text
-    module = missing_module(text)
+
+    # A plugin of pytest is missing: for a fixture, a mark, async tests.
     if match := re.search(r"fixture '(\w+)' not found", text):
         name = provider(match[1])
-        return f"{first}; " + (
-            f"the plugin {name} provides it: pip install {name}"
-            if name
-            else "a plugin or a conftest.py that is not here provides it"
-        )
+        if name:
+            return f"{first}; the plugin {name} provides it: pip install {name}"
+        return f"{first}; a plugin or a conftest.py that is not here provides it"
+    if match := re.search(r"'(\w+)' not found in `markers`", text):
+        name = provider(match[1])
+        hint = f"; the plugin {name} provides the mark: pip install {name}" if name else ""
+        return first + hint
     if "async def functions are not natively supported" in text:
-        named = sorted(
-            {"pytest-asyncio", "anyio", "pytest-trio", "pytest-aiohttp", "pytest-twisted"}
-            & declared_names(files)
-        )
+        known = {"pytest-asyncio", "anyio", "pytest-trio", "pytest-aiohttp", "pytest-twisted"}
+        named = sorted(known & declared_names(files))
         helps = f"pip install {named[0]}" if named else "pytest-asyncio and anyio are such plugins"
         return f"{where}: its async tests need a plugin that runs them: {helps}"
-    if match := re.search(
+
+    # The package itself, or a module, is not there as an installation leaves it.
+    if re.search(
         r"PackageNotFoundError: (?:No package metadata was found for )?['\"]?([\w.-]+)", text
     ):
         return (
@@ -723,31 +706,8 @@ def explain_error(where, text, files, own, repo):
             "build writes: unpack a source distribution, or give it a PKG-INFO with its name and "
             "version"
         )
-    if module:
-        top = module.partition(".")[0]
-        if top in own and (built := written_by_build(module, files, own)):
-            return f"{first}; {built[0]}: {built[1]} {repo}, then run this again"
-        helper = (
-            top in own
-            or re.search(r"test|conftest|helper|util|support|fixtures", top)
-            or any(path.split("/")[0] == top for path in files)
-        )
-        if normalised(top) in declared_names(files) and top not in own:
-            name = normalised(top)
-            return (
-                f"{first}; it is declared but not installed: pip install {name}, or --autoinstall"
-            )
-        if helper:
-            return (
-                f"{first}; the module {module} is not in this folder (a source distribution often "
-                "leaves the helpers of its tests out): use a checkout of the repository"
-            )
-        return f"{first}; install the package that has the module {module} for this Python"
-    if match := re.search(r"'(\w+)' not found in `markers`", text):
-        name = provider(match[1])
-        return f"{first}" + (
-            f"; the plugin {name} provides the mark: pip install {name}" if name else ""
-        )
+    if module := missing_module(text):
+        return f"{first}; {explain_missing(module, files, own, repo)}"
     if "import file mismatch" in text:
         return (
             f"{first}; two test files have one name: the authors' --import-mode=importlib, or an "
@@ -756,33 +716,42 @@ def explain_error(where, text, files, own, repo):
     return first
 
 
+def explain_missing(module, files, own, repo):
+    """What helps where a module is missing. own: the names that the repository's files take."""
+    top = module.partition(".")[0]
+    if top in own:
+        built = written_by_build(module, files)
+        if built:
+            return f"{built[0]}: {built[1]} {repo}, then run this again"
+    elif normalised(top) in declared_names(files):
+        name = normalised(top)
+        return f"it is declared but not installed: pip install {name}, or --autoinstall"
+
+    # Some part of the repository, by where it is or by how it is called.
+    is_helper = re.search(r"test|conftest|helper|util|support|fixtures", top)
+    if top in own or is_helper or any(path.split("/")[0] == top for path in files):
+        return (
+            f"the module {module} is not in this folder (a source distribution often "
+            "leaves the helpers of its tests out): use a checkout of the repository"
+        )
+    return f"install the package that has the module {module} for this Python"
+
+
 def explain_usage(said):
     """The line of pytest's own output that says why it did not start."""
     lines = [line.strip() for line in said.strip().split("\n") if line.strip()]
-    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    internal = [
-        line.removeprefix("INTERNALERROR>").strip()
-        for line in lines
-        if line.startswith("INTERNALERROR>")
-    ]
-    marked = marked or [
-        line for line in internal if re.match(r"[\w.]+(Error|Warning|Exception|Exit): ", line)
-    ]
-    marked = marked or [
-        line
-        for line in lines
-        if re.match(r"(ERROR|error|.*: error:|INTERNALERROR|\w*(Error|Exception|Exit):)", line)
-    ]
-    marked = marked or [
-        line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)
-    ]
-    conftest = next(
-        (
-            match[1]
-            for line in lines
-            if (match := re.search(r"ImportError while loading conftest '([^']*)'", line))
-        ),
-        "",
+    # The first of these patterns that any line has; of those lines the last one.
+    telling = (
+        r"E +(.*)",
+        r"INTERNALERROR>\s*([\w.]+(?:Error|Warning|Exception|Exit): .*)",
+        r"((?:ERROR|error|.*: error:|INTERNALERROR|\w*(?:Error|Exception|Exit):).*)",
+        r"([\w.]*(?:Error|Exception|Interrupt)\b.*)",
     )
-    where = conftest.rpartition("/")[2] if conftest else ""
-    return where, (marked or lines or [""])[-1][:300]
+    why = lines[-1] if lines else ""
+    for pattern in telling:
+        marked = [match[1] for line in lines if (match := re.match(pattern, line))]
+        if marked:
+            why = marked[-1]
+            break
+    conftest = first_group(r"ImportError while loading conftest '([^']*)'", lines)
+    return conftest.rpartition("/")[2], why[:300]

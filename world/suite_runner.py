@@ -139,6 +139,7 @@ def last_words(report):
 
 def part_of_outcome(report):
     """What one report says about its test; None where it says nothing new."""
+    # A failure counts wherever it is; a pass only of the test itself.
     is_subtest = hasattr(report, "context")
     if report.outcome == "failed":
         return "failed" if report.when == "call" else "error"
@@ -181,6 +182,7 @@ class Plugin:
             os.write(
                 answer_fd, b"> " + nodeid.encode("utf-8", "replace").replace(b"\n", b" ") + b"\n"
             )
+        # The trace and the clock begin anew with each test.
         now.clear()
         sys.settrace(trace if order["trace"] else None)
         running[:] = nodeid, clock()

@@ -17,7 +17,7 @@ from world.task import Refusal, Task
 from world.tools import FUNCTIONS
 
 
-def instance(task, original):
+def instance(task):
     """One JSON line with SWE-bench's fields beside our own: patch restores the feature, test_patch
     the hidden tests."""
     solved, pristine = {**task.files, **task.solution}, {**task.files, **task.meta["pristine"]}
@@ -86,6 +86,7 @@ def check_task(task):
 def check_repository_task(task):
     """The same for what only a repository's task has: every test that is named can be found."""
     meta = task.meta
+    # Hidden tests, twins, names, required tests, plan: each in its form.
     for group in meta["hidden_groups"]:
         assert find_test(meta["pristine"][file_of_test(group)], group)
     assert all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden)

@@ -19,8 +19,7 @@ class FlagParser(argparse.ArgumentParser):
         hint = ""
         misspelt = re.findall(r"--[\w-]+", message) if "unrecognized" in message else []
         if misspelt:
-            names = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(misspelt[0], names, 1)
+            near = difflib.get_close_matches(misspelt[0], self._option_string_actions, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
         self.exit(2, f"synth_tasks.py: {message}{hint}\n")
 
@@ -31,6 +30,7 @@ def read_flags():
         allow_abbrev=False,
         description="Feature-deletion tasks. Without flags: a ten-second demonstration.",
     )
+    # Tasks of a repository, an environment for one, or a file of tasks that is checked.
     add = parser.add_argument
     hardest = len(REPO_LEVELS) - 1
     add("--repo", help="folder of a Python repository with a pytest suite")
@@ -54,6 +54,7 @@ def read_flags():
     add("--check", metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
 
+    # Numbers in their ranges, and flags that belong to another.
     for name, least in (("n", 1), ("jobs", 1), ("time_limit", 0.1)):
         if not least <= getattr(flags, name) <= 10**6:
             parser.error(f"--{name} must be at least {least} and at most a million")

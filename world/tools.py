@@ -94,6 +94,7 @@ def call_tool(workspace, name, arguments):
 def tool_schema(name):
     """What the chat template of a published model is told of a tool: name, purpose, and the JSON
     schema of its arguments."""
+    # All arguments are texts, and none can be left out.
     properties = {argument: {"type": "string"} for argument in ARGUMENTS[name]}
     return {
         "name": name,

@@ -48,11 +48,16 @@ def read_link(place, root):
     return Link(written)
 
 
+def file_modes(files):
+    """path -> permission bits of the files that have bits of their own."""
+    return {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+
+
 def tree_meta(files):
     """The fields `modes` and `links` of a tree, each only where there is something to say."""
-    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
+    modes = file_modes(files)
     links = sorted(path for path, text in files.items() if isinstance(text, Link))
-    return {**({"modes": modes} if modes else {}), **({"links": links} if links else {})}
+    return {name: value for name, value in (("modes", modes), ("links", links)) if value}
 
 
 def as_stored(files, meta):
@@ -63,6 +68,7 @@ def as_stored(files, meta):
         return files
     if type(modes) is not dict or type(links) is not list:
         raise TypeError("modes is a dictionary, links a list")
+    # Plain texts become texts with a mode, or links.
     out = dict(files)
     for path, mode in modes.items():
         if path in out:
@@ -92,6 +98,7 @@ def write_links(files, root):
 
     They come last: no file is ever written through one. Whether one leads out is asked of the file
     system, since links that each look harmless may lead out together."""
+    # All of them are made, whatever they point to.
     inside = os.path.realpath(root)
     places = []
     for path, target in files.items():
@@ -103,6 +110,8 @@ def write_links(files, root):
             except OSError:
                 return path
             places.append((path, place))
+
+    # If one of them leads out, none of them stays.
     for path, place in places:
         leads_to = os.path.realpath(place)
         if leads_to != inside and not leads_to.startswith(inside + os.sep):
@@ -115,6 +124,8 @@ def write_links(files, root):
 def keep_modes(tree, files):
     """The tree with the modes that its files have in the repository: an edit makes a plain text of
     a file."""
-    modes = {path: text.mode for path, text in files.items() if isinstance(text, FileText)}
-    changed = {path: with_mode(tree[path], mode) for path, mode in modes.items() if path in tree}
+    changed = {}
+    for path, mode in file_modes(files).items():
+        if path in tree:
+            changed[path] = with_mode(tree[path], mode)
     return {**tree, **changed}

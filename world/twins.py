@@ -19,6 +19,7 @@ that says nothing. Such a test has no twin, and a task is not judged by it alone
 import ast
 import builtins
 import copy
+import itertools
 import re
 from pathlib import Path
 
@@ -140,6 +141,7 @@ class Twins(ast.NodeTransformer):
         if is_not(node) and is_unequal(node.operand):
             self.change_sides(node.operand)  # `not a != b` asserts a == b
             return node
+        # A call: all(...) of what is checked for each, or one that compares its arguments.
         if isinstance(node, ast.Call):
             name = called_name(node)
             given = node.args[0] if len(node.args) == 1 else None
@@ -217,6 +219,7 @@ class Twins(ast.NodeTransformer):
 
     def visit_If(self, node):
         """`if a != b: fail()` asserts a == b."""
+        # The exception or the function that its first statement calls.
         first = node.body[0]
         call = None
         if isinstance(first, ast.Raise):
@@ -259,6 +262,8 @@ class Twins(ast.NodeTransformer):
         name, method = called_name(node), isinstance(node.func, ast.Attribute)
         if name in self.lost:
             return node
+
+        # raises, warns: another exception, another text to match.
         if name in RAISES:
             if node.args and not isinstance(node.args[0], ast.Starred):
                 node.args[0] = self.through_odd(node.args[0], "kind")
@@ -270,6 +275,8 @@ class Twins(ast.NodeTransformer):
             if name.endswith("Regex") and len(node.args) > 1:
                 node.args[1] = self.through_odd(node.args[1], "far")
             return node
+
+        # unittest's methods: the opposite one, or other values.
         if method and name in OPPOSITE_METHOD:
             given = node.args[0] if node.args else None
             if name == "assertTrue" and isinstance(given, (ast.Compare, ast.BoolOp, ast.Call)):
@@ -290,6 +297,8 @@ class Twins(ast.NodeTransformer):
             else:
                 node.args[:2] = self.changed_arguments(node.args[:2])
             return node
+
+        # Helpers of any package, by their names.
         if is_helper(node, name, method):
             node.args = self.changed_arguments(node.args)
             for keyword in node.keywords:
@@ -361,6 +370,7 @@ def changed_copy(test, odd, numbers, chosen=None, lost=()):
 
 def draw_numbers(draw):
     """(modulus, rest, numbers): numbers(False) draws one of this rest, numbers(True) another."""
+    # A number tells by its remainder whether it changes a value: only the parent knows which.
     modulus = draw.randrange(101, 999)
     rest = draw.randrange(modulus)
 
@@ -417,8 +427,10 @@ def with_twins(text, groups, draw, sites=None, lost=()):
     odd = f"same_{draw.getrandbits(32):08x}"
     modulus, rest, numbers = draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
+    # The last test first: what is above it keeps its lines.
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
         start, old = read.line_number(read.span(node)[0]) - 1, node.name
+        # One copy that means the same, and one for each change.
         chosen = (sites or {}).get(group)
         if chosen:
             made = [changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
@@ -427,19 +439,23 @@ def with_twins(text, groups, draw, sites=None, lost=()):
             one, two = draw.sample(range(10, 100), 2)
             for copied, number in zip(made, (one, two)):
                 copied.body += syntax(f"assert {one} == int('{number}')").body
+
+        # Each in the test's place under a new name, with its equalities guarded, in chance order.
         copies = []
         for copied in made:
             # not the decorators: they run before `plain` exists
             copied.body = [EqualityGuard(plain).visit(statement) for statement in copied.body]
             copied.name = f"{old}_{draw.getrandbits(32):08x}"
             source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
-            copies.append(
-                [lines[node.lineno - 1][: node.col_offset] + line for line in source] + [""]
-            )
+            indent = lines[node.lineno - 1][: node.col_offset]
+            copies.append([indent + line for line in source] + [""])
         names[group] = [group.removesuffix(old) + copied.name for copied in made]
         draw.shuffle(copies)
-        lines[start : node.end_lineno] = [line for copied in copies for line in copied]
+        lines[start : node.end_lineno] = itertools.chain.from_iterable(copies)
+
+    # The functions that the copies call, under the names of this run.
     drawn = dict(GUARD=plain, ODD=odd, MODULUS=modulus, REST=rest, NUMBER=draw.getrandbits(48))
+    drawn.update(UNRELATED=f"{odd}_kind", CANDIDATES=f"{odd}_values")
     helpers = re.sub(r"\b[A-Z]+\b", lambda word: str(drawn.get(word[0], word[0])), HELPERS)
     text = "\n".join(lines) + helpers
     return encode_source(text, read.encoding, "backslashreplace"), names
@@ -448,7 +464,9 @@ def with_twins(text, groups, draw, sites=None, lost=()):
 def lost_names(names):
     """What a feature's parts are called by: of Class.method both, but for what Python itself
     calls."""
-    parts = {part for name in names for part in name.split(".")}
+    parts = set()
+    for name in names:
+        parts.update(name.split("."))
     return sorted(part for part in parts if not part.startswith("__"))
 
 

@@ -12,12 +12,10 @@ import struct
 import threading
 
 # Numbers of <sys/inotify.h>
-MODIFY, ATTRIB, CLOSE_WRITE, MOVED_FROM, MOVED_TO = 0x2, 0x4, 0x8, 0x40, 0x80
+MODIFY, CLOSE_WRITE, MOVED_FROM, MOVED_TO = 0x2, 0x8, 0x40, 0x80
 CREATE, DELETE, OPEN, OVERFLOW, IS_DIRECTORY = 0x100, 0x200, 0x20, 0x4000, 0x40000000
 ONLY_DIRECTORIES, DO_NOT_FOLLOW = 0x01000000, 0x02000000
-CLOSE_NOWRITE = 0x10
 CHANGES = MODIFY | CLOSE_WRITE | MOVED_FROM | MOVED_TO | CREATE | DELETE
-READS = OPEN | CLOSE_NOWRITE
 HEADER = struct.Struct("iIII")
 
 
@@ -61,6 +59,7 @@ class Watcher:
                     data = os.read(self.fd, 1 << 16)
                 except BlockingIOError:
                     return
+                # events of variable length, one after the other
                 at = 0
                 while at < len(data):
                     number, mask, _, length = HEADER.unpack_from(data, at)

@@ -20,12 +20,10 @@ from pathlib import Path
 
 from world.edits import ToolError, edited, without_middle
 from world.files import matches, read_regular, readable, tree_key, walk, write_regular, write_tree
-from world.hygiene import is_protected
 from world.machine import MachineFailure, as_machine_failure, fresh_directory
 from world.purity import is_function_of_files
 from world.recorder import Recorder
 from world.sandbox import sandbox_for
-from world.source import syntax
 
 
 class Workspace:
@@ -46,7 +44,7 @@ class Workspace:
         except BaseException:
             self.close()
             raise
-        self.recorder = Recorder(self.root, task.files, is_protected, syntax)
+        self.recorder = Recorder(self.root, task.files)
 
     def __enter__(self):
         return self
@@ -62,6 +60,7 @@ class Workspace:
         parts = Path(path).parts if path and "\0" not in path else ()
         if not parts or os.path.isabs(path) or ".." in parts:
             raise ToolError(f"bad path: {path[:80]!r}")
+        # What lies on the way may have been made by a command: links are not followed.
         place = self.root / path
         try:
             if Path(os.path.realpath(place)) != place:  # a link somewhere on the way

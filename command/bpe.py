@@ -1,0 +1,68 @@
+"""command/bpe.py: the merges of byte-pair encoding, learned from texts by counting.
+
+It runs once, before the first stage, and the checkpoints keep what it found: {bytes: rank}, which
+rollout.Tokenizer takes. A published model brings its own.
+
+It stands apart from rollout.py because an agent only encodes and decodes. Left out: counting in
+parallel. The texts of a run (a few MB) take seconds.
+"""
+
+from collections import Counter, defaultdict
+
+import regex  # comes with tiktoken
+
+from rollout import CONTROLS, SPLIT, Tokenizer
+
+
+def fit_tokenizer(texts, vocab):
+    return Tokenizer(train_bpe(texts, vocab))
+
+
+def train_bpe(texts, vocab):
+    """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges +
+    controls = vocab. -> {bytes: rank}. Pairs are counted once per distinct word and updated only
+    where a merge touched them."""
+    word_counts = Counter()
+    for text in texts:
+        word_counts.update(regex.findall(SPLIT, text))
+    pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
+    numbers = list(word_counts.values())
+
+    # How often each pair of neighbours occurs, and in which words
+    counts, where = Counter(), defaultdict(set)
+    for i, piece in enumerate(pieces):
+        for pair in zip(piece, piece[1:]):
+            counts[pair] += numbers[i]
+            where[pair].add(i)
+
+    ranks = {bytes([b]): b for b in range(256)}
+    while len(ranks) < vocab - len(CONTROLS) and counts:
+        # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        if counts[best] <= 0:
+            # The text has no neighbours left to merge.
+            break
+        ranks.setdefault(best[0] + best[1], len(ranks))
+        for i in where.pop(best):
+            merged = merge_pair(pieces[i], best)
+            for pair in zip(pieces[i], pieces[i][1:]):
+                counts[pair] -= numbers[i]
+            for pair in zip(merged, merged[1:]):
+                counts[pair] += numbers[i]
+                where[pair].add(i)
+            pieces[i] = merged
+        del counts[best]
+    return ranks
+
+
+def merge_pair(piece, pair):
+    """The parts of a word, with each occurrence of the pair as one part"""
+    merged, i = [], 0
+    while i < len(piece):
+        if piece[i : i + 2] == list(pair):
+            merged.append(piece[i] + piece[i + 1])
+            i += 2
+        else:
+            merged.append(piece[i])
+            i += 1
+    return merged

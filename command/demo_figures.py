@@ -1,0 +1,145 @@
+"""command/demo_figures.py: the figures that the files of the book draw at the end of their demos.
+
+A file computes what it shows and hands over numbers; one function here draws them.
+
+    muon.py            draw_timeline       which task travels while another multiplies
+    hsdp.py            draw_meshes         the same ranks on two meshes
+    moe.py             draw_loads          expert load with and without the balancing bias
+    rollout.py         draw_kl_variances   what three estimates of a KL divergence cost
+    feedback_distill   draw_hint           where a hint disagrees, and how the policy follows
+    length_penalty     draw_prices         what an episode pays, what its next 100 tokens cost
+
+They stand here because a figure shows a concept and is none of it. This file imports nothing of the
+book, so the lowest of its files may use it in their demos. Left out: figures of a training run
+(learning_curves.py) and of an evaluation (policy_report.py).
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+from command.drawing import make_axes
+
+
+def save_figure(figure, path):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_timeline(events, path):
+    """events: [(seconds, task, event)] of one rank. One row per task: when its shards were under
+    way, when it multiplied. Overlap is a bar above another."""
+    start = min(seconds for seconds, _, _ in events)
+    times = defaultdict(dict)  # task -> {event: milliseconds}
+    for seconds, task, event in events:
+        times[task][event] = 1e3 * (seconds - start)
+
+    title = "One task's shards travel, another multiplies"
+    figure, ax = make_axes(title, "ms, rank 0 of 4", "task")
+    figure.set_size_inches(9, 0.7 + 0.55 * len(times))
+    for begin, end, color, label in (
+        ("send", "multiply", "#9ecae1", "shards to owners"),
+        ("multiply", "multiplied", "#e6550d", "Newton-Schulz"),
+        ("return", "done", "#a1d99b", "results back"),
+    ):
+        lengths = [row[end] - row[begin] for row in times.values()]
+        lefts = [row[begin] for row in times.values()]
+        ax.barh(list(times), lengths, left=lefts, color=color, label=label)
+    ax.set(yticks=sorted(times))
+    ax.invert_yaxis()
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    save_figure(figure, path)
+
+
+def draw_meshes(layouts, tables, path):
+    """The same ranks on two meshes, side by side: equal colours hold equal weights. tables: of each
+    layout, hsdp.describe_ranks of it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2 * len(layouts)), layout="constrained")
+    axes = figure.subplots(len(layouts), 2, squeeze=False)
+    for layout, table, (left, right) in zip(layouts, tables, axes):
+        ranks = range(layout.world)
+        copies, pieces = layout.dp_replicate, layout.shard
+        labels = []
+        for rank, batch in zip(ranks, table["batch . part"]):
+            labels.append(f"rank {rank}\npiece {rank % pieces}\nbatch {batch}")
+        title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
+        draw_mesh(left, copies, [rank % pieces for rank in ranks], labels, title)
+
+        labels = []
+        for rank, word in zip(ranks, table["experts . piece"]):
+            experts, piece = word.split(".")
+            labels.append(f"rank {rank}\nexperts {experts}\npiece {piece}")
+        title = f"experts: {layout.ep} groups (ep) x {layout.efsdp} pieces (efsdp)"
+        draw_mesh(right, layout.efsdp, list(ranks), labels, title)
+    figure.suptitle(
+        "Which rank holds which weights: the same 8 ranks on two meshes; "
+        "equal colours are copies  (python hsdp.py)"
+    )
+    save_figure(figure, path)
+
+
+def draw_mesh(ax, rows, colors, labels, title):
+    """A grid of ranks, row by row, each with its colour and its label."""
+    columns = len(colors) // rows
+    grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
+    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    ax.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
+    ax.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
+    for rank, label in enumerate(labels):
+        place = rank % columns, rank // columns
+        ax.text(*place, label, ha="center", va="center", fontsize=7)
+    ax.set(title=title, xticks=[], yticks=[])
+
+
+def draw_loads(runs, path):
+    """runs: {name: (losses, loads)}, loads (steps, E) the share of the tokens by expert"""
+    figure, axes = make_axes("", "step", "share of the tokens, expert by expert", len(runs))
+    for ax, (name, (losses, loads)) in zip(axes, runs.items()):
+        loss, busiest = sum(losses[-20:]) / 20, loads[-20:].mean(0).max()
+        ax.stackplot(range(len(loads)), loads.T.numpy())
+        ax.set(title=f"{name}: loss {loss:.2f}, busiest expert {busiest:.0%}", xlabel="step")
+        ax.set(xlim=(0, len(loads) - 1), ylim=(0, 1))
+    save_figure(figure, path)
+
+
+def draw_kl_variances(kl, variances, path):
+    """kl (N,): true divergences in nats; variances: {name of the estimate: (N,)}"""
+    figure, ax = make_axes("Why k1", "KL divergence, nats", "variance of one sample's estimate")
+    for name, values in variances.items():
+        ax.plot(kl, values, label=name)
+    ax.set_yscale("log")
+    ax.legend()
+    save_figure(figure, path)
+
+
+def draw_hint(names, kl, curve, path):
+    """names, kl (N,): the sampled tokens of an episode and the hint's KL at each. curve (steps, 3):
+    probability of the wrong tool, of the offered ones, KL of the final message"""
+    title = "Where the hint disagrees (red: the hinted turn, in the loss)"
+    figure, (left, right) = make_axes(title, "", "KL(student | teacher), nats", 2)
+    colors = ["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3)
+    bars = left.bar(range(len(kl)), kl, color=colors)
+    left.bar_label(bars, fmt="%.2f", fontsize=8)
+    left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
+    for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
+        right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
+    right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
+    right.set_title("What the student does without the hint")
+    right.legend(frameon=False, fontsize=8, loc="center right")
+    save_figure(figure, path)
+
+
+def draw_prices(x, curves, path):
+    """curves: {name: (what an episode of effort x pays, what its next 100 tokens cost)}"""
+    title = "What an episode pays"
+    y = "scale * C(x), in units of one solved task"
+    figure, (left, right) = make_axes(title, "effort x", y, 2)
+    for name, (paid, price) in curves.items():
+        left.plot(x, paid, label=name)
+        right.plot(x, price, label=f"{name}: {price[0]:.2f} -> {price[-1]:.2f}")
+    right.set(xlabel="effort so far", ylabel="price", title="What the next 100 tokens cost")
+    for ax in (left, right):
+        ax.legend(frameon=False, fontsize=9)
+    right.set_ylim(0, 1.5 * right.get_ylim()[1])
+    save_figure(figure, path)

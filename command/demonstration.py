@@ -1,0 +1,48 @@
+"""command/demonstration.py: the command line of a file that shows one idea and takes no flags.
+
+`python muon.py` (and six more) draws, prints and ends. A flag that is not there, and a place that
+cannot be written, are one line and exit code 2.
+
+It stands here because every file of the book needs the same few lines, and none of them is about
+flags. Left out: flags. A file that takes some (rollout.py --replay) adds them to `make_parser`.
+"""
+
+import argparse
+import sys
+
+
+def make_demo_parser(file, about):
+    """A parser that answers wrong input by one line with the file's name"""
+    parser = argparse.ArgumentParser(prog=file, description=about, allow_abbrev=False)
+
+    def refuse(message):
+        print(f"{file}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    parser.error = refuse
+    return parser
+
+
+def refuse_moved(parser, argv, moved):
+    """moved: {flag of an earlier version: the command that does now what it did}"""
+    for flag, command in moved.items():
+        found = [word for word in argv if word.partition("=")[0] == flag]
+        if found:
+            others = [word for word in argv if word not in found]
+            parser.error(" ".join([f"{flag} has moved:", command, *others]))
+
+
+def run_demo(file, about, demo, argv, moved={}):
+    """Run the demonstration of a file that takes no flags."""
+    parser = make_demo_parser(file, about)
+    refuse_moved(parser, argv, moved)
+    parser.parse_args(argv)
+    draw_or_refuse(parser, demo)
+
+
+def draw_or_refuse(parser, demo):
+    """A figure goes to out/, which may be no place to write to."""
+    try:
+        demo()
+    except OSError as error:
+        parser.error(f"{error.filename or 'cannot write'}: {error.strerror}")

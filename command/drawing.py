@@ -1,0 +1,61 @@
+"""command/drawing.py: axes for figures, and what happens where matplotlib does not draw.
+
+All figures are drawn into files, so no backend of a screen is asked for. What only draws never ends
+a command whose work is done: the reason is printed in one line instead.
+
+It stands apart from eval.py and the step logs because both draw, and neither is about drawing. The
+figures themselves: policy_report.py (policies compared), learning_curves.py (a run's steps),
+demo_figures.py (what the files of the book show). Left out: styles and colours of our own.
+"""
+
+import io
+import os
+
+import numpy as np
+
+
+def make_axes(title, x, y, panels=1):
+    """-> a figure, and its axes: one, or an array of `panels`"""
+    # A notebook exports the backend of its own process to what it starts, where that module may not
+    # exist. Nothing is shown on a screen here. It has to be set before the first import: matplotlib
+    # reads it then.
+    os.environ["MPLBACKEND"] = "agg"
+    # pyplot would keep every figure, and a run draws many
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
+    ax = figure.subplots(1, panels)
+    for panel in np.atleast_1d(ax):
+        panel.grid(alpha=0.3)
+    np.atleast_1d(ax)[0].set(title=title, xlabel=x, ylabel=y)
+    return figure, ax
+
+
+def first_message_line(error):
+    """Of an exception's message, which may be empty"""
+    return (str(error).splitlines() or [""])[0]
+
+
+def try_to_draw():
+    """Draws an empty figure into memory -> "" or why that is not possible here. For the start of a
+    command that draws at its end."""
+    try:
+        figure, _ = make_axes("", "", "")
+        figure.savefig(io.BytesIO(), format="png")
+    # Whatever a foreign library, and the settings that it finds, may raise.
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_message_line(error)}"
+        return f"no figures: matplotlib does not draw here ({what})"
+    return ""
+
+
+def draw_safely(draw_it, *inputs):
+    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
+    figure, in one line"""
+    try:
+        draw_it(*inputs)
+    except Exception as error:
+        return (
+            f"{draw_it.__name__}: no figure ({type(error).__name__}: {first_message_line(error)})"
+        )
+    return ""

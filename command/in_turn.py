@@ -1,0 +1,45 @@
+"""command/in_turn.py: the rollouts of a run whose one process samples and learns in turn.
+
+The plain form of fast/workers.py, where other processes sample while this one learns: the same
+tasks, seeds and limits, and so the same tokens.
+
+It stands apart from rollout.py because it only hands over weights and tasks. Left out: everything
+that makes rollouts stale. The policy that sampled is the policy that learns.
+"""
+
+from rollout import Sampler, rollouts
+from world.sandbox import Sandbox
+
+
+class InTurn:
+    """Where the rollouts of training come from when one process samples and updates in turn. The
+    trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
+    groups of chains (collect), which are sampled then."""
+
+    restarts = 0  # of processes that died
+
+    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
+        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
+        self.group = group
+        self.limits = limits
+        self.compact = compact
+        self.sandbox = Sandbox()
+
+    def publish(self, version, weights):
+        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
+        self.sampler.model.load_state_dict(weights)
+        self.sampler.version = version
+        return {}
+
+    def submit(self, tasks, numbers, seed):
+        return tasks, numbers, seed
+
+    def collect(self, submitted):
+        """-> a group of chains per task"""
+        tasks, numbers, seed = submitted
+        return rollouts(
+            self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
+        )
+
+    def close(self):
+        pass

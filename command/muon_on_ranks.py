@@ -1,0 +1,76 @@
+"""command/muon_on_ranks.py: three steps of Muon on four forked ranks, beside one process.
+
+The second half of `python muon.py`: the weights agree to the last bit, and the timeline shows that
+one task's shards travel while another multiplies.
+
+It stands apart from muon.py because it shows how the optimizer is spread over ranks, not what it
+does. Left out: speed against other optimizers (benchmarks/muon.py).
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from command.demo_figures import draw_timeline
+from command.forked_ranks import fork_ranks
+from muon import Muon
+
+SHAPES = {
+    "q": (6, 64, 384),
+    "o": (384, 384),
+    "gate": (8, 256, 384),
+    "down": (8, 384, 256),
+}
+
+
+def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
+    """Random parameters with random gradients, the same for every world size. On a mesh each rank
+    holds some rows of every matrix, so that no expert is whole anywhere."""
+    generator, params = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes.items():
+        pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
+        if mesh is not None:
+            rows = [Shard(len(shape) - 2)]
+            pair = [distribute_tensor(tensor, mesh, rows, src_data_rank=None) for tensor in pair]
+        params[name] = torch.nn.Parameter(pair[0])
+        params[name].grad = pair[1]
+    return params
+
+
+def train_three_steps(params):
+    """Three steps, the last one with the event log on."""
+    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
+    for _ in range(3):
+        optimizer.events = []
+        optimizer.step()
+    return optimizer
+
+
+def train_rank(rank, world):
+    params = make_parameters(SHAPES, DeviceMesh("cpu", torch.arange(world)))
+    optimizer = train_three_steps(params)
+    whole = {name: p.full_tensor().detach() for name, p in params.items()}
+    return whole, optimizer.events, optimizer.traffic
+
+
+def show_ranks():
+    """The same three steps in one process and on four ranks: the largest difference, a timeline"""
+    single = make_parameters(SHAPES)
+    train_three_steps(single)
+    ranks = fork_ranks(4, train_rank)
+    error = 0.0
+    for whole, _, _ in ranks:
+        for name, p in single.items():
+            error = max(error, (whole[name] - p).abs().max().item())
+
+    # What overlaps: task 2 is on the wire before task 1 multiplies.
+    _, events, traffic = ranks[0]
+    draw_timeline(events, "out/muon.png")
+    when = {(task, event): t for t, task, event in events}
+    lead = 1e3 * (when[1, "multiply"] - when[2, "send"])
+    print(
+        f"Four ranks ({traffic['collectives']} collectives, "
+        f"{traffic['bytes_received'] / 1e6:.1f} MB received per step) end three steps with\n"
+        f"weights that differ from one process by {error}; task 2 was on the wire {lead:.1f} ms\n"
+        f"before task 1 multiplied (out/muon.png)."
+    )

@@ -1,0 +1,217 @@
+"""command/policy_report.py: policies compared, as a table and as figures.
+
+eval.py makes the numbers. Here they become what a person reads: the table (solved, levels, pass@k,
+what it takes), effort.png (does effort follow difficulty?), score.png (what does a solved task cost
+in tokens?), and the answers to --mismatch and --gap.
+
+It stands apart from eval.py because the numbers are the concept and a table only shows them. Left
+out: figures of cost, which differ from those of tokens by the prices alone.
+"""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from command.drawing import draw_safely, make_axes
+from eval import compare_pairs, sampler_mismatch, summarize_levels, summarize_records, write_json
+
+# ---------------------------------------------------------------- the table
+
+
+def format_number(value, form):
+    """The number in its column's form, or in three significant digits where the form would round
+    more than a twentieth of it away. form: a format string with a width, such as "{:7.4f}", or
+    without."""
+    text = form.format(value)
+    if not math.isfinite(value) or abs(float(text) - value) <= 0.05 * abs(value):
+        return text
+    return f"{value:.2e}".rjust(len(text))
+
+
+# Rows below pass@k. Key of summarize_records: (its name in the table, number format, factor)
+ROWS = {
+    "tokens": ("tokens per task", "{:.0f}", 1),
+    "effort": ("effort", "{:.1f}", 1),
+    "turns": ("turns", "{:.1f}", 1),
+    "cost": ("median cost, $ per 1000 tasks", "{:.3f}", 1000),
+    "bad_tool": ("episodes with a wrong tool", "{:.3f}", 1),
+    "wrong_calls_per_turn": ("wrong calls per turn", "{:.4f}", 1),
+    "summaries": ("summaries per task", "{:.2f}", 1),
+    "finished": ("ended by itself", "{:.3f}", 1),
+}
+
+
+def format_table(policies, kind="held-out"):
+    """{name: records}, and which tasks these were -> the text of the table"""
+    whole = [summarize_records(records) for records in policies.values()]
+    levels = [summarize_levels(records) for records in policies.values()]
+    width = max(14, 2 + max(map(len, policies)))
+    lines = []
+
+    def add_row(label, cells):
+        lines.append(f"{label:32s}" + "".join(f"{cell:>{width}s}" for cell in cells))
+
+    # What is solved, and how sure that is.
+    add_row(f"{whole[0]['tasks']} {kind} tasks x {whole[0]['passes']}", policies)
+    add_row("solved [95 % interval]", [f"{numbers['solved']:.3f}" for numbers in whole])
+    add_row("", ["[{:.2f} {:.2f}]".format(*numbers["interval"]) for numbers in whole])
+    for label, cells in pair_rows(policies):
+        add_row(label, cells)
+
+    # The levels of the first policy; another one may have been given other tasks.
+    for level in levels[0]:
+        cells = []
+        for by_level in levels:
+            cell = "-"
+            if level in by_level:
+                numbers = by_level[level]
+                cell = f"{numbers['solved']:.2f} ({numbers['tokens']:.0f})"
+            cells.append(cell)
+        add_row(f"  level {level}: solved (tokens)", cells)
+
+    # Several chances at a task, as far as the first policy had so many passes.
+    for key in whole[0]:
+        if key.startswith("pass@"):
+            cells = []
+            for numbers in whole:
+                cells.append(format_number(numbers[key], "{:.3f}") if key in numbers else "-")
+            k = key.removeprefix("pass@")
+            add_row(key if k == "1" else f"{key} = best-of-{k}", cells)
+
+    # What it takes.
+    for key, (label, form, factor) in ROWS.items():
+        add_row(label, [format_number(numbers[key] * factor, form) for numbers in whole])
+
+    # These count as failed, though nothing was tried.
+    if any(numbers["no_turn"] for numbers in whole):
+        add_row("without room for a turn", [f"{numbers['no_turn']:.0f}" for numbers in whole])
+    return "\n".join(lines)
+
+
+def pair_rows(policies):
+    """The rows of the table that set each policy against the first one, task by task, as (label,
+    cells); none where no task is shared."""
+    first, *others = policies
+    pairs = [compare_pairs(policies[first], policies[name]) for name in others]
+    if not any(pairs):
+        return []
+    whole = len({record["task"] for record in policies[first]})
+    won, chance = ["-"], [""]
+    for pair in pairs:
+        if pair is None:
+            won.append("other tasks")
+            chance.append("")
+            continue
+        part = f" of {pair['tasks']}" if pair["tasks"] < whole else ""
+        won.append(f"+{pair['won']} -{pair['lost']}{part}")
+        chance.append("p=" + format_number(pair["p"], "{:.3f}"))
+    return [("  tasks won, lost against first", won), ("  if alike, so uneven by chance", chance)]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def write_report(policies, folder, name, extra=None, kind="held-out"):
+    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
+    said below it."""
+    write_json(policies, Path(folder, name), extra)
+    problem = draw_safely(draw_policies, policies, folder)
+    text = format_table(policies, kind)
+    return f"{text}\n{problem}" if problem else text
+
+
+def annotate(ax, text, place, offset, **style):
+    """Text beside a point, its offset in points"""
+    ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
+
+
+def draw_policies(policies, folder):
+    """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
+    the levels"""
+    levels = {name: summarize_levels(records) for name, records in policies.items()}
+    draw_effort(levels, Path(folder, "effort.png"))
+    draw_score(policies, levels, Path(folder, "score.png"))
+
+
+def draw_effort(levels, path):
+    """levels: {policy: {level: its numbers}}"""
+    figure, ax = make_axes(
+        "Effort follows difficulty?", "level of the task", "sampled tokens per task"
+    )
+    for name, rows in levels.items():
+        ax.plot(list(rows), [numbers["tokens"] for numbers in rows.values()], "o-", label=name)
+        # A number stands above its point where it is the highest of its level, else below.
+        for level, numbers in rows.items():
+            tokens = numbers["tokens"]
+            others = [other[level]["tokens"] for other in levels.values() if level in other]
+            offset = (0, 6) if tokens >= max(others) else (0, -12)
+            annotate(ax, f"{tokens:.0f}", (level, tokens), offset, ha="center", fontsize=7)
+    ax.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_score(policies, levels, path):
+    """A small point for each level, a star for all of a policy's tasks"""
+    figure, ax = make_axes(
+        "Score against tokens (one point per level)", "sampled tokens per task", "solved"
+    )
+    for name, rows in levels.items():
+        tokens = [numbers["tokens"] for numbers in rows.values()]
+        solved = [numbers["solved"] for numbers in rows.values()]
+        points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
+        for level, place in zip(rows, zip(tokens, solved)):
+            annotate(ax, str(level), place, (4, -8), fontsize=7)
+
+        whole = summarize_records(policies[name])
+        place = whole["tokens"], whole["solved"]
+        ax.plot(*place, "*", markersize=16, color=points[0].get_color())
+        text = f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens"
+        annotate(ax, text, place, (8, 8), fontsize=8)
+    ax.set_ylim(0, 1.15)
+    ax.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def draw_mismatch(found, path):
+    """found: see sampler_mismatch"""
+    figure, ax = make_axes(
+        "Trainer against sampler",
+        "tokens, by the size of the difference",
+        "difference of log-probabilities",
+    )
+    for name, gaps in found.items():
+        label = f"{name}: p99 {np.quantile(gaps, .99):.1e}"
+        shares = np.linspace(0, 1, len(gaps))
+        ax.plot(shares, np.maximum(np.sort(gaps), 1e-8), label=label)
+    ax.set_yscale("log")
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def report_mismatch(models, tasks, path):
+    """--mismatch: a line for each run and setting, and a figure"""
+    found = {}
+    for run, (model, tokenizer, config) in models.items():
+        for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
+            found[f"{run}, {name}"] = gaps
+    for name, gaps in found.items():
+        print(
+            f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
+            f"largest {gaps.max():.1e}"
+        )
+    print(draw_safely(draw_mismatch, found, path) or path)
+
+
+def report_hint_effects(run, records):
+    """--gap: the eight tools most often called where they are not there"""
+    found = [call for record in records for call in record["hints"]]
+    print(
+        f"\n{run}: probability of a call to a tool that is not there, where it was made, without "
+        "and with the hint above it"
+    )
+    for tool, number in Counter(name for name, _, _ in found).most_common(8):
+        pairs = [(before, after) for name, before, after in found if name == tool]
+        before, after = np.mean(pairs, axis=0)
+        print(f"  {tool[:20]:20s} {number:4d} calls   {before:.3f}   {after:.3f}")

@@ -1,0 +1,32 @@
+"""command/replay.py: the command line of rollout.py.
+
+Without a flag the demonstration; with --replay=FILE a conversation that training left there (see
+command/transcripts.py), in colour.
+
+It stands apart from rollout.py because a flag is no part of an agent. Left out: a pager. A terminal
+has one.
+"""
+
+from command.demonstration import draw_or_refuse, make_demo_parser, refuse_moved
+from command.transcripts import print_transcript
+
+
+def replay_or_demonstrate(argv, demo):
+    parser = make_demo_parser("rollout.py", "A demonstration and a group of rollouts.")
+    refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
+    about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
+    parser.add_argument("--replay", metavar="FILE", help=about)
+    about = "with --replay: which line of the file, from 1"
+    parser.add_argument("--line", type=int, metavar="N", help=about)
+    given = parser.parse_args(argv)
+
+    if given.line is not None and given.replay is None:
+        parser.error("--line goes with --replay=FILE")
+    if given.replay is None:
+        return draw_or_refuse(parser, demo)
+    if not given.replay:
+        parser.error("--replay= names no file")
+    try:
+        print_transcript(given.replay, given.line)
+    except ValueError as error:
+        parser.error(error)
