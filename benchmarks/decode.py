@@ -17,12 +17,13 @@ of its tools takes a tenth of a second.
 
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import least_seconds, make_parser, print_table
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
@@ -77,10 +78,10 @@ def matrix_products(step):
     return multiply
 
 
-def byte_tokenizer(vocab=1014):
+def byte_tokenizer():
     """A tokenizer of the laptop's size without training one: every byte, and pairs of bytes."""
     ranks = {bytes([b]): b for b in range(256)}
-    for i in range(256, vocab):
+    for i in range(256, 1014):
         ranks[bytes(divmod(i, 256))] = i
     return Tokenizer(ranks)
 
@@ -98,59 +99,72 @@ def build_models(tokenizer, quick):
     return model, sampler_model
 
 
+def decoding_step(model, tokens, position, window, device="cpu"):
+    """tokens (B, T), to be fed at `position` of a cache of `window` places -> a call that decodes
+    them and samples, as the sampler does. Before the position stand zeros: they take as much time
+    as a text."""
+    rows = len(tokens)
+    cache = Cache(model, rows, window)
+    start = torch.full((rows,), position, device=device)
+
+    def step():
+        hidden = model.decode(tokens, cache, slice(0, rows), start).flatten(0, 1)
+        uniform = torch.rand(len(hidden), device=device)
+        # The sampler brings the tokens to the CPU, where the agents read them.
+        return sample_from_logits(model.logits(hidden), uniform)[0].tolist()
+
+    return step
+
+
+@torch.inference_mode()
 def measure_steps(model, sampler_model, length, rounds):
     """{what: seconds of one step for ROWS sequences of `length` tokens}"""
     tokens = torch.randint(0, 256, (ROWS, length + 1 + DRAFT))
-    start = torch.full((ROWS,), length)
-    cache = Cache(sampler_model, ROWS, WINDOW + 2)
-
-    def step(width):
-        fed = tokens[:, length : length + width]
-        hidden = sampler_model.decode(fed, cache, slice(0, ROWS), start).flatten(0, 1)
-        return sample_from_logits(sampler_model.logits(hidden), torch.rand(len(hidden)))
-
-    def plain_step():
-        return step(1)
-
-    def drafted_step():
-        return step(1 + DRAFT)
+    plain_step = decoding_step(sampler_model, tokens[:, -1:], length, WINDOW + 2)
+    drafted_step = decoding_step(sampler_model, tokens[:, length:], length, WINDOW + 2)
 
     def full_forward():
         hidden = model(tokens[:, : length + 1])[:, -1]
         return sample_from_logits(model.logits(hidden), torch.rand(ROWS))
 
-    with torch.inference_mode():
-        # The cache holds a prompt of `length` tokens before the clock starts.
-        sampler_model.decode(
-            tokens[:, :length], cache, slice(0, ROWS), torch.zeros(ROWS, dtype=torch.long)
-        )
-        return least_seconds(
-            {
-                "from the latent cache": plain_step,
-                "its matrix products alone": matrix_products(plain_step),
-                "with 3 drafts, none right": drafted_step,
-                "its matrix products": matrix_products(drafted_step),
-                "full forward per token": full_forward,
-            },
-            rounds,
-        )
+    calls = {
+        "from the latent cache": plain_step,
+        "its matrix products alone": matrix_products(plain_step),
+        "with 3 drafts, none right": drafted_step,
+        "its matrix products": matrix_products(drafted_step),
+        "full forward": full_forward,
+    }
+    return measure_seconds(calls, rounds, min, budget=5.0)
+
+
+def bench_steps(model, sampler_model, quick):
+    """One step: what the cache saves, and how near the step is to its own products"""
+    length = 64 if quick else 256
+    seconds = measure_steps(model, sampler_model, length, rounds=3 if quick else 100)
+    title = f"one step for {ROWS} sequences of {length} tokens, one core, {fast_dtype('cpu')}"
+    print_speeds(title, seconds, "full forward", ROWS, "tokens")
+    cached, products, drafted, drafted_products, _ = seconds.values()
+    print(
+        f"A step takes {cached / products:.2f} x its matrix products. With a draft of {DRAFT} "
+        f"tokens it takes {drafted / drafted_products:.2f} x its own\nproducts and "
+        f"{drafted / cached:.2f} x a step without: drafts pay where a step yields more tokens than "
+        "that."
+    )
 
 
 # ---------------------------------------------------------------- whole episodes
 
 
-def synthetic_agent(rng):
+def synthetic_agent(rng, sampled):
     """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth
-    of a second."""
+    of a second. sampled: a list to which the number of tokens of each turn is added"""
     tokens, restart = rng.integers(0, 256, 60).tolist(), True
     for _ in range(rng.integers(1, 10)):
-        yield Request(tokens, restart, int(min(60, 1 + rng.exponential(12))))
+        answer = yield Request(tokens, restart, int(min(60, 1 + rng.exponential(12))))
+        sampled.append(len(answer[0]))
         slow = bool(rng.random() < 1 / 3)
-
-        def use_tool(seconds=0.1 * slow):
-            time.sleep(seconds)
-
-        yield Work([], use_tool, slow)
+        yield Work([], partial(time.sleep, 0.1 * slow), slow)
+        # What the tool has answered goes behind what is in the cache already.
         tokens, restart = rng.integers(0, 256, 20).tolist(), False
     return Chain(None, [])
 
@@ -171,115 +185,57 @@ class StaticBatching(Sampler):
         return rows
 
 
-def count_sampled_tokens(sampler, episodes):
+def play_episodes(make_sampler, episodes):
     """Run so many synthetic agents -> the number of tokens that were sampled for them"""
-    bodies = []
-
-    def recording_agent(agent):
-        # Passes on what the agent asks for and what it is answered, and keeps the sampled bodies.
-        asked = next(agent)
-        while True:
-            answer = yield asked
-            if answer:
-                bodies.append(answer[0])
-            try:
-                asked = agent.send(answer)
-            except StopIteration as end:
-                return end.value
-
+    sampler, sampled = make_sampler(), []
     # The same agents every time: each draws from a generator of its own.
-    agents = [recording_agent(synthetic_agent(np.random.default_rng(i))) for i in range(episodes)]
+    agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(episodes)]
     sampler.run(agents, list(range(episodes)), patient=isinstance(sampler, StaticBatching))
-    return sum(len(body) for body in bodies)
+    return sum(sampled)
 
 
-def measure_episodes(samplers, episodes, rounds):
-    """samplers: {name: makes a sampler} -> {name: (seconds, sampled tokens)}. bf16 rounds by the
-    batch: now and then two of them sample different tokens."""
-    sampled, calls = {}, {}
-    for name, make_sampler in samplers.items():
+def compare_samplers(samplers, episodes, rounds):
+    """samplers: {name: makes a sampler}, of which the last is what the others are compared with"""
+    # bf16 rounds by the batch: now and then two of them sample different tokens. So each counts its
+    # own, and what is compared is the time of one token.
+    tokens = {}
 
-        def play(name=name, make_sampler=make_sampler):
-            sampled[name] = count_sampled_tokens(make_sampler(), episodes)
+    def play(name):
+        tokens[name] = play_episodes(samplers[name], episodes)
 
-        calls[name] = play
-    seconds = least_seconds(calls, rounds)
-    return {name: (seconds[name], sampled[name]) for name in samplers}
-
-
-def print_episodes(title, found, slowest):
-    """A table of what measure_episodes found, with the ratio to the sampler named `slowest`"""
-    speeds = {name: tokens / t for name, (t, tokens) in found.items()}
-    rows = []
-    for name, (t, _) in found.items():
-        ratio = speeds[name] / speeds[slowest]
-        rows.append([name, f"{t:.2f}", f"{speeds[name]:,.0f}", f"{ratio:.2f}"])
-    print_table(title, ["", "seconds", "tokens/s", f"x {slowest.split()[0]}"], rows)
+    calls = {name: partial(play, name) for name in samplers}
+    seconds = measure_seconds(calls, rounds, min, budget=5.0)
+    print_speeds(
+        f"{episodes} episodes with tool calls, the time of one sampled token",
+        {name: t / tokens[name] for name, t in seconds.items()},
+        base=list(samplers)[-1],
+        unit="tokens",
+    )
 
 
 def bench_samplers(sampler_model, tokenizer, quick):
-    """Whole episodes, by three samplers"""
+    """Whole episodes: what continuous batching saves, and what it gives beside one agent alone"""
+    continuous = partial(Sampler, sampler_model, tokenizer, ROWS, 1024)
+    static = partial(StaticBatching, sampler_model, tokenizer, ROWS, 1024)
+    plain = partial(PlainSampler, sampler_model, tokenizer, 1024)
 
-    def continuous():
-        return Sampler(sampler_model, tokenizer, ROWS, 1024)
-
-    def static():
-        return StaticBatching(sampler_model, tokenizer, ROWS, 1024)
-
-    def plain():
-        return PlainSampler(sampler_model, tokenizer, 1024)
-
-    # Whole episodes: what continuous batching saves.
-    episodes = 12 if quick else 96
+    # More episodes than rows: an agent that ends makes room for another.
     samplers = {"continuous batching": continuous, "static batching": static}
-    found = measure_episodes(samplers, episodes, rounds=1 if quick else 2)
-    title = f"{episodes} episodes with tool calls in {ROWS} rows"
-    print_episodes(title, found, "static batching")
+    compare_samplers(samplers, 12 if quick else 96, rounds=1)
 
     # The plain sampler plays as many as the other has rows.
-    episodes = 4 if quick else ROWS
     samplers = {"continuous batching": continuous, "plain sampler": plain}
-    found = measure_episodes(samplers, episodes, rounds=1)
-    title = f"{episodes} episodes with tool calls, all at once and one after the other"
-    print_episodes(title, found, "plain sampler")
-
-
-# ---------------------------------------------------------------- the command
-
-
-def bench_decoding(quick=False):
-    # As in train.py's processes: one for each core.
-    torch.set_num_threads(1)
-    length = 64 if quick else 256
-    tokenizer = byte_tokenizer()
-    model, sampler_model = build_models(tokenizer, quick)
-
-    # One step: what the cache saves, and how near it is to its own products.
-    seconds = measure_steps(model, sampler_model, length, rounds=3 if quick else 100)
-    slowest = seconds["full forward per token"]
-    rows = []
-    for name, t in seconds.items():
-        rows.append([name, f"{1e3 * t:.2f}", f"{ROWS / t:,.0f}", f"{slowest / t:.2f}"])
-    print_table(
-        f"one step for {ROWS} sequences of {length} tokens, one core, {fast_dtype('cpu')}",
-        ["", "ms a step", "tokens/s", "x full forward"],
-        rows,
-    )
-    cached, products, drafted, drafted_products, _ = seconds.values()
-    print(
-        f"A step takes {cached / products:.2f} x its matrix products. With a draft of {DRAFT} "
-        f"tokens it takes {drafted / drafted_products:.2f} x its own\nproducts and "
-        f"{drafted / cached:.2f} x a step without: drafts pay where a step yields more tokens than "
-        "that."
-    )
-
-    bench_samplers(sampler_model, tokenizer, quick)
+    compare_samplers(samplers, 4 if quick else ROWS, rounds=1)
 
 
 def main(argv):
-    parser = make_parser("decode", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
-    bench_decoding(parser.parse_args(argv).quick)
+    quick = read_quick("decode", __doc__, argv)
+    # As in train.py's processes: one for each core.
+    torch.set_num_threads(1)
+    tokenizer = byte_tokenizer()
+    model, sampler_model = build_models(tokenizer, quick)
+    bench_steps(model, sampler_model, quick)
+    bench_samplers(sampler_model, tokenizer, quick)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,20 @@
 
 Time on a GPU is short and rare, so the parts are ordered by worth and each has a time limit of its
 own. Every part is a process of its own: when CUDA crashes or hangs, the part is ended at its limit
-and the next one begins. DIR/gpu.json and DIR/gpu.md are written anew whenever a row arrives, so a
-run that is cut short keeps what it measured. DIR/parts/ has the rows and the screen of each part.
+and the next one begins. DIR/gpu.json and DIR/gpu.md are written anew after each part. DIR/parts/
+has the screen of each part and its rows, written one by one: a run that is cut short keeps them.
 
     card            the device, its driver, and two measured ceilings: a bf16 product, a copy
     equality        the same computations on the CPU and on the device, each with a limit
     device_tests    python -m pytest -m device
-    job             train.py --scale=gpu, every stage cut short; kill -9 and resume
+    job             train.py --scale=gpu, every stage cut short
     speed           optimizer, mixture of experts and decoding, beside others and beside a floor
-    low_precision   MXFP8 and NVFP4: in hardware where there is any, else what the emulation costs
+    low_precision   what MXFP8 and NVFP4 cost: in hardware where there is any, else emulated
 
 Exit code: 0 when every part ended and every check holds, 1 when not, 2 when it cannot run here.
 The run on a CPU says nothing about speed. It shows that the command still works.
 """
 
-import argparse
-import functools
 import json
 import os
 import shlex
@@ -31,12 +29,16 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from benchmarks.harness import ROOT, make_parser
 from command import flags
 from command.output_files import current_commit
 
-ROOT = Path(__file__).resolve().parent.parent
+usage_error = partial(flags.usage_error, program="benchmarks.gpu")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ training step, without the second model and the cache that rollouts need.""",
         80,
         "Optimizer, mixture of experts, decoding",
         """
-The floor is the least time that the device needs: products at the measured bf16 speed plus bytes
-at the measured copy speed, both from the first table.""",
+Times X: our time over that of X. The floor of an optimizer step are the products of Newton-Schulz
+alone; that of decoding are the bytes that it reads, at the copy speed of the first table.""",
     ),
     "low_precision": Part("gpu_speed.measure_low_precision", 30, "Low precision"),
 }
@@ -88,24 +90,13 @@ at the measured copy speed, both from the first table.""",
 # ---------------------------------------------------------------- command line
 
 
-usage_error = functools.partial(flags.usage_error, program="benchmarks.gpu")
-
-
 def parse_arguments(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = usage_error
-    parser.add_argument(
-        "--out", required=True, help="folder for gpu.json, gpu.md and the parts' output"
-    )
+    parser = make_parser("gpu", __doc__)
+    out = "folder for gpu.json, gpu.md and the parts' output"
+    parser.add_argument("--out", required=True, help=out)
     parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole command")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same parts, tiny"
-    )
+    device = "cpu: the same parts, tiny"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
     arguments = parser.parse_args(argv)
 
     if not 0 < arguments.minutes < float("inf"):
@@ -156,20 +147,21 @@ def part_environment(device):
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def start_part(name, limit, arguments, scratch, rows, log):
+def start_part(name, limit, arguments, scratch):
     """-> the process of a part, the first of a process group of its own"""
+    parts = arguments.out / "parts"
     command = [
         sys.executable,
         "-m",
         "benchmarks.gpu_bench",
         PARTS[name].function,
         f"--device={arguments.device}",
-        f"--rows={rows}",
+        f"--rows={parts / name}.jsonl",
         f"--report={arguments.out / 'gpu.json'}",
         f"--scratch={scratch}",
         f"--seconds={limit:.1f}",
     ]
-    with open(log, "w") as output:
+    with open(parts / f"{name}.log", "w") as output:
         return subprocess.Popen(
             command,
             cwd=ROOT,
@@ -181,62 +173,45 @@ def start_part(name, limit, arguments, scratch, rows, log):
         )
 
 
-def run_part(name, limit, report, arguments, scratch):
-    """Runs one part to its end or to its limit, and fills report["parts"][name] as its rows
-    arrive."""
-    rows = arguments.out / "parts" / f"{name}.jsonl"
-    log = arguments.out / "parts" / f"{name}.log"
-    part = report["parts"][name] = {
-        "state": "running",
-        "limit_s": round(limit, 1),
-        "seconds": 0.0,
-        "rows": [],
-    }
-    write_gpu_report(report, arguments.out)
+def run_part(name, limit, arguments, scratch):
+    """Runs one part to its end or to its limit -> what the report says of it"""
     start = time.monotonic()
-    process = start_part(name, limit, arguments, scratch, rows, log)
+    process = start_part(name, limit, arguments, scratch)
+    state = "complete"
     try:
-        # Every new row is in the report at once: nothing is lost when this command itself is ended.
-        while process.poll() is None and time.monotonic() - start < limit:
-            time.sleep(0.2)
-            arrived = read_rows(rows)
-            if len(arrived) > len(part["rows"]):
-                part["rows"] = arrived
-                part["seconds"] = round(time.monotonic() - start, 1)
-                write_gpu_report(report, arguments.out)
-        finished = process.poll() is not None
+        if process.wait(limit):
+            state = f"failed with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        state = "ended at its time limit"
     finally:
+        # Also when this command is ended itself: no part outlives it.
         end_process_group(process)
 
-    # How it ended, and of a part that failed the end of its screen.
-    part["rows"] = read_rows(rows)
-    part["seconds"] = round(time.monotonic() - start, 1)
-    if not finished:
-        part["state"] = "ended at its time limit"
-    elif process.returncode == 0:
-        part["state"] = "complete"
-    else:
-        part["state"] = f"failed with exit code {process.returncode}"
-    if part["state"] != "complete":
-        part["output"] = last_lines(log)
-    write_gpu_report(report, arguments.out)
+    # Its rows are those that it had written by then.
+    parts = arguments.out / "parts"
+    part = {
+        "state": state,
+        "limit_s": round(limit, 1),
+        "seconds": round(time.monotonic() - start, 1),
+        "rows": read_rows(parts / f"{name}.jsonl"),
+    }
+    if state != "complete":
+        part["output"] = last_lines(parts / f"{name}.log")
+    return part
 
 
-def last_lines(path, number=40):
+def last_lines(path):
+    """The end of a part's screen: where a traceback stands"""
     lines = path.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
-    return "\n".join(lines[-number:])
+    return "\n".join(lines[-40:])
 
 
 # ---------------------------------------------------------------- the report
 
 
 def write_gpu_report(report, out):
-    """Both files are replaced as a whole: a reader never finds half of one."""
-    texts = {"gpu.json": json.dumps(report, indent=1), "gpu.md": render_markdown(report)}
-    for name, text in texts.items():
-        part = out / f"{name}.part"
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(out / name)
+    (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "gpu.md").write_text(render_markdown(report) + "\n", encoding="utf-8")
 
 
 def count_checks(report):
@@ -251,6 +226,10 @@ def is_successful(report):
     holding, checks = count_checks(report)
     complete = all(part["state"] == "complete" for part in report["parts"].values())
     return complete and holding == checks
+
+
+def summarize_part(part):
+    return f"{part['state']}, {part['seconds']:.0f} s of at most {part['limit_s']:.0f} s"
 
 
 def format_value(value):
@@ -299,7 +278,7 @@ def render_markdown(report):
             "",
             f"## {PARTS[name].heading}",
             "",
-            f"{part['state']}, {part['seconds']:.0f} s (limit {part['limit_s']:.0f} s)",
+            summarize_part(part),
         ]
         if PARTS[name].note:
             lines += [PARTS[name].note]
@@ -322,11 +301,20 @@ def end_by_signal(number, frame):
     sys.exit(128 + number)
 
 
+def time_limit(name, minutes, left):
+    """Seconds that a part may take, of those that are left: twice its share, while half of the
+    later ones' shares is left for them. So whatever happens in one part, the next ones begin, and
+    what one part does not use goes to the others."""
+    weights = {part: PARTS[part].weight for part in PARTS}
+    later = list(PARTS)[list(PARTS).index(name) + 1 :]
+    second = 60 * minutes / sum(weights.values())
+    reserved = sum(weights[part] for part in later) * second / 2
+    return max(0.0, min(2 * weights[name] * second, left - reserved))
+
+
 def main(argv):
     started = time.monotonic()
     arguments = parse_arguments(argv)
-    import torch
-
     if arguments.device == "cuda" and not torch.cuda.is_available():
         usage_error("no CUDA device here; --device=cpu runs the same parts with tiny sizes")
     prepare_folder(arguments.out)
@@ -337,33 +325,23 @@ def main(argv):
     report = {
         "command": "python -m benchmarks.gpu " + shlex.join(argv),
         "device": arguments.device,
-        "minutes": arguments.minutes,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": current_commit() or "unknown",
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "parts": {},
     }
-
-    # A part may take twice its share while half of the others' shares is left for them: whatever
-    # happens in one part, the next ones begin, and what one part does not use goes to the others.
     deadline = started + 60 * arguments.minutes - 1
-    weights = [part.weight for part in PARTS.values()]
-    second = 60 * arguments.minutes / sum(weights)
-    for position, name in enumerate(PARTS):
-        left, later = deadline - time.monotonic(), sum(weights[position + 1 :]) * second
-        limit = max(0.0, min(2 * weights[position] * second, left - later / 2))
+    for name in PARTS:
+        limit = time_limit(name, arguments.minutes, deadline - time.monotonic())
         # Checkpoints of more than a gigabyte are no result: they go to a folder that is removed
         # with the part.
         with tempfile.TemporaryDirectory(
             prefix="gpu-bench-", ignore_cleanup_errors=True
         ) as scratch:
-            run_part(name, limit, report, arguments, scratch)
-        part = report["parts"][name]
-        print(
-            f"{name:14s} {part['state']}, {part['seconds']:.0f} s of at most {limit:.0f} s",
-            flush=True,
-        )
+            part = report["parts"][name] = run_part(name, limit, arguments, scratch)
+        write_gpu_report(report, arguments.out)
+        print(f"{name:14s} {summarize_part(part)}", flush=True)
 
     holding, checks = count_checks(report)
     print(f"{holding} of {checks} checks hold; {arguments.out / 'gpu.md'}")

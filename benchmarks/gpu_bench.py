@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import ROOT
+from benchmarks.harness import ROOT, measure_seconds
 
 PRODUCT = "bf16 product, TFLOP/s"
 COPY = "copy, bytes read and written, TB/s"
@@ -80,21 +79,9 @@ class Bench:
     def seconds_left(self):
         return self.deadline - time.monotonic()
 
-    def time(self, call, repeat=10, warmup=2):
-        """Median seconds of a call, up to the moment when the device has finished it."""
-        repeat, warmup = (2, 1) if self.tiny else (repeat, warmup)
-        times = []
-        for i in range(warmup + repeat):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[warmup:])
-
-    def synchronize(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    def time(self, calls, rounds=10):
+        """{name: call} -> {name: median seconds, up to the moment when the device has finished}"""
+        return measure_seconds(calls, 2 if self.tiny else rounds)
 
 
 def read_ceilings(report):
@@ -120,26 +107,29 @@ def measure_card(bench):
     def emit(what, value):
         bench.emit("card", what=what, value=value)
 
+    # What it is called
     emit("device", torch.cuda.get_device_name() if bench.device == "cuda" else "CPU")
     if bench.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         emit("memory, GB", properties.total_memory / 1e9)
         emit("compute capability", f"{properties.major}.{properties.minor}")
         emit("CUDA of torch", str(torch.version.cuda))
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = "unknown: nvidia-smi is not here"
         if shutil.which("nvidia-smi"):
-            found = subprocess.run(query, capture_output=True, text=True).stdout
-            emit("driver", found.strip().split("\n")[0])
-        else:
-            emit("driver", "unknown: nvidia-smi is not here")
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+        emit("driver", driver)
     emit("CPU cores", len(os.sched_getaffinity(0)))
 
+    # What it can do at best: the other parts give shares of these two.
     n = 256 if bench.tiny else 8192
     a = torch.randn(n, n, device=bench.device, dtype=torch.bfloat16)
-    emit(PRODUCT, 2 * n**3 / bench.time(partial(torch.matmul, a, a)) / 1e12)
     source = torch.zeros(1 << (20 if bench.tiny else 31), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    emit(COPY, 2 * source.numel() / bench.time(partial(target.copy_, source)) / 1e12)
+    calls = {"product": partial(torch.matmul, a, a), "copy": partial(target.copy_, source)}
+    seconds = bench.time(calls)
+    emit(PRODUCT, 2 * n**3 / seconds["product"] / 1e12)
+    emit(COPY, 2 * source.numel() / seconds["copy"] / 1e12)
 
 
 def run_device_tests(bench):

@@ -61,11 +61,9 @@ class Watch:
         self.main_thread = threading.main_thread().ident
 
     def watch_stack(self):
-        phase_of = {
-            inspect.unwrap(function).__code__: phase
-            for phase, functions in PHASES.items()
-            for function in functions
-        }
+        codes_of = {}
+        for phase, functions in PHASES.items():
+            codes_of[phase] = {inspect.unwrap(function).__code__ for function in functions}
         loop_code = inspect.unwrap(LOOP).__code__
         written = time.monotonic()
         while not self.ended.wait(PERIOD):
@@ -78,8 +76,9 @@ class Watch:
             self.in_loop = loop_code in codes
             if self.in_loop:
                 # Of several phases the first in the table counts.
-                found = {phase_of[code] for code in codes if code in phase_of}
-                self.phases[next((phase for phase in PHASES if phase in found), "other")] += 1
+                found = (phase for phase in PHASES if codes & codes_of[phase])
+                self.phases[next(found, "other")] += 1
+            # Now and then, since a stage may be killed at its time limit.
             if time.monotonic() - written > 2:
                 self.write()
                 written = time.monotonic()

@@ -1,5 +1,5 @@
 """benchmarks/harness.py: what the benchmarks share: a command line that refuses wrong flags in one
-line, clocks that are fair on a busy machine, and the table at the end.
+line, a clock that is fair on a busy machine, and the tables at the end.
 
 Two things that are compared are measured in turns: a machine that is busy for a second is then busy
 for both. A ratio of two numbers of one run says more than either number, since the machines differ.
@@ -7,12 +7,20 @@ Left out: confidence intervals. Run a benchmark more than once before you believ
 """
 
 import argparse
-import functools
+import math
+import statistics
 import time
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from command.flags import usage_error
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---------------------------------------------------------------- the command line
 
 
 def make_parser(module, description):
@@ -25,48 +33,71 @@ def make_parser(module, description):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    parser.error = functools.partial(usage_error, program=f"benchmarks.{module}")
+    # argparse's own refusal also prints the usage, several lines of it.
+    parser.error = partial(usage_error, program=f"benchmarks.{module}")
     return parser
 
 
-def median_seconds(*calls, repeat=5):
-    """Median wall time of each call, measured in turns after a round that warms up."""
-    times = [[] for _ in calls]
-    for _ in range(repeat + 1):
-        for call, times_of_call in zip(calls, times):
-            start = time.perf_counter()
-            call()
-            # A GPU has only been given its work when a call returns.
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times_of_call.append(time.perf_counter() - start)
-    return [sorted(times_of_call[1:])[repeat // 2] for times_of_call in times]
+def read_quick(module, description, argv):
+    """-> was --quick given? It is the only flag of most benchmarks."""
+    parser = make_parser(module, description)
+    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
+    return parser.parse_args(argv).quick
 
 
-def least_seconds(candidates, rounds, budget=5.0):
-    """{name: function} -> {name: least seconds}. They take turns. One that has used its budget of
-    seconds stops."""
-    times = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, call in candidates.items():
+# ---------------------------------------------------------------- the clock
+
+
+def time_call(call, clock=time.perf_counter):
+    """Seconds of one call, up to the moment when a GPU has finished what it was given"""
+    start = clock()
+    call()
+    # A GPU has only been given its work when a call returns.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def measure_seconds(
+    calls, rounds, pick=statistics.median, budget=math.inf, clock=time.perf_counter
+):
+    """{name: function} -> {name: seconds}, measured in turns after a round that warms up. pick: min
+    for the same work every time, the median for work that differs from time to time. A call that
+    has used its budget of seconds is not called again."""
+    times = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
             if sum(times[name]) < budget:
-                start = time.perf_counter()
-                call()
-                times[name].append(time.perf_counter() - start)
-    # The first round warms up, if there is a second one.
-    return {name: min(found[1:] or found) for name, found in times.items()}
+                times[name].append(time_call(call, clock))
+    # The first round warms up, unless it has used the whole budget.
+    return {name: pick(found[1:] or found) for name, found in times.items()}
+
+
+# ---------------------------------------------------------------- tables
+
+
+def align_columns(rows):
+    """Rows of texts -> lines: the first column to the left, the others to the right"""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        for text, width in zip(others, widths[1:]):
+            cells.append(text.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def print_table(title, columns, rows):
-    """A table with its columns aligned: text to the left, numbers (given as text) to the right.
-    columns: the headings; rows: a list of texts for each line."""
-    widths = []
-    for i, heading in enumerate(columns):
-        widths.append(max([len(heading)] + [len(row[i]) for row in rows]))
-    print(f"\n{title}" if title else "")
-    for row in [columns, *rows]:
-        first, *numbers = row
-        cells = [first.ljust(widths[0])]
-        for text, width in zip(numbers, widths[1:]):
-            cells.append(text.rjust(width))
-        print("  ".join(cells).rstrip(), flush=True)
+    """columns: the headings; rows: a list of texts for each line"""
+    print("", title, *align_columns([columns, *rows]), sep="\n", flush=True)
+
+
+def print_speeds(title, seconds, base, amount=1, unit="calls"):
+    """{name: seconds for so much of a unit} as a table, with each speed as a multiple of that of
+    `base`: 2.00 is twice as fast"""
+    rows = []
+    for name, t in seconds.items():
+        ratio = seconds[base] / t
+        rows.append([name, f"{1e3 * t:,.2f}", f"{amount / t:,.0f}", f"{ratio:.2f}"])
+    print_table(title, ["", "ms", f"{unit}/s", f"x {base}"], rows)

@@ -10,11 +10,13 @@ checking and copying, not the disk. Reading alone is what no loader can do witho
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import make_parser, median_seconds, print_table
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from command.flags import usage_error
 from moe import Model, ModelConfig
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -36,39 +38,36 @@ QUICK = {**SIZES, "vocab": 512, "dim": 128, "layers": 2, "experts": 4, "expert_f
 
 
 def bench_loading(sizes):
+    # Weights of any values: what is measured does not depend on them.
     with torch.device("meta"):
         model = Model(ModelConfig(**sizes)).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
         write_checkpoint(folder, model.to_empty(device="cpu"))
-        # Its memory is not what is measured.
+        # The model that was written gives its memory back: the one that is read needs it.
         model.to("meta")
         files = list(folder.iterdir())
-        size = sum(path.stat().st_size for path in files) / 1e9
+        megabytes = sum(path.stat().st_size for path in files) / 1e6
 
         def read_files():
             for path in files:
                 path.read_bytes()
 
-        def load():
-            load_model(folder, torch.bfloat16)
-
-        read, loaded = median_seconds(read_files, load)
-    rows = [
-        ["reading the bytes of its files", f"{size / read:.2f}", "1.00"],
-        ["into a model", f"{size / loaded:.2f}", f"{read / loaded:.2f}"],
-    ]
-    print_table(f"a checkpoint of {size:.2g} GB, bf16", ["", "GB/s", "x reading"], rows)
+        calls = {
+            "reading the files": read_files,
+            "into a model": partial(load_model, folder, torch.bfloat16),
+        }
+        seconds = measure_seconds(calls, 5)
+    title = f"a checkpoint of {megabytes:,.0f} MB, bf16"
+    print_speeds(title, seconds, "reading the files", megabytes, "MB")
 
 
 def main(argv):
-    parser = make_parser("loading", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
+    quick = read_quick("loading", __doc__, argv)
     try:
-        bench_loading(QUICK if parser.parse_args(argv).quick else SIZES)
+        bench_loading(QUICK if quick else SIZES)
     except OSError as error:
-        print(f"benchmarks.loading: {error.filename}: {error.strerror}", file=sys.stderr)
-        raise SystemExit(2) from None
+        usage_error(f"{error.filename}: {error.strerror}", program="benchmarks.loading")
 
 
 if __name__ == "__main__":

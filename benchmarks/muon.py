@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from benchmarks.harness import make_parser, print_table
+from benchmarks.harness import measure_seconds, print_table, read_quick
 from command.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
 from command.muon_on_ranks import make_parameters
@@ -56,47 +56,28 @@ def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
 # ---------------------------------------------------------------- one device
 
 
-def step_seconds(call, device="cpu"):
-    """CPU seconds of one thread: the clock on the wall also counts whoever else uses the machine.
-    On a GPU, the wall."""
-    if device == "cpu":
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def gemm_floor(shapes, dtype, device, steps=5):
+def gemm_floor(shapes, dtype, device):
     """-> a call that does nothing but the products of the plain iteration, in the batches that suit
-    the machine."""
+    the machine. shapes: of matrices and of stacks of them"""
     # How many matrices there are of each shape (m, n), m <= n.
     matrices = defaultdict(int)
-    for shape in shapes.values():
-        matrices[tuple(sorted(shape[-2:]))] += shape[0] if len(shape) == 3 else 1
+    for shape in shapes:
+        matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
 
     # Batches as muon.py cuts them: as much as the cache of a CPU holds, or all at once on a GPU.
+    # Those of one shape share operands: the time of a product does not depend on the numbers.
     batches = []
     for (m, n), count in matrices.items():
-        chunk = cpu_chunk(m * n, dtype) if device == "cpu" else count
-        batches += [(chunk, m, n)] * (count // chunk)
-        if count % chunk:
-            batches.append((count % chunk, m, n))
-
-    operands = {}
-    for size, m, n in set(batches):
-        operands[size, m, n] = [
-            torch.randn(size, m, columns, device=device).to(dtype) for columns in (n, m, n)
-        ]
+        chunk = min(count, cpu_chunk(m * n, dtype)) if device == "cpu" else count
+        X, A, Y = (torch.randn(chunk, m, columns, device=device).to(dtype) for columns in (n, m, n))
+        for first in range(0, count, chunk):
+            size = min(chunk, count - first)
+            batches.append((X[:size], A[:size], Y[:size]))
 
     def multiply():
-        for batch in batches:
-            X, A, Y = operands[batch]
+        for X, A, Y in batches:
             B = torch.empty_like(A)
-            for _ in range(steps):
+            for _ in range(5):  # steps of Newton-Schulz
                 torch.bmm(X, X.mT, out=B)
                 torch.bmm(A, A, out=B)
                 torch.bmm(A, X, out=Y)
@@ -115,65 +96,66 @@ def split_matrices(params):
     return matrices
 
 
-def measure_one_device(shapes, products, weights, device, rounds):
-    """-> seconds of one step: (the products alone, torch.optim.Muon, Muon). products, weights: the
-    dtypes of the matrix products and of the parameters"""
+def build_steps(shapes, products, weights, device):
+    """-> {name: a call}: the products alone, a step of torch.optim.Muon, one of ours. products,
+    weights: the dtypes of the matrix products and of the parameters"""
+    # Each optimizer has parameters of its own, so that no step moves what the other one reads.
     params = make_parameters(shapes, dtype=weights, device=device)
+    rates = dict(lr=1e-3, weight_decay=0.1)
     ours = Muon(
         [dict(params=list(params.items()))],
         ns_dtype=products,
         newton_schulz=gram_newton_schulz,
-        lr=1e-3,
-        weight_decay=0.1,
+        **rates,
     )
-    theirs = torch.optim.Muon(
-        split_matrices(make_parameters(shapes, dtype=weights, device=device)),
-        lr=1e-3,
-        weight_decay=0.1,
-    )
-    calls = gemm_floor(shapes, products, device), theirs.step, ours.step
-
-    # torch.optim.Muon multiplies in bf16 only. Like is compared with like: for fp32 its cast is
-    # made to do nothing.
-    cast = torch.Tensor.bfloat16
-    if products == torch.float32:
-        torch.Tensor.bfloat16 = keep_dtype
-    try:
-        times = [[step_seconds(call, device) for call in calls] for _ in range(rounds + 1)]
-    finally:
-        torch.Tensor.bfloat16 = cast
-    # The first round warms up.
-    return [min(column) for column in zip(*times[1:])]
+    theirs = torch.optim.Muon(split_matrices(params), **rates)
+    return {
+        "floor": gemm_floor(shapes.values(), products, device),
+        "torch.optim.Muon": theirs.step,
+        "ours": ours.step,
+    }
 
 
 def keep_dtype(tensor):
     return tensor
 
 
+def measure_one_device(shapes, products, weights, device, rounds):
+    """-> {name: seconds of one step}, for the calls of build_steps"""
+    calls = build_steps(shapes, products, weights, device)
+    # torch.optim.Muon multiplies in bf16 only. Like is compared with like: for fp32 its cast is
+    # made to do nothing.
+    cast = torch.Tensor.bfloat16
+    if products == torch.float32:
+        torch.Tensor.bfloat16 = keep_dtype
+    # CPU seconds of the one thread: the wall would also count whoever else uses the machine.
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    try:
+        return measure_seconds(calls, rounds, min, clock=clock)
+    finally:
+        torch.Tensor.bfloat16 = cast
+
+
 def bench_one_device(device, quick):
     shapes = layer_shapes(1, dim=128, hidden=256) if quick else layer_shapes(6)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     rounds = 1 if quick else 5
+    columns = ["products, weights", "GEMM floor", "torch.optim.Muon", "muon.py"]
     rows = []
+    # As train.py runs it, without bf16 instructions, and with weights kept in bf16.
     for products, weights in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
     ):
-        floor, other, ours = measure_one_device(shapes, products, weights, device, rounds)
-        rows.append(
-            [
-                f"{NAMES[products]}, {NAMES[weights]}",
-                f"{floor:.3f}",
-                f"{other:.3f}",
-                f"{ours:.3f}",
-                f"{ours / floor:.2f}",
-                f"{ours / other:.2f}",
-            ]
-        )
+        seconds = measure_one_device(shapes, products, weights, device, rounds)
+        floor, other, ours = seconds.values()
+        cells = [f"{t:.3f}" for t in seconds.values()]
+        ratios = [f"{ours / floor:.2f}", f"{ours / other:.2f}"]
+        rows.append([f"{NAMES[products]}, {NAMES[weights]}", *cells, *ratios])
     print_table(
         f"one step, {numbers / 1e6:.1f}M parameters, {device}, seconds, best of {rounds}",
-        ["products, weights", "GEMM floor", "torch.optim.Muon", "muon.py", "x floor", "x torch"],
+        [*columns, "x floor", "x torch"],
         rows,
     )
 
@@ -209,8 +191,7 @@ def redundant_step(params, optimizer):
 
 
 def measure_rank(rank, world, shapes, redundant):
-    """-> CPU seconds (all threads, gloo's too) of one rank's step, after two to warm up, and its
-    traffic"""
+    """-> of one rank's step: CPU seconds (all threads, gloo's too), collectives, bytes received"""
     params = make_parameters(shapes, DeviceMesh("cpu", torch.arange(world)))
     optimizer = Muon(
         [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
@@ -232,7 +213,13 @@ def measure_rank(rank, world, shapes, redundant):
         whole = sum(p.numel() for p in params.values()) * 4
         held = sum(p.to_local().nbytes for p in params.values())
         traffic = dict(collectives=len(params), bytes_received=whole - held)
-    return min(seconds[2:]), traffic
+    return min(seconds[2:]), traffic["collectives"], traffic["bytes_received"]
+
+
+def measure_busiest(world, shapes, redundant):
+    """The same of the rank that has most to do: the step is over when it has ended"""
+    ranks = fork_ranks(world, measure_rank, shapes, redundant)
+    return [max(column) for column in zip(*ranks)]
 
 
 def bench_sharded(quick):
@@ -240,22 +227,11 @@ def bench_sharded(quick):
     numbers = sum(math.prod(shape) for shape in shapes.values())
     rows = []
     for world in (1, 2) if quick else (1, 2, 4, 8):
-        ours = fork_ranks(world, measure_rank, shapes, False)
-        other = fork_ranks(world, measure_rank, shapes, True)
-        our_seconds = max(seconds for seconds, _ in ours)
-        other_seconds = max(seconds for seconds, _ in other)
-        our_bytes = max(traffic["bytes_received"] for _, traffic in ours)
-        rows.append(
-            [
-                str(world),
-                f"{our_seconds:.3f}",
-                f"{our_bytes / 1e6:.1f}",
-                str(ours[0][1]["collectives"]),
-                f"{other_seconds:.3f}",
-                f"{other[0][1]['bytes_received'] / 1e6:.1f}",
-                f"{our_seconds / other_seconds:.2f}",
-            ]
-        )
+        ours, collectives, received = measure_busiest(world, shapes, False)
+        other, _, other_received = measure_busiest(world, shapes, True)
+        cells = [f"{ours:.3f}", f"{received / 1e6:.1f}", str(collectives)]
+        other_cells = [f"{other:.3f}", f"{other_received / 1e6:.1f}"]
+        rows.append([str(world), *cells, *other_cells, f"{ours / other:.2f}"])
     print_table(
         f"sharded over forked gloo ranks, {numbers / 1e6:.1f}M parameters; the busiest rank, "
         "best of 3; against full_tensor() and all units on every rank",
@@ -265,9 +241,7 @@ def bench_sharded(quick):
 
 
 def main(argv):
-    parser = make_parser("muon", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
-    quick = parser.parse_args(argv).quick
+    quick = read_quick("muon", __doc__, argv)
     torch.set_num_threads(1)
     # First what forks: a process that has touched a GPU cannot.
     bench_sharded(quick)

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.harness import make_parser
+from benchmarks.harness import make_parser, print_table
 from command.gpu_memory import (
     GPU_SCALE,
     Step,
@@ -129,43 +129,37 @@ def ring(ranks):
     return (ranks - 1) / ranks
 
 
-def fsdp_traffic(what, shapes, layout, step, shard, copies, span):
+def fsdp_traffic(what, shapes, layout, step):
     """Rows of the dense weights or of the experts: gathered for the passes, gradients scattered,
     and summed over the copies."""
+    shard, copies, span = layout.shard, layout.dp_replicate, layout.shard
+    if what == "experts":
+        shard, copies, span = layout.efsdp, copies_of_experts(layout), layout.efsdp * layout.ep
+
+    # What one rank gathers in a step: numbers, and their bytes over all gathers.
     numbers = weights = 0
     for name, shape in shapes.items():
         if is_expert(name) == (what == "experts"):
             size = gathered(name, shape, layout)
             numbers += size
             weights += wire_bytes(name, step) * size
+    # Gradients are summed in fp32. An all-reduce over the copies does what a reduce-scatter and an
+    # all-gather do, one after the other.
     gradients = 4 * numbers
+    copied = 2 * ring(copies) * gradients / shard
     return [
         ("all-gather", f"{what} weights", ring(shard) * weights, span),
         ("reduce-scatter", f"{what} gradients", ring(shard) * gradients, span),
-        (
-            "all-reduce",
-            f"{what} gradients of copies",
-            2 * ring(copies) * gradients / shard,
-            layout.world,
-        ),
+        ("all-reduce", f"{what} gradients of copies", copied, layout.world),
     ]
 
 
 def comm_traffic(config, shapes, layout, step):
     """[(collective, what, bytes one rank receives per step, ranks that a group spans)]. A ring
     passes (n-1)/n of what it gathers or scatters, an all-reduce does both."""
-    rows = fsdp_traffic(
-        "dense", shapes, layout, step, layout.shard, layout.dp_replicate, layout.shard
-    )
-    rows += fsdp_traffic(
-        "experts",
-        shapes,
-        layout,
-        step,
-        layout.efsdp,
-        copies_of_experts(layout),
-        layout.efsdp * layout.ep,
-    )
+    rows = []
+    for what in ("dense", "experts"):
+        rows += fsdp_traffic(what, shapes, layout, step)
 
     # Context parallelism: the entries of the other ranks' tokens, and the gradients of ours.
     latents = (layout.cp - 1) * config.layers * step.tokens * config.entry_width * step.act
@@ -176,6 +170,7 @@ def comm_traffic(config, shapes, layout, step):
     rows_of_layer = 4 * step.tokens * config.num_experts_per_tok * config.dim * step.act
     tokens = moe_layers * ring(layout.ep) * (rows_of_layer + 8 * config.experts)
 
+    # Muon: units travel to one owner each, and come back orthogonalized.
     units = step.unit * muon_numbers(shapes, layout) / layout.world
     return rows + [
         ("all-gather", "latents (cp)", latents, layout.cp),
@@ -230,11 +225,6 @@ def optimizer_step(shapes, layout, step, hardware, heads=1):
     }
 
 
-def predict_step(times):
-    """Seconds: the wire runs behind Newton-Schulz, the rest comes after"""
-    return max(times["Newton-Schulz"], times["units on the wire"]) + times["elementwise"]
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -264,51 +254,68 @@ def gigabytes(size):
     return f"{size / 1e9:,.4g}"
 
 
-def memory_rows(config, shapes, layouts, step, hardware):
-    """-> rows of the table, and what fits as [(layout, recompute)], in the order of preference"""
-    found = [memory(config, shapes, layout, step) for layout in layouts]
-    rows = [("GB of memory per GPU", [""] * len(layouts))]
-    for what in found[0]:
-        rows.append((f"  {what}", [gigabytes(kinds[what]) for kinds in found]))
-
-    fits = []
+def memory_cells(model, layout, step, hardware):
+    """model: (ModelConfig, {parameter: shape}) -> {line of the table: its text for one layout}"""
+    cells = {"GB of memory per GPU": ""}
+    for what, size in memory(*model, layout, step).items():
+        cells[f"  {what}"] = gigabytes(size)
     for what, recompute in (("  total", False), ("  total, if blocks are recomputed", True)):
-        cells = []
+        size = sum(memory(*model, layout, step, recompute).values())
+        fits = size <= 1e9 * hardware.memory
+        cells[what] = gigabytes(size) + (" fits" if fits else " does not fit")
+    return cells
+
+
+def traffic_cells(model, layout, step, hardware):
+    cells, seconds = {"GB received per GPU and step": ""}, 0
+    for collective, what, size, span in comm_traffic(*model, layout, step):
+        cells[f"  {collective:15s}{what}"] = gigabytes(size)
+        # A group inside of one node has the fast link.
+        speed = hardware.link if span <= hardware.node else hardware.net
+        seconds += size / 1e9 / speed
+    cells["  seconds, if nothing overlaps"] = f"{seconds:.3g}"
+    return cells
+
+
+def optimizer_cells(model, layout, step, hardware):
+    config, shapes = model
+    times = optimizer_step(shapes, layout, step, hardware, config.heads)
+    cells = {"seconds of one Muon step": ""}
+    for what, t in times.items():
+        cells[f"  {what}"] = f"{t:.3g}"
+    # The wire runs behind Newton-Schulz; the rest comes after both.
+    predicted = max(times["Newton-Schulz"], times["units on the wire"]) + times["elementwise"]
+    cells["  predicted (wire behind Newton-Schulz)"] = f"{predicted:.3g}"
+    return cells
+
+
+def describe_layout(model, layout, step, hardware):
+    """-> {line of the table: its text for one layout}"""
+    expert_mesh = copies_of_experts(layout), layout.efsdp, layout.ep
+    return {
+        "dense mesh (replicate, shard)": str((layout.dp_replicate, layout.shard)),
+        "expert mesh (replicate, efsdp, ep)": str(expert_mesh),
+        **memory_cells(model, layout, step, hardware),
+        **traffic_cells(model, layout, step, hardware),
+        **optimizer_cells(model, layout, step, hardware),
+    }
+
+
+def layout_rows(model, layouts, step, hardware):
+    """-> the rows of the table, a column for each layout"""
+    columns = [describe_layout(model, layout, step, hardware) for layout in layouts]
+    return [[line, *(cells[line] for cells in columns)] for line in columns[0]]
+
+
+def find_fitting(model, layouts, step, hardware):
+    """-> (layout, recompute) of the first that train.py has and that fits, or None. Recomputing
+    costs a third of the time, so every layout is tried without it first."""
+    for recompute in (False, True):
         for layout in layouts:
-            size = sum(memory(config, shapes, layout, step, recompute).values())
-            enough = size <= 1e9 * hardware.memory
-            cells.append(gigabytes(size) + (" fits" if enough else " does not fit"))
-            # train.py has no copies of experts.
-            if enough and copies_of_experts(layout) == 1:
-                fits.append((layout, recompute))
-        rows.append((what, cells))
-    return rows, fits
-
-
-def traffic_rows(config, shapes, layouts, step, hardware):
-    flows = [comm_traffic(config, shapes, layout, step) for layout in layouts]
-    rows = [("GB received per GPU and step", [""] * len(layouts))]
-    for same in zip(*flows):
-        collective, what = same[0][:2]
-        rows.append((f"  {collective:15s}{what}", [gigabytes(size) for _, _, size, _ in same]))
-
-    cells = []
-    for flow in flows:
-        seconds = 0
-        for _, _, size, span in flow:
-            speed = hardware.link if span <= hardware.node else hardware.net
-            seconds += size / 1e9 / speed
-        cells.append(f"{seconds:.3g}")
-    return rows + [("  seconds, if nothing overlaps", cells)]
-
-
-def optimizer_rows(config, shapes, layouts, step, hardware):
-    found = [optimizer_step(shapes, layout, step, hardware, config.heads) for layout in layouts]
-    rows = [("seconds of one Muon step", [""] * len(layouts))]
-    for what in found[0]:
-        rows.append((f"  {what}", [f"{times[what]:.3g}" for times in found]))
-    predicted = [f"{predict_step(times):.3g}" for times in found]
-    return rows + [("  predicted (wire behind Newton-Schulz)", predicted)]
+            size = sum(memory(*model, layout, step, recompute).values())
+            if copies_of_experts(layout) == 1 and size <= 1e9 * hardware.memory:
+                return layout, recompute
+    return None
 
 
 def training_command(name, folder, gpus, step, hardware, layout, recompute):
@@ -332,7 +339,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
     """Print what one model costs per GPU in three layouts, and the command of the first that fits.
     cp and ep, where not given: 2 and 8; for a published folder 1, and as many as experts, GPUs and
     a node have in common."""
-    config, shapes = find_model(name, folder)
+    model = config, shapes = find_model(name, folder)
     experts = config.experts if any(map(is_expert, shapes)) else 1
     if cp is None:
         cp = 1 if folder else 2
@@ -342,36 +349,20 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
     for layout in layouts.values():
         layout.check_expert_shapes(shapes)
 
-    # The table: a column for each layout.
-    columns = list(layouts.values())
-    rows = [
-        ("", list(layouts)),
-        (
-            "dense mesh (replicate, shard)",
-            [str((layout.dp_replicate, layout.shard)) for layout in columns],
-        ),
-        (
-            "expert mesh (replicate, efsdp, ep)",
-            [str((copies_of_experts(layout), layout.efsdp, layout.ep)) for layout in columns],
-        ),
-    ]
-    memory_table, fits = memory_rows(config, shapes, columns, step, hardware)
-    rows += memory_table
-    rows += traffic_rows(config, shapes, columns, step, hardware)
-    rows += optimizer_rows(config, shapes, columns, step, hardware)
-
+    # What is planned, and under which assumptions.
     numbers = sum(math.prod(shape) for shape in shapes.values())
     in_experts = sum(math.prod(shape) for n, shape in shapes.items() if is_expert(n))
-    print(
-        f"{folder or name}: {numbers / 1e9:,.4g}B parameters, {in_experts / numbers:.0%} of them "
-        f"experts; {gpus} GPUs, cp={cp}, ep={ep}"
-    )
     assumed = {**vars(step), **vars(hardware)}
-    print("assumed (flags): " + " ".join(f"--{name}={value:g}" for name, value in assumed.items()))
-    for what, cells in rows:
-        print(f"{what:42s}" + "".join(f"{cell:>28s}" for cell in cells))
-    if fits:
-        print("fits: " + training_command(name, folder, gpus, step, hardware, *fits[0]))
+    flags = " ".join(f"--{name}={value:g}" for name, value in assumed.items())
+    print_table(
+        f"{folder or name}: {numbers / 1e9:,.4g}B parameters, {in_experts / numbers:.0%} of them "
+        f"experts; {gpus} GPUs, cp={cp}, ep={ep}\nassumed (flags): {flags}",
+        ["", *layouts],
+        layout_rows(model, layouts.values(), step, hardware),
+    )
+    fitting = find_fitting(model, layouts.values(), step, hardware)
+    if fitting:
+        print("fits: " + training_command(name, folder, gpus, step, hardware, *fitting))
     else:
         print(
             f"fits in none of these layouts on {gpus} GPUs of {hardware.memory:g} GB: more GPUs, "
@@ -398,6 +389,7 @@ def main(argv):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     given = parser.parse_args(argv)
 
+    # Every field of the two tables of assumptions is a flag.
     step = Step(**{field.name: getattr(given, field.name) for field in fields(Step)})
     hardware = Hardware(**{field.name: getattr(given, field.name) for field in fields(Hardware)})
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:

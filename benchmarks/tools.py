@@ -14,13 +14,14 @@ Left out: what sampling and tools take from each other when they share cores. In
 beside the sampler, and most of what they cost there is the core they run on.
 """
 
+import contextlib
 import random
 import subprocess
 import sys
 import tempfile
 from functools import partial
 
-from benchmarks.harness import least_seconds, make_parser, print_table
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from synth_tasks import make_task
 from world.expert import InMemoryWorkspace, expert, play
 from world.files import write_tree
@@ -33,29 +34,27 @@ COMMAND = "python tests.py"
 def bench_command(rounds):
     """One run of a task's tests, three ways"""
     task = make_task(1, 5)
-    with tempfile.TemporaryDirectory() as folder:
+    caged = Workspace(task, Sandbox(memo=False))
+    remembering = Workspace(task, Sandbox())
+    with tempfile.TemporaryDirectory() as folder, caged, remembering:
         write_tree(task.files, folder)
-        caged = Workspace(task, Sandbox(memo=False))
-        remembering = Workspace(task, Sandbox())
         words = [sys.executable, "-S", "-B", "tests.py"]
         plain = partial(subprocess.run, words, cwd=folder, capture_output=True)
-        with caged, remembering:
-            results = caged.run(COMMAND), remembering.run(COMMAND), plain()
-            # All three have run the same tests to the same end.
-            codes = results[0].exit_code, results[1].exit_code, results[2].returncode
-            assert len(set(codes)) == 1, codes
-            seconds = least_seconds(
-                {
-                    "subprocess.run, no protection": plain,
-                    "in the sandbox": partial(caged.run, COMMAND),
-                    "remembered": partial(remembering.run, COMMAND),
-                },
-                rounds,
-            )
 
-    base = seconds["subprocess.run, no protection"]
-    rows = [[name, f"{1e3 * t:.2f}", f"{t / base:.2f}"] for name, t in seconds.items()]
-    print_table(f"{COMMAND}, best of {rounds}", ["", "ms", "x subprocess"], rows)
+        # All three run the same tests to the same end, or their times would say nothing.
+        results = caged.run(COMMAND), remembering.run(COMMAND), plain()
+        codes = results[0].exit_code, results[1].exit_code, results[2].returncode
+        assert len(set(codes)) == 1, codes
+        seconds = measure_seconds(
+            {
+                "subprocess.run": plain,
+                "in the sandbox": partial(caged.run, COMMAND),
+                "remembered": partial(remembering.run, COMMAND),
+            },
+            rounds,
+            min,
+        )
+    print_speeds(f"{COMMAND}, best of {rounds}", seconds, "subprocess.run")
 
 
 def play_episodes(tasks, make_workspace):
@@ -68,55 +67,37 @@ def play_episodes(tasks, make_workspace):
     return calls
 
 
-class InMemory(InMemoryWorkspace):
-    """The expert's own workspace, as a context: files in a dict, tests in this process."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+def in_memory(task):
+    """The expert's own workspace: files in a dict, tests in this process, nothing to clean up"""
+    return contextlib.nullcontext(InMemoryWorkspace(task))
 
 
 def bench_episodes(episodes, rounds):
+    """Whole episodes one after the other, in three kinds of workspaces"""
     tasks = [make_task(i % 4, i) for i in range(episodes)]
-    sandbox = Sandbox()
+    remembering = partial(Workspace, sandbox=Sandbox())
 
-    def fresh():
+    def play_without_memory():
+        # A sandbox of its own for each round: it remembers the answers of no round before.
         play_episodes(tasks, partial(Workspace, sandbox=Sandbox()))
 
-    def remembered():
-        play_episodes(tasks, partial(Workspace, sandbox=sandbox))
-
-    def in_memory():
-        play_episodes(tasks, InMemory)
-
-    # Once before the clock starts: it counts the calls, and fills the memory of `sandbox`.
-    calls = play_episodes(tasks, partial(Workspace, sandbox=sandbox))
-    seconds = least_seconds(
+    # Once before the clock starts: it counts the calls, and fills the memory of `remembering`.
+    calls = play_episodes(tasks, remembering)
+    seconds = measure_seconds(
         {
-            "workspaces and sandbox": fresh,
-            "commands remembered": remembered,
-            "in memory, no process": in_memory,
+            "sandbox": play_without_memory,
+            "commands remembered": partial(play_episodes, tasks, remembering),
+            "in memory, no process": partial(play_episodes, tasks, in_memory),
         },
         rounds,
+        min,
         budget=60.0,
     )
-    base = seconds["workspaces and sandbox"]
-    rows = []
-    for name, t in seconds.items():
-        rows.append([name, f"{t:.3f}", f"{1e3 * t / calls:.2f}", f"{t / base:.2f}"])
-    print_table(
-        f"{episodes} episodes of the expert, one after the other, {calls} tool calls",
-        ["", "seconds", "ms a call", "x sandbox"],
-        rows,
-    )
+    print_speeds(f"{episodes} episodes of the expert", seconds, "sandbox", calls)
 
 
 def main(argv):
-    parser = make_parser("tools", __doc__)
-    parser.add_argument("--quick", action="store_true", help="short: does it run?")
-    quick = parser.parse_args(argv).quick
+    quick = read_quick("tools", __doc__, argv)
     bench_command(3 if quick else 50)
     bench_episodes(8 if quick else 64, 1 if quick else 3)
 

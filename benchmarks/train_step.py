@@ -25,17 +25,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import make_parser, median_seconds, print_table
+from benchmarks.decode import decoding_step
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
-from moe import (
-    FFN,
-    Cache,
-    Model,
-    ModelConfig,
-    MoE,
-    fast_dtype,
-)
+from moe import FFN, Cache, Model, ModelConfig, MoE, fast_dtype
 from published.loading import load_model
 
 
@@ -61,15 +55,12 @@ QUICK = Sizes(
 )
 
 
-def describe_device(device):
-    return "one core" if device == "cpu" else torch.cuda.get_device_name()
-
-
 # ---------------------------------------------------------------- one layer
 
 
-def bench_layers(device, sizes):
-    """Forward and backward of one layer, routed and dense."""
+def build_layers(device, sizes):
+    """-> {name: a forward}: one layer routed, the same FLOPs in a dense one, the experts alone; and
+    all that gets a gradient"""
     dtype, T, D, E, K = fast_dtype(device), sizes.T, sizes.D, sizes.E, sizes.K
     torch.manual_seed(0)
     config = ModelConfig(dim=D, experts=E, num_experts_per_tok=K, expert_ffn=sizes.F, shared=0)
@@ -78,91 +69,85 @@ def bench_layers(device, sizes):
     moe.experts.to(dtype)
     dense = FFN(D, K * sizes.F).to(device, dtype)
     x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
+
+    # The experts alone get rows that are sorted already: what is left of a layer is the routing.
     permuted = torch.randn(T * K, D, device=device, dtype=dtype)
     weights = moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down
 
-    def draw_loads():
-        """Rows of each expert: others every time, as in training"""
-        chosen = torch.randint(0, E, (T * K,), device=device)
-        return torch.bincount(chosen, minlength=E)
-
     def run_experts(swiglu):
-        return swiglu(permuted, draw_loads(), *weights)
+        # Each expert gets another number of rows every time, as in training.
+        chosen = torch.randint(0, E, (T * K,), device=device)
+        return swiglu(permuted, torch.bincount(chosen, minlength=E), *weights)
 
     layers = {
-        "dense layer of equal active FLOPs": partial(dense, x),
+        "dense layer": partial(dense, x),
         "MoE layer": partial(moe, x),
         "MoE layer, weights kept in fp32": partial(moe_fp32, x),
         "experts, grouped_mm": partial(run_experts, grouped_swiglu),
         "experts, loop": partial(run_experts, looped_swiglu),
     }
+    leaves = [x, *moe.parameters(), *moe_fp32.parameters(), *dense.parameters()]
+    return layers, leaves
 
-    # Gradients of all layers are dropped each time: none may add to what another left.
+
+def measure_layers(device, sizes):
+    """-> {name: seconds of a forward and backward}, the dense layer of equal active FLOPs first"""
+    layers, leaves = build_layers(device, sizes)
+
     def forward_backward(layer):
-        for leaf in (x, *moe.parameters(), *moe_fp32.parameters(), *dense.parameters()):
+        # Gradients of all layers are dropped each time: none may add to what another left.
+        for leaf in leaves:
             leaf.grad = None
         output = layer()
         output.backward(torch.ones_like(output))
 
-    times = median_seconds(
-        *(partial(forward_backward, layer) for layer in layers.values()), repeat=sizes.repeat
+    calls = {name: partial(forward_backward, layer) for name, layer in layers.items()}
+    return measure_seconds(calls, sizes.repeat)
+
+
+def bench_layers(device, sizes):
+    title = (
+        f"forward + backward of a layer, {device}, {fast_dtype(device)}, "
+        f"T={sizes.T} D={sizes.D} E={sizes.E} K={sizes.K} F={sizes.F}"
     )
-    rows = []
-    for name, t in zip(layers, times):
-        rows.append([name, f"{1e3 * t:.2f}", f"{t / times[0]:.2f}"])
-    print_table(
-        f"forward + backward, {describe_device(device)}, {dtype}, "
-        f"T={T} D={D} E={E} K={K} F={sizes.F}",
-        ["", "ms", "x dense"],
-        rows,
-    )
+    print_speeds(title, measure_layers(device, sizes), "dense layer", sizes.T, "tokens")
 
 
 # ---------------------------------------------------------------- the laptop's model
 
 
+def evaluate(model, tokens):
+    with torch.no_grad():
+        model.logits(model(tokens))
+
+
+def train_once(model, tokens):
+    (-model.logprobs(model(tokens), tokens).mean()).backward()
+
+
 def bench_laptop_model(device, sizes):
-    """The laptop's model as the recipe runs it, beside its plain form (train.py --plain=1)."""
-    dtype = fast_dtype(device)
+    """The laptop's model as the recipe runs it, beside its plain form (train.py --plain=1)"""
+    dtype, rows = fast_dtype(device), sizes.decoded_rows
     plain = Model(ModelConfig()).to(device).compute_in(dtype)
     models = {"fast": accelerate(copy.deepcopy(plain)), "plain": plain}
     tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)
-    rows_decoded = sizes.decoded_rows
+
+    def report(what, calls, amount):
+        # Both forms take turns, so that what else the machine does meets them alike.
+        seconds = measure_seconds(calls, sizes.repeat)
+        print_speeds(f"the laptop's model, {dtype}: {what}", seconds, "plain", amount, "tokens")
+
+    for what, call in (("forward", evaluate), ("forward + backward", train_once)):
+        calls = {name: partial(call, model, tokens) for name, model in models.items()}
+        report(what, calls, tokens.numel())
+
     # One token for each row, from a cache that holds 300 positions of each.
-    start = torch.full((rows_decoded,), 300, device=device)
-    token = tokens[:1, :1].expand(rows_decoded, 1)
-
-    def evaluate(model):
-        with torch.no_grad():
-            model.logits(model(tokens))
-
-    def train(model):
-        (-model.logprobs(model(tokens), tokens).mean()).backward()
-
-    caches = {name: Cache(model, rows_decoded, 512) for name, model in models.items()}
-
-    def decode(name):
-        model = models[name].eval()
-        with torch.inference_mode():
-            model.logits(model.decode(token, caches[name], slice(0, rows_decoded), start))
-        model.train()
-
-    # Both forms take turns, so that what else the machine does meets them alike.
-    work = {}
-    for name, model in models.items():
-        work["forward", name] = partial(evaluate, model)
-        work["forward + backward", name] = partial(train, model)
-        work[f"decoding {rows_decoded} rows at position 300", name] = partial(decode, name)
-    times = dict(zip(work, median_seconds(*work.values(), repeat=sizes.repeat)))
-    rows = []
-    for what, name in work:
-        if name == "fast":
-            count = rows_decoded if what.startswith("decoding") else tokens.numel()
-            fast, slow = times[what, "fast"], times[what, "plain"]
-            rows.append(
-                [what, f"{count / fast:,.0f}", f"{count / slow:,.0f}", f"{slow / fast:.2f}"]
-            )
-    print_table(f"the laptop's model, tokens/s, {dtype}", ["", "fast", "plain", "x plain"], rows)
+    token = tokens[:1, :1].expand(rows, 1)
+    with torch.inference_mode():
+        steps = {}
+        for name, model in models.items():
+            steps[name] = decoding_step(model.eval(), token, 300, 512, device)
+        report(f"decoding {rows} rows at position 300", steps, rows)
 
 
 # ---------------------------------------------------------------- transformers
@@ -209,6 +194,7 @@ def build_both(device, dtype):
 
 
 def bench_training(theirs, ours, device, sizes):
+    """Forward and backward, each model with kernels that were compiled for it"""
     # Ours first: their kernels crowd out what ours have compiled.
     models = {"ours": ours} | theirs
 
@@ -217,74 +203,54 @@ def bench_training(theirs, ours, device, sizes):
 
     same = draw_batch()
 
-    def repeat_batch():
-        return same
-
-    def train(model, get_batch):
-        tokens = get_batch()
+    def train_model(model, is_new):
+        tokens = draw_batch() if is_new else same
         model.zero_grad()
         if model is ours:
-            ours.logprobs(ours(tokens), tokens).mean().neg().backward()
+            train_once(ours, tokens)
         else:
             logits = model(tokens, use_cache=False).logits.flatten(0, 1).float()
             F.cross_entropy(logits, tokens.flatten()).backward()
 
-    # Each model by itself: on a CPU two that take turns would crowd out each other's kernels.
-    for title, get_batch in (
-        ("a new batch each time", draw_batch),
-        ("the same batch again", repeat_batch),
-    ):
-        times = []
-        for model in models.values():
-            step = partial(train, model.train(), get_batch)
-            times += median_seconds(step, repeat=3 * sizes.repeat)
-        rows = []
-        for name, t in zip(models, times):
-            rows.append([name, f"{same.numel() / t:,.0f}", f"{min(times[1:]) / t:.2f}"])
-        print_table(f"training, {title}", ["", "tokens/s", "x their faster one"], rows)
+    for title, is_new in (("a new batch each time", True), ("the same batch again", False)):
+        # Each model by itself: on a CPU two that take turns would crowd out each other's kernels.
+        seconds = {}
+        for name, model in models.items():
+            step = partial(train_model, model.train(), is_new)
+            seconds |= measure_seconds({name: step}, 3 * sizes.repeat)
+        # Theirs is whichever of its two forms is faster.
+        base = min(theirs, key=seconds.get)
+        print_speeds(f"training, {title}", seconds, base, same.numel(), "tokens")
 
 
-def bench_generation(theirs, ours, device, sizes, rows=16):
+def bench_generation(theirs, ours, device, sizes):
     """Greedy decoding behind prompts of several lengths, against generate()"""
-    new = sizes.new_tokens
+    rows, new = 16, sizes.new_tokens
     theirs, ours = theirs["grouped_mm"].eval(), ours.fuse_weights().eval()
-    generate = partial(
-        theirs.generate,
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    # No end token: both decode to the last of the new tokens.
+    greedy = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    generate = partial(theirs.generate, **greedy)
 
     @torch.inference_mode()
-    def decode(prompts):
+    def decode_greedily(prompts):
         length = prompts.shape[1]
         cache = Cache(ours, rows, length + new + 1)
         # The whole prompt in one forward, then a token at a time.
         hidden = ours.decode(prompts, cache, slice(0, rows), prompts.new_zeros(rows))
-        text = prompts
         for i in range(new):
             token = ours.logits(hidden[:, -1:]).argmax(-1)
-            text = torch.cat((text, token), 1)
             position = prompts.new_full((rows,), length + i)
             hidden = ours.decode(token, cache, slice(0, rows), position)
-        return text
 
     for length in sizes.prompts:
         prompts = torch.randint(0, 1024, (rows, length), device=device)
-        times = median_seconds(
-            partial(generate, prompts),
-            partial(decode, prompts),
-            repeat=3 if sizes.repeat > 1 else 1,
-        )
-        table = []
-        for name, t in zip(("transformers' generate", "ours"), times):
-            table.append([name, f"{rows * new / t:,.0f}", f"{times[0] / t:.2f}"])
-        print_table(
-            f"{rows} prompts of {length} tokens, {new} decoded for each",
-            ["", "tokens/s", "x theirs"],
-            table,
-        )
+        calls = {
+            "transformers": partial(generate, prompts),
+            "ours": partial(decode_greedily, prompts),
+        }
+        seconds = measure_seconds(calls, 3 if sizes.repeat > 1 else 1)
+        title = f"{rows} prompts of {length} tokens, {new} decoded for each"
+        print_speeds(title, seconds, "transformers", rows * new, "tokens")
 
 
 def bench_against_transformers(device, sizes):
@@ -299,9 +265,7 @@ def bench_against_transformers(device, sizes):
 
 
 def main(argv):
-    parser = make_parser("train_step", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
-    sizes = QUICK if parser.parse_args(argv).quick else Sizes()
+    sizes = QUICK if read_quick("train_step", __doc__, argv) else Sizes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # As in train.py's processes: one for each core.
     torch.set_num_threads(1)
@@ -310,6 +274,7 @@ def main(argv):
     if importlib.util.find_spec("transformers") is None:
         print("\ntransformers is not installed: no comparison with it")
         return
+    # A process of its own, in which no kernel has been compiled before.
     process = multiprocessing.get_context("spawn").Process(
         target=bench_against_transformers, args=(device, sizes)
     )

@@ -99,23 +99,25 @@ def memory(config, shapes, layout, step, recompute=False):
     return kinds
 
 
-def largest_micro_batch(config, shapes, gigabytes, most, share=0.6):
+def planned_gigabytes(config, shapes, tokens, recompute=False):
+    """Of a training step with so many tokens at a time, on one GPU that holds everything"""
+    return sum(memory(config, shapes, Layout(), Step(tokens=tokens), recompute).values()) / 1e9
+
+
+def largest_micro_batch(config, shapes, gigabytes, most):
     """The largest number of tokens, `most` halved as often as needed, that one GPU of so many
-    gigabytes trains at a time by the plan. -> (tokens, planned gigabytes), or (0, planned) if not
-    even 1,024 fit. share: of the GPU's memory; the rest is for what the plan does not know
-    (temporary results, fragments, the sampler's cache in RL).
+    gigabytes trains at a time by the plan; 0 if not even 1,024 fit.
 
     Planned for train.py's gpu scale (109.5M parameters, not measured on the cards named): 32,768
     tokens take 13.0 GB and fit 24, 40, 80 and 141 GB; 65,536 take 24.1 GB and fit 80 and 141; 16 GB
     carry 16,384 (7.5 GB), 8 GB 8,192 (4.7 GB)."""
     tokens = most
-    while True:
-        planned = sum(memory(config, shapes, Layout(), Step(tokens=tokens)).values()) / 1e9
-        if planned <= share * gigabytes:
-            return tokens, planned
+    # The rest of the memory is for what the plan does not know: see "Left out" above.
+    while planned_gigabytes(config, shapes, tokens) > 0.6 * gigabytes:
         if tokens < 2048:
-            return 0, planned
+            return 0
         tokens //= 2
+    return tokens
 
 
 def parameter_shapes(config):

@@ -15,7 +15,6 @@ import sys
 
 import torch
 
-import hsdp
 from command import gpu_memory
 from moe import fast_dtype
 from world.machine import resource
@@ -55,8 +54,7 @@ def describe_card(config):
             "laptop's model, on the GPU"
         )
     shape, shapes = gpu_memory.gpu_scale()
-    step = gpu_memory.Step(tokens=config.micro_tokens)
-    planned = sum(gpu_memory.memory(shape, shapes, hsdp.Layout(), step).values()) / 1e9
+    planned = gpu_memory.planned_gigabytes(shape, shapes, config.micro_tokens)
     parameters = sum(map(math.prod, shapes.values())) / 1e6
     line = (
         f"scale gpu, {parameters:.1f}M parameters, on {card.name}: {config.micro_tokens:,} tokens "
@@ -75,7 +73,7 @@ def scale_of_machine(given, most):
         return "laptop", {}
     gigabytes = this_card().total_memory / 1e9
     config, shapes = gpu_memory.gpu_scale()
-    tokens, _ = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
+    tokens = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
     return ("gpu", {"micro_tokens": tokens}) if tokens else ("laptop", {})
 
 

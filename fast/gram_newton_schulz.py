@@ -1,5 +1,9 @@
 """fast/gram_newton_schulz.py: muon.newton_schulz, sooner.
 
+The twin of muon.newton_schulz, since most of an optimizer step is this iteration. A whole step with
+it takes .77 of the time of torch.optim.Muon in fp32, .90 in bf16 (67.2M parameters, one core;
+benchmarks/README.md).
+
 The plain form multiplies the whole matrix by a polynomial at every step. The Gram form does not:
 the polynomials commute, so it is enough to iterate on the small A = X X^T, to collect the product
 of the polynomials, and to multiply X by it at the end. For a matrix of m rows and n >= m columns

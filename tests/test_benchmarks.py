@@ -112,7 +112,8 @@ def run_one_part(folder, monkeypatch, source, limit=30.0):
     report = dict.fromkeys(("command", "device", "date", "commit", "torch", "python"), "")
     report["parts"] = {}
     gpu.prepare_folder(folder)
-    gpu.run_part("equality", limit, report, arguments, folder)
+    report["parts"]["equality"] = gpu.run_part("equality", limit, arguments, folder)
+    gpu.write_gpu_report(report, folder)
     assert report == json.loads((folder / "gpu.json").read_text())
     return report, (folder / "gpu.md").read_text()
 
@@ -188,7 +189,7 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr + text
     assert list(report["parts"]) == list(gpu.PARTS)
     holding, checks = gpu.count_checks(report)
-    assert holding == checks >= 34 and f"{holding} of {checks} checks hold" in text
+    assert holding == checks >= 18 and f"{holding} of {checks} checks hold" in text
 
     # What each part is for is there.
     stages = find_rows(report, "job", "stages")
@@ -201,7 +202,6 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     shares = {phase: row["share_%"] for phase, row in phases.items()}
     assert sum(shares.values()) == pytest.approx(100)
     assert shares["sampling"] > 0 and shares["update"] > 0 and shares["other"] < 50
-    assert find_rows(report, "job", "kill -9 and resume")["sft"]["went_on_after_step"] >= 3
     rows = report["parts"]["speed"]["rows"]
     decoding = [row for row in rows if row["table"].startswith("decoding")]
     assert [row["rows"] for row in decoding if row["what"] == "ours"] == [1, 32, 128, 256]

@@ -158,6 +158,7 @@ def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
         (8, 1 << 16, 8192, 4.7),
     ):
         found = gpu_memory.largest_micro_batch(config, shapes, gigabytes, most)
-        assert found[0] == tokens and abs(found[1] - planned) < 0.05
+        assert found == tokens
+        assert abs(gpu_memory.planned_gigabytes(config, shapes, found) - planned) < 0.05
         assert f"{tokens:,}" in said and f"{planned:.1f} GB" in said
-    assert gpu_memory.largest_micro_batch(config, shapes, 1, 1 << 15)[0] == 0
+    assert gpu_memory.largest_micro_batch(config, shapes, 1, 1 << 15) == 0
