@@ -49,9 +49,6 @@ from world.expert import expert
 from world.task import HINTED, Action
 from world.tools import ARGUMENTS
 
-# flags of train.py that say nothing with --feedback=0
-KNOBS = "divergence", "teacher", "teacher_rate"
-
 # ---------------------------------------------------------------- rules
 
 

@@ -101,11 +101,6 @@ class ModelConfig:
         """Numbers that a layer's cache holds of one token: the latent and the rotary key"""
         return self.kv_lora + self.qk_rope
 
-    @property
-    def has_router_bias(self):
-        """Do its routers have a bias that balances the load?"""
-        return True
-
     def build_model(self):
         """The model of this configuration, with random weights"""
         return Model(self)

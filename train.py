@@ -32,13 +32,11 @@ Left out: data mixing, deduplication, and every private number.
 
 import contextlib
 import gc
-import os
 import random
 import sys
 import tempfile
 import time
-import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +45,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 # first: it says in one line what Windows lacks
-from world import machine
 from world.machine import owned_directory
 import eval
 import fast
@@ -59,27 +56,23 @@ import summarize
 import synth_tasks
 from moe import ModelConfig, count_draft_hits, mtp_loss, update_router_bias
 from muon import Muon, newton_schulz
-from published.loading import load_model
-from published.tokenizers import make_tokenizer, read_tokenizer
+from published.tokenizers import make_tokenizer
 from command import (
     bpe,
-    checkpoint_files,
     checkpoints,
     checks,
+    configuration,
     evaluation,
     failures,
-    flags,
     hardware,
     idle_flags,
     in_turn,
     launch,
-    old_flags,
     published_model,
     output_files,
     rollout_statistics,
     source_files,
     step_log,
-    transcripts,
 )
 from command.flags import usage_error
 from fast import workers as fast_workers
@@ -132,21 +125,17 @@ class Config:
     vocab: int = 1024  # tokens of the tokenizer, which is trained on the run's own text
     dim: int = 128  # width of the residual stream
     layers: int = 4  # number of blocks; the first has a dense feed-forward network (FFN)
-    heads: int = 4  # attention heads
+    # attention heads. A head's query, key and value have dim / heads dimensions; beside these its
+    # query and key have half as many with rotary embedding, and 32 at least: see MIN_QK_ROPE
+    heads: int = 4
     experts: int = 8  # routed experts in a layer; one more is shared by all tokens
     num_experts_per_tok: int = 2  # routed experts that each token goes to
     expert_ffn: int = 128  # hidden units of an expert
     dense_ffn: int = 384  # hidden units of the first block's dense FFN
     kv_lora: int = 128  # width of the latent vector that the KV cache holds
-    qk_nope: int = 32  # dimensions of a head's query and key without rotary embedding
-    # dimensions of a head's query and key with rotary embedding. Heads that copy have to look at the
-    # token before: with 16 dimensions they form hundreds of steps later, in some seeds not at all
-    qk_rope: int = 32
-    v_dim: int = 32  # dimensions of a head's value
     # base of the rotary embedding. Short windows want fast rotations: with 10000 the laptop model
     # learns to copy names 100 steps later
     rope_theta: float = 1000.0
-    balance_rate: float = 2e-3  # change of a router's bias per step, to balance the experts' load
     # number format of the experts' products: dtype (the same as all others), mxfp8 or nvfp4. Where
     # the hardware has no such format (CPUs, GPUs before the B200) it is emulated: the same
     # numbers, slower
@@ -187,17 +176,8 @@ class Config:
 
     # ---- sft
     demos: int = 12000  # number of different expert transcripts
-    sloppy: float = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
-    # fraction of the expert's wrong tool calls that are replaced by a hint and the right call
-    hints: float = 0.5
-    # fraction of the expert's right turns that also get a hint above them, so that a hint by itself
-    # does not mean that something was wrong
-    neutral_hints: float = 0.05
-    # weight in the loss of names and constants that the expert wrote, as long as the sequences are
-    # short (see seq_len_warmup): whether tests pass depends on them
-    copy_loss: float = 4.0
-    # number of difficulty levels, from 0 on, in the tasks of sft and at the beginning of the
-    # curriculum of rl, which goes on to harder ones
+    # number of difficulty levels, from 0 on, in the tasks of sft and of rl, where the curriculum
+    # goes on to harder ones
     levels: int = 6
 
     # ---- rl
@@ -209,8 +189,6 @@ class Config:
     draft: int = 3
     # weight of the penalty on the KL divergence (k1) from the policy that RL started from
     kl_coef: float = 0.0
-    # the constant L by which the summed loss of every rollout is divided, instead of by its length
-    loss_norm_length: float = 64.0
     # 1: router replay. Training sends each token to the experts that were chosen in sampling
     router_replay: bool = True
     # generation processes beside each training process; 0: sampling and training take turns
@@ -222,25 +200,16 @@ class Config:
     # which bad habits get hints in sft and rl, separated by commas: names of
     # feedback_distill.RULES, such as unavailable_tool, communication, code_style
     habits: str = "unavailable_tool"
-    # from the teacher, in the feedback: forward (KL), reverse (KL) or jsd
-    divergence: str = "reverse"
-    # weights of the teacher in the feedback: current (the policy's own), ema (their moving
-    # average) or frozen (those at the start of rl)
-    teacher: str = "ema"
-    teacher_rate: float = 0.1  # with teacher=ema: weight of the new policy in the average, per step
     length_penalty: float = 0.03  # weight of the price of effort, C(effort); 0: off
-    # k in C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)): how soon the price stops being linear
-    penalty_k: float = 1.0
-    penalty_q: float = 0.5  # q in the same formula: how strongly it bends; 0: linear
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
     summarize: bool = True
     trigger: float = 0.7  # fraction of the window at which it has to summarize
     window: int = 512  # context window of the agent in tokens, in sft, rl and evaluation
     max_turns: int = 40  # turns of the agent per task, over all its contexts
-    # 1: prefer the levels on which some rollouts succeed and some fail; 0: a fixed mix of levels
+    # 1: prefer the levels on which some rollouts succeed and some fail, and open a harder one when
+    # the hardest is mastered; 0: a fixed mix of the levels
     curriculum: bool = True
-    max_level: int = 6  # the hardest level of rl; a fixed mix has all levels up to it
 
     # ---- parallel (torchrun)
     cp: int = 1  # context parallelism: ranks that share each sequence
@@ -253,8 +222,12 @@ class Config:
     eval_tasks: int = 24  # tasks per level
     eval_samples: int = 2  # rollouts per task
 
+    @property
+    def text_window(self):
+        """Tokens of a window of pretrain or long"""
+        return int(self.context * (self.yarn if self.stage == "long" else 1))
 
-START = time.time()
+
 ORDER = ["pretrain", "long", "sft", "rl"]
 SCALES = {
     "tiny": dict(
@@ -284,9 +257,6 @@ SCALES = {
         expert_ffn=512,
         dense_ffn=2048,
         kv_lora=256,
-        qk_nope=64,
-        qk_rope=32,
-        v_dim=64,
         rope_theta=10000.0,
         context=1024,
         batch_tokens=65536,
@@ -315,8 +285,8 @@ STAGES = {
     "eval": dict(),
 }
 # Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2
-# * lr = adam_lr), its biases stay, and nothing teaches it to copy.
-FINE = dict(lr=5e-5, adam_lr=1e-5, balance_rate=0.0, seq_len_warmup=0.0, copy_loss=1.0)
+# * lr = adam_lr), and nothing teaches it to copy.
+FINE = dict(lr=5e-5, adam_lr=1e-5, seq_len_warmup=0.0)
 FINE_TUNING = {
     "pretrain": FINE,
     "long": FINE,
@@ -332,6 +302,11 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "rl"): dict(steps=100, micro_tokens=32768),
 }
 
+# the fields that are the model's shape
+SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
+# Every field is a flag; what the tables above change in them, and what is typed.
+FLAGS = configuration.Flags(Config, SIZES, SCALES, STAGES, STAGE_SCALES, FINE_TUNING, about=__doc__)
+
 # The change of the recipe that is in force in this process, as module:function; none: "". It is
 # kept in every checkpoint, so that a run goes on with the change that it was begun with.
 PATCH = ""
@@ -339,106 +314,11 @@ PATCH = ""
 PROGRAM = [sys.executable, __file__]
 
 
-# ---------------------------------------------------------------- from flags to a configuration
-
-
-def parse(argv):
-    """--name=value or --name value for every field of Config -> dict of what was given. --help
-    prints every flag and ends; with --stage or --scale it prints the values in force there."""
-    for word in argv:
-        if explanation := old_flags.explain_old_flag(word):
-            usage_error(explanation)
-    given, wants_help = flags.parse_flags(argv, Config)
-    if not wants_help:
-        return given
-    stage, values, sources = given.get("stage", "all"), None, None
-    check_stage(stage)
-    if given:
-        values, sources = merge_flags(given, stage)
-    print(__doc__ + flags.describe_flags(Config, values, sources))
-    raise SystemExit(0)
-
-
-def check_stage(stage):
-    if stage != "all" and stage not in STAGES:
-        usage_error(f"unknown stage {stage!r}: all, {', '.join(STAGES)}")
-
-
-def merge_flags(given, stage):
-    """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning
-    where it is that, then the command line: each wins over those before it. -> ({field: value},
-    {field: where that comes from}), fields with their default left out. stage "all": what all
-    stages have in common"""
-    # Without --scale the machine decides: how large a model, and how many tokens at a time.
-    scale, fitted = given.get("scale", "auto"), {}
-    chosen = {}
-    if scale == "auto":
-        at_gpu = STAGE_SCALES.get(("gpu", stage), {})
-        most = at_gpu.get("micro_tokens", SCALES["gpu"]["micro_tokens"])
-        scale, fitted = hardware.scale_of_machine(given, most)
-        chosen = {"scale": scale}
-    if scale not in SCALES:
-        usage_error(f"unknown scale {scale!r}: {', '.join(SCALES)}")
-
-    typed = {name: value for name, value in given.items() if (name, value) != ("scale", "auto")}
-    layers = [
-        (f"scale {scale}", SCALES[scale]),
-        (f"stage {stage}", STAGES.get(stage, {})),
-        (f"stage {stage} at scale {scale}", STAGE_SCALES.get((scale, stage), {})),
-        ("fine-tuning", FINE_TUNING.get(stage, {}) if given.get("init_from") else {}),
-        ("this machine", {**fitted, **chosen}),
-        ("flag", typed),
-    ]
-    values, sources = {}, {}
-    for source, layer in layers:
-        for name, value in layer.items():
-            values[name], sources[name] = value, source
-
-    # compared on resume: however it is spelled, one folder is one
-    for name in ("init_from", "tasks", "data"):
-        if values.get(name):
-            values[name] = str(Path(values[name]).resolve())
-    return values, sources
-
-
-def configure(given, stage, stages=()):
-    """The configuration of a stage, checked. stages: all that this command runs (default: this
-    one)."""
-    values, _ = merge_flags(given, stage)
-    config = replace(Config(), **values)
-    optimizers = set()
-    for other in stages or (stage,):
-        if other in ORDER:
-            optimizers.add({**STAGES[other], **given}.get("optimizer", Config.optimizer))
-    checks.check_values(config)
-    checks.check_together(config, given, stage, SIZES, text_window(config))
-    checks.check_optimizer_flags(config, given, stage, optimizers)
-    return config
-
-
-def text_window(config):
-    """Tokens of a window of pretrain or long"""
-    return int(config.context * (config.yarn if config.stage == "long" else 1))
+# ---------------------------------------------------------------- a stage: its batches, its losses
 
 
 def habits(config):
     return config.habits.split(",")
-
-
-SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
-
-
-def model_config(config, vocab):
-    """The model of a run from noise. With one expert per token a gate over the sum of the gates
-    would always be 1, and the loss would teach the router nothing: then the gate is the router's
-    score itself."""
-    sizes = {name: getattr(config, name) for name in SIZES}
-    sizes["precision"] = "" if config.precision == "dtype" else config.precision
-    sizes["mtp"] = int(config.mtp)
-    return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
-
-
-# ---------------------------------------------------------------- a stage: its batches, its losses
 
 
 def accumulate(sums, key, value):
@@ -505,7 +385,7 @@ class Text(Source):
 
     def __init__(self, run):
         self.run, config = run, run.config
-        self.window = text_window(config)
+        self.window = config.text_window
         train, held = source_files.python_sources(config.data)
         self.data_digest = source_files.digest_texts(train, held)
         self.train, self.held = self.make_stream(train), self.make_stream(held)
@@ -643,6 +523,14 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
     return pairs
 
 
+SLOPPY = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
+# Fraction of the expert's wrong tool calls that are replaced by a hint and the right call.
+HINTS = 0.5
+# Fraction of its right turns that also get a hint above them, so that a hint by itself does not
+# mean that something was wrong.
+NEUTRAL_HINTS = 0.05
+
+
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
     that can be learned from: they fit the window, and something was done in them. more: see
@@ -655,11 +543,11 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
         tokenizer,
         rng,
         agent_limits(config),
-        config.sloppy,
+        SLOPPY,
         compact,
         reminders,
-        config.hints,
-        config.neutral_hints,
+        HINTS,
+        NEUTRAL_HINTS,
         **more,
     )
     # Only what fits the window, and has a turn to learn from.
@@ -679,6 +567,9 @@ def make_training_task(config, level, seed):
 # Weight, in sft, of the tokens that the expert did not write (tool outputs, tasks): copying is
 # learned from them too.
 CONTEXT_LOSS = 0.3
+# Weight of the names and constants that it wrote, as long as the sequences are short (see
+# --seq_len_warmup): whether tests pass depends on them.
+COPY_LOSS = 4.0
 
 
 class Demonstrations(Source):
@@ -763,7 +654,7 @@ class Demonstrations(Source):
             # what it read weighs CONTEXT_LOSS.
             mask = batch["mask"]
             copied = (self.names | self.constants)[targets] & short_window
-            weight = torch.where(copied, config.copy_loss, 1.0) * mask
+            weight = torch.where(copied, COPY_LOSS, 1.0) * mask
             weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
 
@@ -815,6 +706,16 @@ class Reinforcement(Source):
     sampling policy is the policy. With them the policy that sampled a token is up to `staleness`
     updates older; that is kept small, not corrected (stated): no ratio, no clip either way."""
 
+    # The constant L by which the summed loss of every rollout is divided, instead of by its length
+    loss_norm_length = 64.0
+    # k and q of the price of effort, see length_penalty.cost; q = 0: linear
+    penalty_k, penalty_q = 1.0, 0.5
+    # Whose weights the teacher has who reads the hints: ema, a moving average of the policy's, in
+    # which the new ones have the weight teacher_rate at each step; current or frozen, see Teacher
+    teacher_kind, teacher_rate = "ema", 0.1
+    divergence = "reverse"  # from that teacher: forward (KL), reverse (KL) or jsd
+    max_level = 6  # the hardest level that the curriculum opens
+
     def __init__(self, run):
         self.run, config = run, run.config
         # {step: what the samplers work on}, {step: (level, number) of its tasks}. With workers they
@@ -828,7 +729,7 @@ class Reinforcement(Source):
         # Who reads the hints, who the policy was when RL began, and what effort costs.
         self.teacher = self.reference = None
         if config.feedback:
-            self.teacher = feedback_distill.Teacher(run.model, config.teacher, config.teacher_rate)
+            self.teacher = feedback_distill.Teacher(run.model, self.teacher_kind, self.teacher_rate)
         if config.kl_coef:
             self.reference = feedback_distill.Teacher(run.model, "frozen")
         self.effort_weights = length_penalty.Weights()
@@ -873,45 +774,25 @@ class Reinforcement(Source):
     def read_tasks(self):
         """tasks: {level: tasks of the file --tasks}, empty where tasks are generated"""
         config = self.run.config
-        tasks = self.with_room(read_tasks(config.tasks) if config.tasks else [])
+        tasks = read_tasks(config.tasks) if config.tasks else []
+        tasks = checks.tasks_with_room(
+            tasks, self.run.tokenizer, agent_limits(config), self.run.say
+        )
         self.tasks_digest = output_files.digest_file(config.tasks)
         random.Random(config.seed).shuffle(tasks)
         self.tasks = {}
         for task in tasks:
             self.tasks.setdefault(task.level, []).append(task)
 
-    def with_room(self, tasks):
-        """The given tasks without those whose statement leaves no room for a turn: rollouts of them
-        would count as failed. One line says which they are."""
-        run, window, limits = self.run, self.run.config.window, agent_limits(self.run.config)
-        fitting, names = [], []
-        for task in tasks:
-            if rollout.leaves_room(run.tokenizer, task, limits):
-                fitting.append(task)
-            else:
-                names.append(task.instance_id)
-        if names and not fitting:
-            usage_error(f"--window={window}: none of the tasks leaves room for a turn")
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            run.say(
-                f"--window={window} leaves no room for a turn in {len(names)} of {len(tasks)} "
-                f"tasks, which are left out: {', '.join(name[:60] for name in names[:3])}{more}"
-            )
-        return fitting
-
     def make_curriculum(self):
-        """Chooses the level of each task. An adaptive one begins with the levels of sft and opens
-        the next ones itself."""
+        """Chooses the level of each task. It begins with the levels of sft, and opens the next ones
+        itself unless the mix is fixed."""
         config = self.run.config
-        levels = config.max_level + 1
-        if config.curriculum:
-            levels = min(config.levels, levels)
         return synth_tasks.Curriculum(
-            range(levels),
+            range(config.levels),
             config.seed,
             config.curriculum,
-            config.max_level,
+            max(self.max_level, config.levels - 1),
             sizes={level: len(tasks) for level, tasks in self.tasks.items()},
         )
 
@@ -955,7 +836,11 @@ class Reinforcement(Source):
         self.log_staleness(groups, step, log)
         rows = self.run.gather(rollout_statistics.rollout_rows(groups, self.run.rank))
         log.update(rollout_statistics.describe_rows(rows))
-        self.write_transcripts(groups, step + 1)
+        if self.run.rank == 0:
+            path = self.run.out / "transcripts.jsonl"
+            rollout_statistics.write_best_and_worst(
+                path, step + 1, groups, self.run.tokenizer, self.run.say
+            )
 
         yield from self.group_losses(groups, log)
 
@@ -989,13 +874,7 @@ class Reinforcement(Source):
         self.num_rollouts = total - len(causes)
         # for a rank that has nothing left to learn from
         self.spare_episode = groups[0][0].episodes[0] if groups else None
-        if causes:
-            self.run.say(f"rl: {machine.failures_line(causes, total)}")
-        if not self.num_rollouts:
-            usage_error(
-                "no rollout of this step could be played on this machine; free what the line above "
-                "names, and go on with --resume"
-            )
+        failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
     def compute_reward(self, chain):
@@ -1010,8 +889,8 @@ class Reinforcement(Source):
             float(chain.solved),
             chain.stats["effort"],
             config.length_penalty,
-            config.penalty_k,
-            config.penalty_q,
+            self.penalty_k,
+            self.penalty_q,
             self.pays_whole_budget(chain),
             self.effort_budget,
         )
@@ -1050,7 +929,7 @@ class Reinforcement(Source):
         for spliced in hints.values():
             flagged += sum(end - first for _, _, (first, end), _ in spliced)
         flagged = int(run.sum(flagged))
-        normaliser = self.num_rollouts * config.loss_norm_length
+        normaliser = self.num_rollouts * self.loss_norm_length
 
         # Sums stay where they are until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
@@ -1146,11 +1025,11 @@ class Reinforcement(Source):
     def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
         """The divergence of the policy, which reads no hint, from the teacher, which has read one:
         summed over the flagged tokens of a micro-batch, over `number`."""
-        model, config = self.run.model, self.run.config
+        model = self.run.model
         flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
         student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)
         distance = feedback_distill.feedback_loss(
-            student_logits, teacher_logits, number, kind=config.divergence, token_cap=2.0
+            student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
         )
         accumulate(sums, "feedback_kl", distance.detach().double())
 
@@ -1173,27 +1052,6 @@ class Reinforcement(Source):
     def after_step(self):
         if self.teacher:
             self.teacher.update()
-
-    def write_transcripts(self, groups, step):
-        """The best and the worst rollout of the group whose rewards differ most: what this step
-        learns from, for the reader."""
-        if self.run.rank or not groups:
-            return
-        group = max(groups, key=lambda g: np.ptp([chain.reward for chain in g]))
-        rewards = [float(f"{chain.reward:.6g}") for chain in group]
-        best = max(group, key=lambda chain: chain.reward)
-        worst = min(group, key=lambda chain: chain.reward)
-        lines = []
-        for chain in (best, worst):
-            flags = {}
-            for hint in feedback_distill.detect(chain):
-                flags[hint.episode, hint.turn] = [hint.kind]
-            lines += transcripts.describe_chain(chain, self.run.tokenizer, flags, group=rewards)
-        try:
-            transcripts.write_transcripts(self.run.out / "transcripts.jsonl", step, lines)
-        # it is there to be read: no reason to lose the run
-        except OSError as error:
-            self.run.say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
 
     def validate(self):
         """After the last step. Held-out tasks are for the stage eval; the samplers end here."""
@@ -1221,6 +1079,27 @@ class Reinforcement(Source):
 
 
 # ---------------------------------------------------------------- what the stages share
+
+
+# Least dimensions of a head's query and key with rotary embedding. To copy, a head has to find the
+# token before another; with 16 the laptop model learns that hundreds of steps later, or never.
+MIN_QK_ROPE = 32
+
+
+def model_config(config, vocab, made=None):
+    """The model of a run from noise. With one expert per token a gate over the sum of the gates
+    would always be 1, and the loss would teach the router nothing: then the gate is the router's
+    score itself. made: the shape of the model that a checkpoint holds"""
+    sizes = {name: getattr(config, name) for name in SIZES}
+    head = config.dim // config.heads
+    sizes.update(qk_nope=head, qk_rope=max(head // 2, MIN_QK_ROPE), v_dim=head)
+    if made:
+        # In an earlier version these were flags.
+        sizes.update({name: made[name] for name in ("qk_nope", "qk_rope", "v_dim")})
+    sizes["precision"] = "" if config.precision == "dtype" else config.precision
+    sizes["mtp"] = int(config.mtp)
+    return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
+
 
 STAGE = {"pretrain": Text, "long": Text, "sft": Demonstrations, "rl": Reinforcement}
 
@@ -1260,14 +1139,6 @@ class Run:
         if self.rank == 0:
             with contextlib.suppress(OSError):  # whoever read along is gone
                 tqdm.write(text)
-
-    def say_configuration(self, sources):
-        """At the start of a stage: the values in force, and where those come from that are no
-        defaults"""
-        stage = self.config.stage
-        idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
-        text = flags.describe_configuration(self.config, sources or {}, idle)
-        self.say(f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}")
 
     # ---- ranks
 
@@ -1366,34 +1237,26 @@ class Run:
     def full_state(self):
         return hsdp.full_state(self.model)
 
-    def build(self, tokenizer, published=None):
-        """The same weights on every rank and in every layout, drawn on the CPU from the seed.
-        published: the ModelConfig of a published model, in a run that a checkpoint will fill"""
+    def make_model(self, saved):
+        """A model with random weights or those of --init_from, or one that a checkpoint will fill.
+        saved: what that checkpoint says of itself, or None"""
+        config = self.config
+        if config.init_from:
+            self.tokenizer, self.model = published_model.build_published(self, saved)
+        elif saved:
+            self.build(make_tokenizer(**saved["tokenizer"]), saved["model"])
+        else:
+            self.build(train_tokenizer(config))
+
+    def build(self, tokenizer, made=None):
+        """The same weights on every rank and in every layout, drawn on the CPU from the seed. made:
+        see model_config"""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
-        # Where a published model is cut over ranks nothing is drawn: one rank may not hold it all.
-        on_meta = published is not None and not self.replicas
-        with torch.device("meta" if on_meta else "cpu"):
-            model = (published or model_config(self.config, tokenizer.vocab)).build_model()
-        if not published and self.config.stage != "pretrain":
+        model = model_config(self.config, tokenizer.vocab, made).build_model()
+        if self.config.stage != "pretrain":
             model.extend_window(self.config.yarn)
-        if not on_meta:
-            self.model = self.prepare_model(model.to(self.device))
-            return
-        self.model = self.prepare_model(model).to_empty(device=self.device)
-        # its table of angles was on the meta device, too
-        self.model.extend_window(published.yarn_factor)
-
-    def read_published(self, folder, published):
-        """A published model, of which each rank reads its own part; the tokenizer first, since it
-        is there that folders differ."""
-        self.tokenizer = read_tokenizer(folder, published.vocab)
-        self.model = load_model(
-            folder,
-            getattr(torch, self.config.weight_dtype),
-            self.device,
-            lambda model: hsdp.own_parts(self.prepare_model(model)),
-        )
+        self.model = self.prepare_model(model.to(self.device))
 
     def prepare_model(self, model):
         """Puts a model in the form that trains: the fast twins of its parts, the dtypes, compiled
@@ -1411,14 +1274,7 @@ class Run:
 
         # In sft and rl every batch has another shape, and would be compiled anew.
         if config.compile and config.stage in ("pretrain", "long"):
-            # Variants (dense or with experts, short windows and long) are counted over the whole
-            # process, and from the eighth on torch gives up without a word: each stage begins to
-            # count anew.
-            torch.compiler.reset()
-            # fp32 is for what must not be rounded
-            warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
-            for block in model.layers:
-                block.compile()
+            fast.compile_blocks(model)
 
         if self.replicas:
             return hsdp.same_weights(model)
@@ -1465,39 +1321,22 @@ class Run:
 def train(config, interrupted, sources=None):
     """One stage: build, load, loop, save. True if it ran to its end, False if a signal ended it.
     interrupted: the list of signals that have come; sources: where the values of config come from,
-    see merge_flags"""
+    see FLAGS.merge"""
     # 1) It goes on with its own checkpoint (begun), or starts from that of the stage before
     #    (previous). Either must fit what was asked for.
     stage = config.stage
     out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
-    begun = previous = None
-    if hsdp.checkpoint_exists(out):
-        begun = checkpoints.open_checkpoint(out)
-    else:
-        if origin and hsdp.checkpoint_exists(origin):
-            previous = checkpoints.open_checkpoint(origin)
-        checkpoints.check_previous(config, origin, previous, SIZES)
-    saved = begun or previous
+    begun, previous = checkpoints.find_start(config, out, origin, SIZES, PATCH)
     run = Run(config)
-    if begun:
-        checkpoints.check_begun(config, out, origin, begun, PATCH)
-        if begun["step"] == config.steps:
-            start = begun["config"]["start_from"]
-            run.say(f"{stage}: finished already ({out})" + f", begun from {start}" * bool(start))
-            return True
-    run.say_configuration(sources)
+    if begun and begun["step"] == config.steps:
+        start = begun["config"]["start_from"]
+        run.say(f"{stage}: finished already ({out})" + f", begun from {start}" * bool(start))
+        return True
+    run.say(idle_flags.describe_stage(config, sources))
 
     # 2) The model: of a checkpoint, of a published folder, or with random weights.
     try:
-        published = None
-        if config.init_from:
-            published = published_model.published_config(config, saved)
-        if saved:
-            run.build(make_tokenizer(**saved["tokenizer"]), published)
-        elif published:
-            run.read_published(config.init_from, published)
-        else:
-            run.build(train_tokenizer(config))
+        run.make_model(begun or previous)
     except (ValueError, OSError) as error:
         usage_error(str(error))
     optimizer = run.make_optimizer()
@@ -1530,14 +1369,7 @@ def loop(run, source, optimizer, step, interrupted, out):
     save_every = config.save_every or max(1, config.steps // 10)
     if run.rank == 0:
         step_log.keep_lines(log_file, step)
-    # Closed whatever happens, so that what is said afterwards begins a line of its own.
-    with tqdm(
-        total=config.steps,
-        initial=step,
-        desc=f"{config.stage:>14}",
-        disable=run.rank > 0,
-        dynamic_ncols=True,
-    ) as bar:
+    with step_log.progress_bar(run, step) as bar:
         while step < config.steps:
             start, log = time.time(), {}
 
@@ -1572,14 +1404,10 @@ def loop(run, source, optimizer, step, interrupted, out):
                 # once: without gradients a block would be compiled again
                 with torch.compiler.set_stance("force_eager"):
                     log.update(source.validate())
-            problem = ""
-            try:
-                step_log.report(run, bar, log, log_file)
-            except OSError as error:
-                problem = checkpoint_files.explain_write_error(error)
+            problem = step_log.report(run, bar, log, log_file)
 
             # 6) A checkpoint: all that the next step depends on.
-            stopping = agree_to_stop(run, interrupted, problem, f"{log_file}: step {step}")
+            stopping = launch.agree_to_stop(run, interrupted, problem)
             if step % save_every == 0 or step == config.steps or stopping:
                 save_checkpoint(run, source, optimizer, step, out)
             if step % 20 == 0 or log["seconds"] > 2:
@@ -1616,22 +1444,6 @@ def complete_log(run, optimizer, log, step, start):
     return completed
 
 
-# more than there are signals on all ranks together
-LOG_FAILED = 10**9
-
-
-def agree_to_stop(run, interrupted, problem, line):
-    """Has any rank got a signal? It may reach one rank only, and only the first one writes the log:
-    one sum tells all ranks of both. problem: why the log could not be written, or an empty text,
-    with which every rank ends here; line: what was to be written"""
-    code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
-    if code >= LOG_FAILED:
-        raise checkpoint_files.SaveFailed(
-            f"{line} could not be written: {problem}; what was saved before is whole"
-        )
-    return code > 0
-
-
 def save_checkpoint(run, source, optimizer, step, out):
     """All that the next step depends on"""
     extra = {
@@ -1645,13 +1457,17 @@ def save_checkpoint(run, source, optimizer, step, out):
     hsdp.save_sharded_checkpoint(out, run.model, optimizer, extra, source.tensors())
 
 
+BALANCE_RATE = 2e-3  # change of a router's bias per step, to balance the experts' load
+
+
 def bias_rate(run):
-    """How far a step moves the routers' biases. Not at all where softmax routers have none, nor
-    where the experts of sampling are replayed: what is counted then is what was sampled, for the
-    log; moving the bias would part the trainer from the sampler."""
+    """How far a step moves the routers' biases. Not at all in a published model, whose biases are
+    good or, with softmax routers, not there; nor where the experts of sampling are replayed: what
+    is counted then is what was sampled, for the log; moving the bias would part the trainer from
+    the sampler."""
     config = run.config
     replayed = config.stage == "rl" and config.router_replay
-    return config.balance_rate if run.model.config.has_router_bias and not replayed else 0.0
+    return 0.0 if config.init_from or replayed else BALANCE_RATE
 
 
 # ---------------------------------------------------------------- evaluation and the command
@@ -1659,90 +1475,31 @@ def bias_rate(run):
 
 def evaluate_run(config, given, sources):
     """The stage eval: the policies before and after RL, by eval.py"""
-    trained = Path(config.out, "rl")
-    if hsdp.checkpoint_exists(trained):
-        saved = checkpoints.open_checkpoint(trained)
-        checkpoints.check_patch(trained, saved, PATCH)
-    run = Run(config)
-    try:
-        config, paths, made, published = evaluation.find_policies(
-            config, given, SIZES, lambda: published_model.load_published(config, run.device)
-        )
-    except ValueError as error:
-        usage_error(str(error))
-    run.say_configuration(sources)
-    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
-    run.say(
-        f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.checkpoint_exists(trained))
-    )
-
-    # The same evaluation of the same checkpoints again: its table is there already.
-    origin = evaluation.describe_origin(config, paths, published)
-    kept = evaluation.find_kept_table(config, origin) if hsdp.checkpoint_exists(trained) else ""
-    if kept:
-        return run.say(kept)
-
-    policies = eval.evaluate(run, config, paths, made, published)
-    minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
-    processes = f"{run.world} process" + "es" * (run.world > 1)
-    cost = f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
-    if run.rank == 0:
-        evaluation.write_evaluation(config, policies, origin, cost)
+    evaluation.evaluate_policies(Run(config), given, sources, SIZES, PATCH)
 
 
 def main(argv):
     # Which stages, and with which configurations? All of them are checked before the first begins.
-    given = parse(argv)
-    check_stage(given.get("stage", "all"))
-    stages = ORDER + ["eval"] if given.get("stage", "all") == "all" else [given["stage"]]
+    given = FLAGS.parse(argv)
     if "export" in given:
-        return published_model.export_run(configure(given, stages[0]), given)
-    if hardware.uses_card(given):
-        try:
-            hsdp.check_cards()
-        except ValueError as error:
-            usage_error(str(error))
-    configs = {}
-    for stage in stages:
-        folders = given.get("out", Config.out), given.get("start_from")
-        given["init_from"] = given.get("init_from") or checkpoints.find_init_from(stage, *folders)
-        configs[stage] = configure({**given, "stage": stage}, stage, stages)
-    config = configs[stages[0]]
-    # of all stages, each would leave the one before it aside
-    if config.start_from and config.stage == "pretrain":
-        usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
-    if config.resume and not any(
-        hsdp.checkpoint_exists(Path(config.out, stage)) for stage in ORDER
-    ):
-        usage_error(f"--resume: no checkpoint in {config.out} to go on from")
-
-    # What the stages to come will read and write is tried now, and not when those before are done.
-    checks.check_tasks(config)
-    checkpoints.check_positions(configs)
-    checks.check_outputs(config.out, stages)
-    chosen = given.get("scale", "auto") == "auto" and not config.init_from
-    if hardware.uses_card(given) and chosen and flags.is_first_rank():
-        print(hardware.describe_card(config))
-    with launch.run_lock(config.out), failures.explain_failures(config, argv):
-        run_stages(argv, stages, configs, given)
+        config = FLAGS.configure(given, FLAGS.stages_of(given)[0])
+        return published_model.export_run(config, given)
+    configs = FLAGS.configure_stages(given)
+    first = next(iter(configs.values()))
+    with launch.run_lock(first.out), failures.explain_failures(first, argv):
+        run_stages(argv, configs, given)
 
 
-def run_stages(argv, stages, configs, given):
+def run_stages(argv, configs, given):
     """The stages, one after the other, in as many processes as they want."""
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs)
-    idle_flags.say_idle_flags(stages, configs, given)
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) // configs[stages[0]].cp
-    if "rl" in configs and configs["rl"].tasks_per_step < ranks:
-        usage_error(
-            f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
-            f"{ranks} data ranks"
-        )
+    idle_flags.say_idle_flags(configs, given)
 
     interrupted = launch.stop_after_step()
-    for stage in stages:
-        config, (_, sources) = configs[stage], merge_flags(given, stage)
+    for stage, config in configs.items():
+        _, sources = FLAGS.merge(given, stage)
         if stage == "eval":
             launch.stop_at_once()
             evaluate_run(config, given, sources)
@@ -1751,10 +1508,7 @@ def run_stages(argv, stages, configs, given):
         # what a stage held, before the next one begins
         gc.collect()
         hardware.release_memory()
-    if dist.is_initialized():
-        # a rank that is late still needs the store in rank 0
-        dist.barrier()
-        dist.destroy_process_group()
+    launch.leave_ranks()
 
 
 if __name__ == "__main__":

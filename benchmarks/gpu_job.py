@@ -63,7 +63,7 @@ def stage_flags(bench, stage, out):
 
 def stage_config(bench, stage):
     """The values that train.py gives this stage"""
-    return train.configure(train.parse(stage_flags(bench, stage, bench.scratch)), stage)
+    return train.FLAGS.configure(train.FLAGS.parse(stage_flags(bench, stage, bench.scratch)), stage)
 
 
 def training_flops(config, length):

@@ -62,7 +62,7 @@ def play_episodes(tasks, make_workspace):
     calls = 0
     for i, task in enumerate(tasks):
         with make_workspace(task) as workspace:
-            story = play(task, expert(task, random.Random(i), 1.0), workspace)
+            story = play(expert(task, random.Random(i), 1.0), workspace)
         calls += sum(len(action.calls) for action, _ in story)
     return calls
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import hsdp
 from command import source_files
 from command.flags import usage_error, write_value
-from command.old_flags import OLD_FLAGS
+from command.old_flags import changed_flags
 from command.output_files import digest_file
 from command.published_model import published_config
 
@@ -158,17 +158,30 @@ def check_same_values(config, out, origin, saved, digest):
 def check_patch(out, saved, patch):
     """A stage goes on with the change of the recipe that it was begun with. saved: what its
     checkpoint in `out` says; patch: the change that is in force now"""
-    for name, (default, place) in OLD_FLAGS.items():
-        made = saved["config"].get(name, default)
-        if made != default:
-            usage_error(
-                f"{out} was made with {name}={made}, no flag any more: what it did stands in "
-                f"{place}; take another --out"
-            )
+    for name, (made, place) in changed_flags(saved["config"]).items():
+        usage_error(
+            f"{out} was made with {name}={made}, no flag any more: what it did stands in {place}; "
+            "take another --out"
+        )
     made = saved.get("patch", "")
     if made != patch:
         how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
         usage_error(f"{out} was made by {how}: go on with that, or take another --out")
+
+
+def find_start(config, out, origin, sizes, patch):
+    """-> (begun, previous): what the stage's own checkpoint in `out` says, with which it goes on,
+    and else what that of the stage before in `origin` says, from which it starts; None for what is
+    not there. Either is checked."""
+    if hsdp.checkpoint_exists(out):
+        begun = open_checkpoint(out)
+        check_begun(config, out, origin, begun, patch)
+        return begun, None
+    previous = None
+    if origin and hsdp.checkpoint_exists(origin):
+        previous = open_checkpoint(origin)
+    check_previous(config, origin, previous, sizes)
+    return None, previous
 
 
 def check_previous(config, origin, previous, sizes):

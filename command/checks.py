@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import feedback_distill
 import hsdp
+import rollout
 import synth_tasks
 from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, this_card, uses_card
@@ -30,20 +31,18 @@ from command import drawing
 # {flag: the words that it takes}
 CHOICES = {
     "optimizer": ("muon", "adamw"),
-    "divergence": ("forward", "reverse", "jsd"),
     "device": ("auto", "cpu", "cuda"),
-    "teacher": ("current", "ema", "frozen"),
     "dtype": ("auto", "float32", "bfloat16"),
     "weight_dtype": ("float32", "bfloat16"),
     "precision": ("dtype", "mxfp8", "nvfp4"),
 }
 AT_LEAST_ONE = (
     "steps context batch_tokens micro_tokens tasks_per_step group_size cp ep dp_replicate dim "
-    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora qk_nope v_dim yarn window "
+    "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora yarn window "
     "max_turns demos eval_tasks eval_samples"
 ).split()
-ABOVE_ZERO = ("grad_clip", "loss_norm_length", "rope_theta", "temperature")
-SHARES = ("hints", "neutral_hints", "seq_len_warmup", "trigger", "teacher_rate", "warmup", "decay")
+ABOVE_ZERO = ("grad_clip", "rope_theta", "temperature")
+SHARES = ("seq_len_warmup", "trigger", "warmup", "decay")
 
 
 def check_values(config):
@@ -100,8 +99,11 @@ def check_model_sizes(config):
             f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
             "one by one"
         )
-    if config.qk_rope % 2:
-        usage_error(f"--qk_rope={config.qk_rope}: an even number, RoPE turns pairs")
+    if config.dim % (4 * config.heads) and not config.init_from:
+        usage_error(
+            f"--dim={config.dim}: a multiple of 4 * --heads={config.heads}; half of dim / heads "
+            "dimensions are turned by RoPE in pairs"
+        )
 
 
 def check_hardware(config):
@@ -119,37 +121,24 @@ def check_hardware(config):
 def check_levels(config):
     """Levels of difficulty that exist"""
     number = len(synth_tasks.LEVELS)
-    if config.max_level >= number:
-        usage_error(f"--max_level={config.max_level}: levels go from 0 to {number - 1}")
     for name in ("levels", "eval_levels"):
         value = getattr(config, name)
         if not 0 < value <= number:
             usage_error(f"--{name}={value}: at least 1, and there are {number} levels")
 
 
-def check_together(config, given, stage, sizes, window):
-    """What goes with what. sizes: the fields that are the model's shape; window: tokens of a
-    window of pretrain or long"""
+def check_together(config, given, stage, sizes):
+    """What goes with what. sizes: the fields that are the model's shape"""
     # context: of training, too
     for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
         usage_error(
             f"--{name} beside a published model: its sizes are its own "
             f"({config.init_from}/config.json); leave the flag away"
         )
-    for name, its in dict(
-        feedback=feedback_distill.KNOBS, length_penalty=("penalty_k", "penalty_q")
-    ).items():
-        for idle in sorted(set(its) & set(given)) if getattr(config, name) == 0 else ():
-            usage_error(f"--{idle} says nothing with --{name}=0")
     if config.summarize and config.trigger >= 0.875:
         usage_error(
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
             "last eighth"
-        )
-    if config.tasks and "max_level" in given:
-        usage_error(
-            "--max_level goes with generated tasks: of --tasks all are taken, each once before any "
-            "comes again"
         )
     if config.plain and config.workers:
         usage_error(
@@ -181,12 +170,7 @@ def check_together(config, given, stage, sizes, window):
             "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
             "products in no other dtype"
         )
-    if "teacher_rate" in given and config.teacher != "ema":
-        usage_error(
-            f"--teacher_rate says nothing with --teacher={config.teacher}: only ema follows at a "
-            "rate"
-        )
-    check_windows(config, stage, window)
+    check_windows(config, stage)
     if config.num_experts_per_tok > config.experts:
         usage_error(
             f"--num_experts_per_tok={config.num_experts_per_tok}: at most all of "
@@ -194,10 +178,10 @@ def check_together(config, given, stage, sizes, window):
         )
 
 
-def check_windows(config, stage, window):
+def check_windows(config, stage):
     """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would
     cost the stage."""
-    parts = 2 * config.cp
+    parts, window = 2 * config.cp, config.text_window
     if stage in ("pretrain", "long") and config.cp > 1 and window % parts:
         flags = "--context" if stage == "pretrain" else "--context times --yarn"
         usage_error(
@@ -242,6 +226,26 @@ def check_tasks(config):
             )
 
 
+def tasks_with_room(tasks, tokenizer, limits, say):
+    """The given tasks without those whose statement leaves no room for a turn: rollouts of them
+    would count as failed. One line says which they are. limits: the agent's; say: prints a line"""
+    fitting, names = [], []
+    for task in tasks:
+        if rollout.leaves_room(tokenizer, task, limits):
+            fitting.append(task)
+        else:
+            names.append(task.instance_id)
+    if names and not fitting:
+        usage_error(f"--window={limits.window}: none of the tasks leaves room for a turn")
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        say(
+            f"--window={limits.window} leaves no room for a turn in {len(names)} of {len(tasks)} "
+            f"tasks, which are left out: {', '.join(name[:60] for name in names[:3])}{more}"
+        )
+    return fitting
+
+
 def check_outputs(out, stages):
     """Whatever is written or drawn at the end is tried now. What only draws is no reason to
     stop."""
@@ -261,8 +265,8 @@ def check_outputs(out, stages):
 
 
 def check_layout(configs):
-    """Can these ranks cut the sizes of every stage's model? Where each rank holds all, nothing is
-    cut."""
+    """Can these ranks cut the sizes of every stage's model, and has each a task in rl? Where each
+    rank holds all, nothing is cut."""
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     for config in configs.values():
         try:
@@ -285,6 +289,13 @@ def check_layout(configs):
                 )
         except ValueError as error:
             usage_error(str(error))
+    if "rl" in configs:
+        ranks = int(os.environ.get("WORLD_SIZE", 1)) // next(iter(configs.values())).cp
+        if configs["rl"].tasks_per_step < ranks:
+            usage_error(
+                f"--tasks_per_step={configs['rl'].tasks_per_step}: at least one for each of the "
+                f"{ranks} data ranks"
+            )
 
 
 def check_parameters(optimizer, named_parameters):

@@ -1,4 +1,4 @@
-"""command/evaluation.py: the stage eval of train.py, before and after its rollouts.
+"""command/evaluation.py: the stage eval of train.py, around its rollouts.
 
 Before: which policies does this folder hold, and was any of them made otherwise than the flags now
 say? Is the table of the same evaluation there already? After: the table on the screen, summary.json
@@ -11,16 +11,55 @@ checkpoints.
 import contextlib
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import hsdp
+from command import checkpoints, hardware, idle_flags, published_model
+from command.flags import usage_error
 from command.output_files import digest_file
 from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
 from command.policy_report import draw_policies, format_table
-from eval import load_policy, unfinished_label, write_json
+from eval import evaluate, load_policy, unfinished_label, write_json
 from world.task import Refusal
+
+START = time.time()  # of this command
+
+
+def evaluate_policies(run, given, sources, sizes, patch):
+    """The whole stage. run: train.py's; given: the flags that were typed; sources: where the values
+    in force come from; sizes: names of the fields that are the model's shape; patch: the change of
+    the recipe that is in force"""
+    config, trained = run.config, Path(run.config.out, "rl")
+    if hsdp.checkpoint_exists(trained):
+        checkpoints.check_patch(trained, checkpoints.open_checkpoint(trained), patch)
+    try:
+        config, paths, made, published = find_policies(
+            config, given, sizes, lambda: published_model.load_published(config, run.device)
+        )
+    except ValueError as error:
+        usage_error(str(error))
+    run.say(idle_flags.describe_stage(run.config, sources))
+    told = ", ".join(f"{name} = {path}" for name, path in paths.items())
+    run.say(
+        f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.checkpoint_exists(trained))
+    )
+
+    # The same evaluation of the same checkpoints again: its table is there already.
+    origin = describe_origin(config, paths, published)
+    kept = find_kept_table(config, origin) if hsdp.checkpoint_exists(trained) else ""
+    if kept:
+        run.say(kept)
+        return
+
+    policies = evaluate(run, config, paths, made, published)
+    minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
+    processes = f"{run.world} process" + "es" * (run.world > 1)
+    cost = f"this command: {minutes:.1f} minutes, {memory:.1f} GB at most in {processes}"
+    if run.rank == 0:
+        write_evaluation(config, policies, origin, cost)
 
 
 def find_policies(config, given, sizes, load_published):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import hsdp
 from command import checkpoint_files
 from command.flags import is_first_rank, usage_error
-from world.machine import MachineFailure
+from world.machine import MachineFailure, failures_line
 from world.task import Refusal
 
 # How train.py was started; a program that runs it with a patch writes its own words here.
@@ -77,6 +77,19 @@ def command_to_type(argv, resume, more=()):
     if resume:
         words.append("--resume")
     return f"{PROGRAM} {shlex.join(words)}"
+
+
+def say_lost_rollouts(say, causes, total):
+    """One line about the rollouts of a step that the machine failed; where none is left, the run
+    ends with it. say: prints a line; causes: of each of them, on any rank; total: how many rollouts
+    the step has"""
+    if causes:
+        say(f"rl: {failures_line(causes, total)}")
+    if len(causes) == total:
+        usage_error(
+            "no rollout of this step could be played on this machine; free what the line above "
+            "names, and go on with --resume"
+        )
 
 
 def how_to_go_on(config, argv):

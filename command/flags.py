@@ -130,8 +130,8 @@ def write_value(value):
 
 def describe_flags(Config, values=None, sources=None):
     """Every field of Config as a flag with its default and, from the comment above or behind it,
-    what it does. With values and sources (see merge_flags in train.py): with the value in force
-    instead, and where that comes from."""
+    what it does. With values and sources (see command/configuration.py): with the value in
+    force instead, and where that comes from."""
     text = []
     for title, group in field_groups(Config):
         text.append(f"\n{title}")

@@ -12,19 +12,18 @@ import os
 import torch
 from tqdm import tqdm
 
-from command.flags import is_first_rank
+from command.flags import describe_configuration, is_first_rank
 
 # Flags that only some stages look at. What is in no row is read by all of them.
 STAGES_AND_FLAGS = {
     "pretrain long": "data compile",
     "pretrain long sft": "batch_tokens seq_len_warmup",
     "pretrain long sft rl": "seed steps optimizer lr adam_lr weight_decay grad_clip warmup decay "
-    "balance_rate micro_tokens recompute save_every",
-    "sft": "demos sloppy hints neutral_hints copy_loss",
+    "micro_tokens recompute save_every",
+    "sft": "demos",
     "sft rl": "levels habits",
-    "rl": "tasks_per_step group_size kl_coef loss_norm_length router_replay workers staleness "
-    "feedback divergence teacher teacher_rate length_penalty penalty_k penalty_q curriculum "
-    "max_level",
+    "rl": "tasks_per_step group_size kl_coef router_replay workers staleness feedback "
+    "length_penalty curriculum",
     "rl eval": "tasks temperature draft",
     "sft rl eval": "window max_turns summarize trigger",
     "eval": "eval_levels eval_tasks eval_samples",
@@ -33,6 +32,15 @@ READ_BY = {}  # {flag: its stages}
 for its_stages, its_flags in STAGES_AND_FLAGS.items():
     for flag in its_flags.split():
         READ_BY[flag] = its_stages.split()
+
+
+def describe_stage(config, sources):
+    """At the start of a stage: the values that are in force in it, and where those come from that
+    are no defaults. sources: {field: place} or None, see command/configuration.py"""
+    stage = config.stage
+    idle = {name for name, stages in READ_BY.items() if stage not in stages}
+    text = describe_configuration(config, sources or {}, idle)
+    return f"{stage}: the configuration in force (in brackets: where it comes from)\n{text}"
 
 
 def idle_flags(config, given):
@@ -47,24 +55,12 @@ def idle_flags(config, given):
     rl = stage == "rl"
     reasons = {
         "lr weight_decay": "AdamW moves all weights, by --adam_lr" if adamw else "",
-        "copy_loss": (
-            "it goes with --seq_len_warmup" if stage == "sft" and not config.seq_len_warmup else ""
-        ),
         "trigger": "--summarize=0" if not config.summarize else "",
-        "levels": (
-            "not with --tasks or --curriculum=0"
-            if rl and (config.tasks or not config.curriculum)
-            else ""
-        ),
-        "balance_rate": (
-            "biases stay where the experts of sampling are replayed"
-            if rl and config.router_replay
-            else ""
-        ),
+        "levels": "not with --tasks" if rl and config.tasks else "",
         "draft": "--plain=1 samples one token at a time" if config.plain else "",
         "eval_levels eval_tasks": "not with --tasks" if config.tasks else "",
         "mtp": "its head learns in pretrain, long and sft alone, and is kept" if rl else "",
-        "experts num_experts_per_tok expert_ffn balance_rate precision": (
+        "experts num_experts_per_tok expert_ffn precision": (
             "the only layer is dense" if config.layers == 1 and not config.init_from else ""
         ),
         "processes": (
@@ -79,10 +75,11 @@ def idle_flags(config, given):
     return idle
 
 
-def say_idle_flags(stages, configs, given):
+def say_idle_flags(configs, given):
     """One line about the flags that change nothing in any of the stages to come, and one for each
-    in which a rate does not reach."""
-    idle = {stage: idle_flags(configs[stage], given) for stage in stages}
+    in which a rate does not reach. configs: {stage: its configuration}"""
+    stages = list(configs)
+    idle = {stage: idle_flags(config, given) for stage, config in configs.items()}
     nowhere = {}
     for name, why in idle[stages[0]].items():
         if all(name in idle[stage] for stage in stages):

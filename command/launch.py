@@ -21,7 +21,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from command.checkpoint_files import SaveFailed
 from command.flags import is_first_rank, usage_error
 from world.machine import fcntl
 
@@ -107,6 +109,28 @@ def stop_after_step():
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note_signal)
     return interrupted
+
+
+# more than there are signals on all ranks together
+LOG_FAILED = 10**9
+
+
+def agree_to_stop(run, interrupted, problem):
+    """Has any rank got a signal? It may reach one rank only, and only the first one writes the log:
+    one sum tells all ranks of both. problem: why the log could not be written, with which every
+    rank ends here, or an empty text"""
+    code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
+    if code >= LOG_FAILED:
+        raise SaveFailed(problem)
+    return code > 0
+
+
+def leave_ranks():
+    """After the last stage: no rank ends before the others."""
+    if dist.is_initialized():
+        # a rank that is late still needs the store in rank 0
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def stop_at_once():

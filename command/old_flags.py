@@ -3,8 +3,9 @@
 OLD_NAMES    a flag that only has another name. On the command line it is answered with the new one;
              in a checkpoint (its configuration, or its model's shape) it is read as the new one, so
              that an old run loads, resumes, evaluates and exports.
-OLD_FLAGS    a flag that only an ablation needed. It is a patch in experiments/ now. A run on disk
-             goes on if it has the value at which the flag changed nothing.
+DERIVED      a flag that follows from others now. A run on disk keeps the value that it has.
+OLD_FLAGS    a flag that only an ablation needed. It is a patch in experiments/ now, or a constant of
+             train.py. A run on disk goes on if it has the value at which the flag changed nothing.
 
 It stands apart from train.py because a reader of the recipe need not know its history, and apart
 from hsdp.py, which reads checkpoints, for the same reason. It imports nothing.
@@ -22,6 +23,13 @@ OLD_NAMES = {
     "hardest": "max_level",
     "replay": "router_replay",
     "weights": "weight_dtype",
+}
+
+# {name: what it is now}
+DERIVED = {
+    "qk_nope": "dim / heads",
+    "qk_rope": "dim / heads / 2, and 32 at least",
+    "v_dim": "dim / heads",
 }
 
 # {name: (value at which it changed nothing, the file that makes the change now)}
@@ -44,7 +52,35 @@ OLD_FLAGS = {
     "documented": (True, "experiments/hacking.py"),
     "time_tools": (False, "benchmarks/tools.py"),
     "context_loss": (0.3, "train.py, as CONTEXT_LOSS"),
+    "copy_loss": (4.0, "train.py, as COPY_LOSS"),
+    "sloppy": (1.0, "train.py, as SLOPPY"),
+    "hints": (0.5, "train.py, as HINTS"),
+    "neutral_hints": (0.05, "experiments/habits.py"),
+    "balance_rate": (2e-3, "train.py, as BALANCE_RATE"),
+    "loss_norm_length": (64.0, "train.py, as Reinforcement.loss_norm_length"),
+    "divergence": ("reverse", "experiments/teachers.py"),
+    "teacher": ("ema", "experiments/teachers.py"),
+    "teacher_rate": (0.1, "train.py, as Reinforcement.teacher_rate"),
+    "penalty_k": (1.0, "experiments/penalty.py"),
+    "penalty_q": (0.5, "experiments/penalty.py"),
+    "max_level": (6, "experiments/retold.py, that of a fixed mix in --levels"),
 }
+# What a run from a published model has where the recipe is another there; it is without the flag,
+# too.
+OLD_FINE_TUNING = {"copy_loss": 1.0, "balance_rate": 0.0}
+
+
+def changed_flags(made):
+    """-> {name of a flag that is no more: (the value that it had in the configuration `made`, the
+    file that makes the change now)}, where that value changed something"""
+    changed = {}
+    for name, (default, place) in OLD_FLAGS.items():
+        harmless = [default]
+        if made.get("init_from") and name in OLD_FINE_TUNING:
+            harmless.append(OLD_FINE_TUNING[name])
+        if made.get(name, default) not in harmless:
+            changed[name] = made[name], place
+    return changed
 
 
 def explain_old_flag(word):
@@ -53,10 +89,13 @@ def explain_old_flag(word):
     name = word.removeprefix("--").partition("=")[0]
     if not word.startswith("--"):
         return ""
+    now = OLD_NAMES.get(name, name)
+    if now in OLD_FLAGS:
+        return f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[now][1]}"
+    if name in DERIVED:
+        return f"--{name} is no flag any more: it is {DERIVED[name]}"
     if name in OLD_NAMES:
-        return f"--{name} has another name now: --{OLD_NAMES[name]}"
-    if name in OLD_FLAGS:
-        return f"--{name} is no flag any more: what it did stands in {OLD_FLAGS[name][1]}"
+        return f"--{name} has another name now: --{now}"
     return ""
 
 

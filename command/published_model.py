@@ -1,9 +1,10 @@
 """command/published_model.py: the published model that a run begins from (--init_from), and the way
 back (--export).
 
-    published_config(config)   its sizes, if it has positions for the windows of the stage
-    load_published(config)     the model itself, for an evaluation of what was published
-    export_run(config, given)  a stage of a run as the folder of a published model
+    build_published(run, saved)  that model, or one of its shape that a checkpoint will fill
+    published_config(config)     its sizes, if it has positions for the windows of the stage
+    load_published(config)       the model itself, for an evaluation of what was published
+    export_run(config, given)    a stage of a run as the folder of a published model
 
 It stands apart from train.py because the recipe is the same whatever model it begins with. The
 formats (safetensors, config.json, tokenizers) are published/'s.
@@ -16,12 +17,13 @@ import torch
 
 import eval
 import fast
+import hsdp
 from command.flags import usage_error
 from published.export import export_model
 from published.families import read_config
 from published.grouped_query import config_of
 from published.loading import load_model
-from published.tokenizers import read_tokenizer
+from published.tokenizers import make_tokenizer, read_tokenizer
 
 
 def published_config(config, saved=None):
@@ -36,19 +38,42 @@ def published_config(config, saved=None):
     if config.stage == "pretrain":
         flag, window = "--context", config.context
     elif config.stage == "long":
-        flag, window = "--context times --yarn", int(config.context * config.yarn)
+        flag, window = "--context times --yarn", config.text_window
     if window > model_config.window:
         raise ValueError(
             f"{flag} is {window}, but {config.init_from} has positions for "
             f"{model_config.window} tokens: at most so many"
         )
-    # Fine-tuning sets it to 0, so someone has asked for another value.
-    if config.balance_rate and not model_config.has_router_bias:
-        raise ValueError(
-            f"--balance_rate={config.balance_rate:g}: the routers of {config.init_from} have no "
-            "biases; leave the flag away"
-        )
     return model_config
+
+
+def build_published(run, saved):
+    """-> the tokenizer and the model of --init_from, ready to train. run: train.py's; saved: what
+    the checkpoint says of itself that will fill the model, or None"""
+    config = run.config
+    published = published_config(config, saved)
+    torch.manual_seed(config.seed)
+    if not saved:
+        # The tokenizer first, since it is there that folders differ. Each rank reads its own part
+        # of the weights.
+        tokenizer = read_tokenizer(config.init_from, published.vocab)
+        model = load_model(
+            config.init_from,
+            getattr(torch, config.weight_dtype),
+            run.device,
+            lambda model: hsdp.own_parts(run.prepare_model(model)),
+        )
+        return tokenizer, model
+    tokenizer = make_tokenizer(**saved["tokenizer"])
+    if run.replicas:
+        return tokenizer, run.prepare_model(published.build_model().to(run.device))
+    # Where it is cut over ranks nothing is drawn: one rank may not hold it all.
+    with torch.device("meta"):
+        model = published.build_model()
+    model = run.prepare_model(model).to_empty(device=run.device)
+    # its table of angles was on the meta device, too
+    model.extend_window(published.yarn_factor)
+    return tokenizer, model
 
 
 def load_published(config, device):

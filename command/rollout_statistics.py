@@ -2,6 +2,7 @@
 
     rollout_rows(groups, rank)   one row per rollout: what it did, what it got
     describe_rows(rows)          the rows of all ranks -> {key of the log: mean or share}
+    write_best_and_worst(...)    two rollouts in full, for the reader
 
 What the keys mean, where the name does not say it:
 
@@ -24,6 +25,7 @@ import numpy as np
 import eval
 import feedback_distill
 import summarize
+from command import transcripts
 
 # of the log: plain means over all rollouts
 MEANS = (
@@ -107,3 +109,25 @@ def describe_groups(rows):
         different.append(len({row["files"] for row in group}) / len(group))
         equal.append(len({row["reward"] for row in group}) == 1)
     return {"best": mean(best), "different": mean(different), "equal": mean(equal)}
+
+
+def write_best_and_worst(path, step, groups, tokenizer, say):
+    """The best and the worst rollout of the group whose rewards differ most: what this step learns
+    from, for the reader."""
+    if not groups:
+        return
+    group = max(groups, key=lambda g: np.ptp([chain.reward for chain in g]))
+    rewards = [float(f"{chain.reward:.6g}") for chain in group]
+    best = max(group, key=lambda chain: chain.reward)
+    worst = min(group, key=lambda chain: chain.reward)
+    lines = []
+    for chain in (best, worst):
+        flags = {}
+        for hint in feedback_distill.detect(chain):
+            flags[hint.episode, hint.turn] = [hint.kind]
+        lines += transcripts.describe_chain(chain, tokenizer, flags, group=rewards)
+    try:
+        transcripts.write_transcripts(path, step, lines)
+    # it is there to be read: no reason to lose the run
+    except OSError as error:
+        say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from command.checkpoint_files import explain_write_error
 from command.policy_report import format_number
 
 
@@ -34,6 +35,19 @@ def keep_lines(path, step):
     part = Path(f"{path}.part")
     part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
     part.replace(path)
+
+
+def progress_bar(run, step):
+    """Of a stage's steps. As a context it is closed whatever happens, so that what is said
+    afterwards begins a line of its own."""
+    stage, steps = run.config.stage, run.config.steps
+    return tqdm(
+        total=steps,
+        initial=step,
+        desc=f"{stage:>14}",
+        disable=run.rank > 0,
+        dynamic_ncols=True,
+    )
 
 
 COLUMNS = {
@@ -60,13 +74,21 @@ COLUMNS = {
 
 
 def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar."""
+    """One aligned line per step, the same keys as one JSON line, and the bar. -> why the file could
+    not be written, or an empty text"""
     if run.rank:
-        return
-    with open(path, "a") as file:
-        file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+        return ""
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
+    except OSError as error:
+        return (
+            f"{path}: step {log['step']} could not be written: {explain_write_error(error)}; what "
+            "was saved before is whole"
+        )
     words = [f"{k} {format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
     # whoever read along is gone: no reason to end the run
     with contextlib.suppress(OSError):
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()
+    return ""

@@ -20,7 +20,7 @@ from experiments.runner import Arm, Experiment
 EXPERIMENT = Experiment(
     question="Do chosen tasks teach more than a fixed mix?",
     curves=("solved",),
-    arms={"fixed mix": Arm(("--curriculum=0", "--max_level=5")), "curriculum": Arm()},
+    arms={"fixed mix": Arm(("--curriculum=0",)), "curriculum": Arm()},
 )
 
 if __name__ == "__main__":

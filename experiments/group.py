@@ -24,7 +24,7 @@ EXPERIMENT = Experiment(
     curves=("reward", "best", "different"),
     arms={
         "groups of 16": Arm(
-            ("--steps=40", "--max_turns=20", "--group_size=16", "--curriculum=0", "--max_level=7")
+            ("--steps=40", "--max_turns=20", "--group_size=16", "--curriculum=0", "--levels=8")
         )
     },
     by_level=("solved",),

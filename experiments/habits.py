@@ -15,13 +15,23 @@ to .04, .12 to .17, .36 to .37. Figure: figures/habits.png.
 
 import sys
 
+import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 
 ALL_HABITS = "--habits=unavailable_tool,communication,code_style"
+
+
+# A constant of the recipe is changed where it stands.
+def more_neutral_hints():
+    """Hints above a tenth of the turns without a fault, instead of a twentieth: with three habits
+    more of them have a fault."""
+    train.NEUTRAL_HINTS = 0.1
+
+
 # `sft` is a supervised stage of the experiment's own, from which all arms begin. A policy this
 # small cannot read a hint that it has never seen, so its demonstrations hold hints on all three
-# habits. --neutral_hints puts some of them above turns without a fault.
+# habits.
 EXPERIMENT = Experiment(
     question="How fast do habits go that cost nothing?",
     curves=("communication", "code_style", "bad_tool"),
@@ -29,7 +39,7 @@ EXPERIMENT = Experiment(
         "reward alone": Arm((ALL_HABITS, "--feedback=0")),
         "with targeted feedback": Arm((ALL_HABITS,)),
     },
-    sft=Arm((ALL_HABITS, "--neutral_hints=0.1")),
+    sft=Arm((ALL_HABITS,), more_neutral_hints),
 )
 
 if __name__ == "__main__":

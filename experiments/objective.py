@@ -41,7 +41,7 @@ class OverItsOwnLength(train.Reinforcement):
     def group_advantages(self, group):
         # The loss divides every token by L. Over a rollout's length in units of L, what is left is
         # the mean over its own tokens.
-        L = self.run.config.loss_norm_length
+        L = self.loss_norm_length
         lengths = np.array([max(1, chain.stats["sampled"]) / L for chain in group])
         return super().group_advantages(group) / lengths
 
@@ -67,7 +67,7 @@ def overlong_masked():
 
 
 # 3. The arms: the same flags for all, one patch each. The first is the recipe, to compare with.
-FIXED_MIX = ("--steps=40", "--max_turns=20", "--curriculum=0", "--max_level=5")
+FIXED_MIX = ("--steps=40", "--max_turns=20", "--curriculum=0")
 EXPERIMENT = Experiment(
     question="What the objective leaves out, put in",
     curves=("sampled", "finished"),

@@ -48,33 +48,45 @@ class FullPrice(train.Reinforcement):
         return not chain.solved
 
 
-# 4. Which demonstrations? The expert takes the habit as an argument, which partial() sets.
+# 4. Which price? k and q of the recipe's are attributes of the class, see length_penalty.cost.
+class NonlinearPrice(FullPrice):
+    penalty_k, penalty_q = 0.05, 6.0
+
+
+class LinearPrice(FullPrice):
+    penalty_q = 0.0
+
+
+# 5. Which demonstrations? The expert takes the habit as an argument, which partial() sets.
 def restless_expert():
     train.make_demonstration = functools.partial(train.make_demonstration, restless=0.75)
 
 
-# 5. Each arm's patch. It may put several things into place.
+# 6. Each arm's patch. It may put several things into place.
 def no_penalty():
     synth_tasks.Curriculum = MostlyEasy
     train.STAGE["rl"] = TwiceTheReward
 
 
-def full_price():
+def nonlinear_price():
     synth_tasks.Curriculum = MostlyEasy
-    train.STAGE["rl"] = FullPrice
+    train.STAGE["rl"] = NonlinearPrice
 
 
-# 6. The price itself is a matter of flags: its weight, its curvature, and where it is due.
-MIX = ("--curriculum=0", "--max_level=5", "--steps=40", "--eval_levels=7")
-NONLINEAR = ("--length_penalty=1", "--penalty_k=0.05", "--penalty_q=6")
-LINEAR = ("--length_penalty=0.28", "--penalty_q=0")
+def linear_price():
+    synth_tasks.Curriculum = MostlyEasy
+    train.STAGE["rl"] = LinearPrice
+
+
+# 7. The weight of the price is a flag.
+MIX = ("--curriculum=0", "--steps=40", "--eval_levels=7")
 EXPERIMENT = Experiment(
     question="What does a price on effort do?",
     curves=("effort",),
     arms={
         "no penalty": Arm((*MIX, "--length_penalty=0"), no_penalty),
-        "nonlinear": Arm((*MIX, *NONLINEAR), full_price),
-        "linear": Arm((*MIX, *LINEAR), full_price),
+        "nonlinear": Arm((*MIX, "--length_penalty=1"), nonlinear_price),
+        "linear": Arm((*MIX, "--length_penalty=0.28"), linear_price),
     },
     sft=Arm(patch=restless_expert),
     by_level=("tokens", "solved"),

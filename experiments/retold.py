@@ -16,20 +16,36 @@ its tokens for what cannot be had again (experiments/summary.py). Figure: figure
 
 import sys
 
+import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
 from experiments.summary import truncate_oldest
 
-# A patch of another experiment can be taken as it is.
-ASKED = ("--max_turns=60", "--max_level=7", "--eval_levels=8")
+
+# How hard do tasks become? The curriculum opens levels up to an attribute of the class.
+class AllLevels(train.Reinforcement):
+    max_level = 7
+
+
+def open_all_levels():
+    train.STAGE["rl"] = AllLevels
+
+
+# A patch may call one of another experiment.
+def open_all_levels_truncated():
+    open_all_levels()
+    truncate_oldest()
+
+
+ASKED = ("--max_turns=60", "--eval_levels=8")
 HALF = ("--window=256", "--trigger=0.45")
 EXPERIMENT = Experiment(
     question="Summaries where tests tell again",
     curves=("named",),
     arms={
-        "window 512": Arm(ASKED),
-        "window 256": Arm((*ASKED, *HALF)),
-        "window 256, truncated": Arm((*ASKED, *HALF), truncate_oldest),
+        "window 512": Arm(ASKED, open_all_levels),
+        "window 256": Arm((*ASKED, *HALF), open_all_levels),
+        "window 256, truncated": Arm((*ASKED, *HALF), open_all_levels_truncated),
     },
     by_level=("summaries", "solved"),
 )

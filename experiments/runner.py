@@ -39,7 +39,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import feedback_distill
 import train
 from command import drawing, failures, launch
 from command import flags as command_flags
@@ -183,18 +182,12 @@ def plan_arm(experiment, arm, start, folder, common):
     with RL"""
     begins_at_sft = experiment.stages[0] == "rl"
 
-    # Flags about feedback say nothing in an arm without it, and train.py refuses them there.
-    idle = set()
-    if "--feedback=0" in arm.flags:
-        idle = {f"--{knob}" for knob in feedback_distill.KNOBS}
-    shared = [word for word in common if word.partition("=")[0] not in idle]
-
     jobs = []
     for stage in experiment.stages:
         words = [f"--stage={stage}"]
         if begins_at_sft:
             words.append(f"--start_from={start}")
-        words += [f"--out={folder}", *shared]
+        words += [f"--out={folder}", *common]
         # What the arm changes is its first stage; an evaluation of RL acts under the same rules.
         if stage == experiment.stages[0] or begins_at_sft:
             jobs.append(Job((*words, *arm.flags), arm.patch_name))
@@ -213,10 +206,10 @@ def with_steps(arm, steps):
 
 def check_flags(job):
     """What train.py would refuse is refused before anything runs."""
-    given = train.parse(job.words)
+    given = train.FLAGS.parse(job.words)
     stages = [given["stage"]] if "stage" in given else [*train.ORDER, "eval"]
     for stage in stages:
-        train.configure({**given, "stage": stage}, stage, stages)
+        train.FLAGS.configure({**given, "stage": stage}, stage, stages)
 
 
 # ---------------------------------------------------------------- running them

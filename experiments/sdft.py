@@ -24,6 +24,7 @@ import numpy as np
 import rollout
 import train
 from experiments import runner
+from experiments.habits import ALL_HABITS, more_neutral_hints
 from experiments.runner import Arm, Experiment
 
 
@@ -58,7 +59,7 @@ class ScriptedExpert:
     def play(self, task, rng):
         run, config = self.run, self.run.config
         limits = train.agent_limits(config)
-        chain = rollout.demonstrate(task, run.tokenizer, rng, limits, config.sloppy, run.compact)
+        chain = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
         # The judge is not asked: it is solved if every line that was deleted is there again.
         chain.solved = True
         for path, deleted in task.solution.items():
@@ -116,7 +117,7 @@ def comments_and_harder_tasks(folder, policies):
 
 
 # 6. The arms.
-NARROW = ("--max_level=0", "--curriculum=0", "--steps=20", "--max_turns=20")
+NARROW = ("--levels=1", "--curriculum=0", "--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="A new convention: plain SFT or self-distillation?",
     curves=("code_style",),
@@ -125,7 +126,7 @@ EXPERIMENT = Experiment(
         "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), imitate),
         "self-distillation": Arm((*NARROW, "--habits=code_style"), hints_alone),
     },
-    sft=Arm(("--habits=unavailable_tool,communication,code_style", "--neutral_hints=0.1")),
+    sft=Arm((ALL_HABITS,), more_neutral_hints),
     by_level=("solved",),
     more=comments_and_harder_tasks,
 )

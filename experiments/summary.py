@@ -114,7 +114,7 @@ def told_once_truncated():
 
 
 # 5. The arms, and the SFT from which they begin.
-LONG = ("--trigger=0.45", "--levels=8", "--max_turns=60", "--max_level=7", "--eval_levels=8")
+LONG = ("--trigger=0.45", "--levels=8", "--max_turns=60", "--eval_levels=8")
 EXPERIMENT = Experiment(
     question="Is a summary worth its tokens?",
     curves=("named",),

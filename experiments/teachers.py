@@ -40,7 +40,24 @@ class WrongHint(train.Reinforcement):
         return f"Reminder: Available tools: {', '.join(tools)}."
 
 
-# 2. The patches.
+# 2. Who teaches, and by which divergence? Attributes of the class say it.
+class CurrentTeacher(train.Reinforcement):
+    teacher_kind = "current"
+
+
+class FrozenTeacher(train.Reinforcement):
+    teacher_kind = "frozen"
+
+
+class ForwardKL(train.Reinforcement):
+    divergence = "forward"
+
+
+class JensenShannon(train.Reinforcement):
+    divergence = "jsd"
+
+
+# 3. The patches.
 def empty_hint():
     train.STAGE["rl"] = EmptyHint
 
@@ -49,7 +66,23 @@ def wrong_hint():
     train.STAGE["rl"] = WrongHint
 
 
-# 3. The arms. Who teaches and by which divergence are flags of the recipe.
+def current_teacher():
+    train.STAGE["rl"] = CurrentTeacher
+
+
+def frozen_teacher():
+    train.STAGE["rl"] = FrozenTeacher
+
+
+def forward_kl():
+    train.STAGE["rl"] = ForwardKL
+
+
+def jensen_shannon():
+    train.STAGE["rl"] = JensenShannon
+
+
+# 4. The arms.
 SHORT = ("--steps=20", "--max_turns=20")
 EXPERIMENT = Experiment(
     question="Whose hints, and which divergence?",
@@ -57,10 +90,10 @@ EXPERIMENT = Experiment(
     arms={
         "reward alone": Arm((*SHORT, "--feedback=0")),
         "EMA, reverse KL": Arm(SHORT),
-        "current": Arm((*SHORT, "--teacher=current")),
-        "frozen": Arm((*SHORT, "--teacher=frozen")),
-        "forward KL": Arm((*SHORT, "--divergence=forward")),
-        "JSD": Arm((*SHORT, "--divergence=jsd")),
+        "current": Arm(SHORT, current_teacher),
+        "frozen": Arm(SHORT, frozen_teacher),
+        "forward KL": Arm(SHORT, forward_kl),
+        "JSD": Arm(SHORT, jensen_shannon),
         "empty hint": Arm(SHORT, empty_hint),
         "wrong hint": Arm(SHORT, wrong_hint),
     },

@@ -68,10 +68,6 @@ class VariantConfig(ModelConfig):
             return super().entry_width
         return self.kv_heads * (self.qk_nope + self.qk_rope + self.v_dim)
 
-    @property
-    def has_router_bias(self):
-        return self.scoring == "sigmoid"
-
     def build_model(self):
         return VariantModel(self)
 

@@ -107,7 +107,7 @@ def test_a_card_without_bf16_computes_in_float32_and_refuses_to_be_told_otherwis
 ):
     card(bf16=False)
     assert moe.fast_dtype("cuda") == torch.float32
-    config = train.configure({}, "pretrain")
+    config = train.FLAGS.configure({}, "pretrain")
     assert hardware.dtype_of(
         config
     ) == torch.float32 and "in float32: this card has no bf16" in hardware.describe_card(config)
@@ -132,7 +132,7 @@ def test_a_card_without_bf16_computes_in_float32_and_refuses_to_be_told_otherwis
 )
 def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, card):
     card(gigabytes)
-    config = train.configure({}, "pretrain")
+    config = train.FLAGS.configure({}, "pretrain")
     assert (config.scale, config.micro_tokens) == (scale, tokens)
     said = hardware.describe_card(config)
     assert (
@@ -142,8 +142,8 @@ def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, car
         and "\n" not in said
     )
     # What was given by hand stays as it is.
-    assert train.configure({"micro_tokens": 512}, "pretrain").micro_tokens == 512
-    assert train.configure({"scale": "laptop"}, "pretrain").scale == "laptop"
+    assert train.FLAGS.configure({"micro_tokens": 512}, "pretrain").micro_tokens == 512
+    assert train.FLAGS.configure({"scale": "laptop"}, "pretrain").scale == "laptop"
 
 
 def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():

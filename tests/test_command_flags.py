@@ -11,8 +11,8 @@ from command import flags, idle_flags
 
 def lines_of_stage(given, stage):
     """What a stage prints of its configuration, without the line above it"""
-    config = train.configure({**given, "stage": stage}, stage)
-    _, sources = train.merge_flags(given, stage)
+    config = train.FLAGS.configure({**given, "stage": stage}, stage)
+    _, sources = train.FLAGS.merge(given, stage)
     idle = {name for name, stages in idle_flags.READ_BY.items() if stage not in stages}
     return flags.describe_configuration(config, sources, idle).split("\n"), config
 
@@ -33,7 +33,7 @@ def test_a_stage_prints_the_values_that_it_reads_with_their_sources_on_few_lines
         assert "group_size=3 (flag)" in text
         assert "optimizer=adamw (stage rl)" in text
         assert ("dim=640 (scale gpu)" in text) == (scale == "gpu")
-        assert "teacher_rate=0.1," in text  # a default says no more
+        assert "feedback=0.15," in text  # a default says no more
 
 
 def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
@@ -49,7 +49,8 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     said = "--group_size=5 rollouts per task; their mean reward is the baseline [flag; default 8]"
     assert said in flat
     assert "on one rank [stage rl at scale gpu; default 4096]" in flat
-    assert "--teacher_rate=0.1 with teacher=ema: weight of the new policy in the average, per step -" in flat
+    said = "--feedback=0.15 weight of the targeted textual feedback (distillation); 0: off -"
+    assert said in flat
 
 
 def test_help_alone_shows_the_defaults_and_a_wrong_stage_is_refused(capsys):

@@ -29,7 +29,8 @@ import train
 from command import failures
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
-from experiments import hacking, objective, penalty, runner, sdft, summary, tables, tasks, teachers
+from experiments import hacking, objective, penalty, retold, runner, sdft, summary, tables, tasks
+from experiments import teachers
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(listing.questions())
@@ -52,6 +53,7 @@ def recipe(monkeypatch):
         (train, "make_training_task"),
         (train, "make_demonstration"),
         (train, "evaluate_run"),
+        (train, "NEUTRAL_HINTS"),
         (train, "PATCH"),
         (train, "PROGRAM"),
         (rollout, "Limits"),
@@ -96,7 +98,9 @@ def test_a_patch_of_the_objective_changes_the_advantages_as_it_says(patch, expec
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=done)
         for r, n, done in ((1, 2, True), (0.5, 16, False), (1, 8, True), (0.5, 0, True))
     ]
-    found = stage_of(patch, loss_norm_length=8.0).group_advantages(chains)
+    stage = stage_of(patch)
+    stage.loss_norm_length = 8.0
+    found = stage.group_advantages(chains)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -116,7 +120,8 @@ def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
         SimpleNamespace(reward=r, stats={"sampled": n}, finished=True)
         for r, n in zip(rewards, lengths)
     ]
-    stage = stage_of(objective.over_its_own_length, loss_norm_length=L)
+    stage = stage_of(objective.over_its_own_length)
+    stage.loss_norm_length = L
     batch = rollout.pack(episodes, stage.group_advantages(chains))
     logp = torch.randn(batch["tokens"].shape, requires_grad=True)
     stage.policy_objective(logp, batch, 3 * L, None).backward()
@@ -134,7 +139,7 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
 
 
 def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
-    stage = stage_of(penalty.full_price, length_penalty=0.1, penalty_q=0.0)
+    stage = stage_of(penalty.linear_price, length_penalty=0.1)
     stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
@@ -147,6 +152,38 @@ def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
         assert chain.solved == (solved and finished)
 
 
+@pytest.mark.parametrize(
+    "patch, changed",
+    [
+        (teachers.current_teacher, dict(teacher_kind="current")),
+        (teachers.frozen_teacher, dict(teacher_kind="frozen")),
+        (teachers.forward_kl, dict(divergence="forward")),
+        (teachers.jensen_shannon, dict(divergence="jsd")),
+        (penalty.nonlinear_price, dict(penalty_k=0.05, penalty_q=6.0)),
+        (penalty.linear_price, dict(penalty_q=0.0)),
+        (retold.open_all_levels, dict(max_level=7)),
+    ],
+)
+def test_a_patch_of_an_attribute_changes_that_one_alone(patch, changed):
+    kept = dict(
+        teacher_kind="ema",
+        teacher_rate=0.1,
+        divergence="reverse",
+        penalty_k=1.0,
+        penalty_q=0.5,
+        max_level=6,
+        loss_norm_length=64.0,
+    )
+    stage = stage_of(patch)
+    assert {name: getattr(stage, name) for name in kept} == {**kept, **changed}
+
+
+def test_with_three_habits_a_tenth_of_the_faultless_turns_has_a_hint():
+    assert train.NEUTRAL_HINTS == 0.05
+    sdft.EXPERIMENT.sft.patch()
+    assert train.NEUTRAL_HINTS == 0.1
+
+
 def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alike():
     penalty.no_penalty()
     curriculum, rng = synth_tasks.Curriculum(on=False), random.Random(0)
@@ -155,9 +192,13 @@ def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alik
     assert all(30 < drawn.count(level) < 90 for level in range(1, 6))
 
 
-def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(run):
+def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(
+    run, monkeypatch
+):
     tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
-    config = train.Config(window=10**6, sloppy=0.0, hints=0.0, neutral_hints=0.0)
+    config = train.Config(window=10**6)
+    for constant in ("SLOPPY", "HINTS", "NEUTRAL_HINTS"):
+        monkeypatch.setattr(train, constant, 0.0)
 
     def calls():
         counts = []
@@ -263,12 +304,13 @@ def test_a_world_has_stale_caches_or_no_documentation_as_its_patch_says(patch, c
 
 
 def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints_nothing_is_learned(
-    run, tmp_path
+    run, tmp_path, monkeypatch
 ):
     rl = [*SMALL, *RL, "--max_turns=20", "--warmup=0", f"--start_from={run}"]
     before = weights(run / "sft")
     sdft.imitate()
-    flags = ["--router_replay=0", "--sloppy=0", "--feedback=0"]
+    flags = ["--router_replay=0", "--feedback=0"]
+    monkeypatch.setattr(train, "SLOPPY", 0.0)
     train.main([*rl, f"--out={tmp_path}/a", *flags])
     log = log_of(tmp_path / "a")
     assert (log["finished"], log["bad_tool"], log["communication"]) == (1, 0, 0)
@@ -280,16 +322,17 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
         pass
 
     train.STAGE["rl"] = HintsOnDemonstrations
-    flags = ["--router_replay=0", "--sloppy=3", "--habits=unavailable_tool,communication"]
+    flags = ["--router_replay=0", "--habits=unavailable_tool,communication"]
+    monkeypatch.setattr(train, "SLOPPY", 3.0)
     train.main([*rl, f"--out={tmp_path}/c", *flags])
     log = log_of(tmp_path / "c")
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
 
-    class EmptyHints(teachers.EmptyHint, HintsOnDemonstrations):
+    class EmptyHints(teachers.EmptyHint, teachers.CurrentTeacher, HintsOnDemonstrations):
         pass
 
     train.STAGE["rl"] = EmptyHints
-    train.main([*rl, f"--out={tmp_path}/d", *flags, "--teacher=current"])
+    train.main([*rl, f"--out={tmp_path}/d", *flags])
     log = log_of(tmp_path / "d")
     assert log["flagged"] > 10
     assert [log["gap"], log["feedback_kl"]] == pytest.approx([0, 0], abs=1e-7)
@@ -505,12 +548,12 @@ def test_an_experiment_with_an_sft_of_its_own_makes_it_first_and_patches_go_to_t
     tmp_path, monkeypatch
 ):
     asked = fake_runs(monkeypatch)
-    runner.main("experiments.hacking", ["--seeds=1", f"--out={tmp_path}", "--levels=7"])
+    runner.main("experiments.hacking", ["--seeds=1", f"--out={tmp_path}", "--window=700"])
     base, own = f"{tmp_path}/base-1", f"{tmp_path}/hacking/base-1"
     assert [job.words for job in asked[:3]] == [
-        ("--stage=pretrain", f"--out={base}", "--seed=1", "--levels=7"),
-        ("--stage=long", f"--out={base}", "--seed=1", "--levels=7"),
-        ("--stage=sft", f"--start_from={base}", f"--out={own}", "--seed=1", "--levels=7"),
+        ("--stage=pretrain", f"--out={base}", "--seed=1", "--window=700"),
+        ("--stage=long", f"--out={base}", "--seed=1", "--window=700"),
+        ("--stage=sft", f"--start_from={base}", f"--out={own}", "--seed=1", "--window=700"),
     ]
     patches = ["stale_caches", "careless", "careless", "hardened", "hardened"]
     assert [job.patch for job in asked[:2]] == ["", ""]
@@ -655,7 +698,8 @@ def test_a_seed_that_fails_ends_the_others_with_the_run_they_are_at(tmp_path, mo
         ("feedback", ["--scale=huge"], "unknown scale"),
         ("feedback", ["--std_norm=1"], "experiments/objective.py"),
         ("feedback", ["--out={here}/file"], "file"),
-        ("hacking", ["--max_level=1"], "sets it itself"),
+        ("hacking", ["--levels=2"], "sets it itself"),
+        ("hacking", ["--max_level=1"], "experiments/retold.py"),
     ],
 )
 def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(

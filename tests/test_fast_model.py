@@ -78,7 +78,7 @@ def sft_losses(sources, plain, steps=3):
         dtype="float32",
         plain=plain,
     )
-    config = replace(train.configure(given, "sft"), stage="sft")
+    config = replace(train.FLAGS.configure(given, "sft"), stage="sft")
     run = train.Run(config)
     run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     optimizer, source, losses = run.make_optimizer(), train.STAGE["sft"](run), []

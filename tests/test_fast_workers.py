@@ -340,7 +340,7 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
         f"--out={tmp_path}",
     ]
     for lag in (1, 0):
-        run = train.Run(train.configure(train.parse(words), "rl"))
+        run = train.Run(train.FLAGS.configure(train.FLAGS.parse(words), "rl"))
         run.build(TRAINED)
         source, logs = train.Reinforcement(run), []
         source.max_staleness = lag

@@ -265,7 +265,7 @@ def make_run(stage, sources, **flags):
         steps=2,
         **flags,
     )
-    config = replace(train.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage)
+    config = replace(train.FLAGS.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage)
     run = train.Run(config)
     run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     return run, run.make_optimizer(), train.STAGE[stage](run)
@@ -365,12 +365,6 @@ SELECTED = {"boolean index": 2}
         ("long", {}, MUON_STEP | {"forward": (211, {}), "backward": (298, {})}),
         ("sft", {}, MUON_STEP | {"forward": (233, SELECTED), "backward": (304, {})}),
         ("rl", {}, ADAMW_STEP | {"forward": (568, SELECTED), "backward": (344, {})}),
-        ("rl", dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
-        (
-            "rl",
-            dict(divergence="forward", teacher="frozen"),
-            {"forward": (568, SELECTED), "backward": (342, {})},
-        ),
         ("rl", dict(kl_coef=0.1), {"forward": (871, {"boolean index": 4}), "backward": (344, {})}),
         ("rl", dict(feedback=0.0), {"forward": (226, SELECTED), "backward": (307, {})}),
     ],
@@ -379,6 +373,22 @@ def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(
     stage, flags, pins, card, sources
 ):
     check_pins(count_step(card, stage, *make_run(stage, sources, **flags)), pins)
+
+
+@pytest.mark.parametrize(
+    "attributes, pins",
+    [
+        (dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
+        (
+            dict(divergence="forward", teacher_kind="frozen"),
+            {"forward": (568, SELECTED), "backward": (342, {})},
+        ),
+    ],
+)
+def test_other_teachers_ask_no_more_of_the_card(attributes, pins, card, sources, monkeypatch):
+    for name, value in attributes.items():
+        monkeypatch.setattr(train.Reinforcement, name, value)
+    check_pins(count_step(card, "rl", *make_run("rl", sources)), pins)
 
 
 @pytest.mark.parametrize(

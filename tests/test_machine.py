@@ -574,7 +574,7 @@ def rl_step(group, failed, out, monkeypatch):
         "--processes=1",
         f"--out={out}",
     ]
-    run, said, log = train.Run(train.configure(train.parse(words), "rl")), [], {}
+    run, said, log = train.Run(train.FLAGS.configure(train.FLAGS.parse(words), "rl")), [], {}
     run.build(BYTES)
     source = train.Reinforcement(run)
     monkeypatch.setattr(run, "say", said.append)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,8 +81,7 @@ def refused(arguments, capsys):
         ("--optimizer=sgd", "muon, adamw"),
         ("--summarize=2", "0 or 1"),
         ("--weight_dtype=fp8", "float32, bfloat16"),
-        ("--neutral_hints=2", "a share"),
-        ("--max_level=8", "levels go from 0"),
+        ("--warmup=2", "a share"),
         ("--eval_levels=9", "there are 8 levels"),
         ("--levels=0", "there are 8 levels"),
         ("--trigger=0.9", "below .875"),
@@ -98,10 +98,11 @@ def refused(arguments, capsys):
         ("--lr", "takes a value"),
         ("--grad_clip=0", "above 0"),
         ("--temperature=0", "above 0"),
-        ("--qk_rope=3", "even"),
+        ("--qk_rope=3", "it is dim / heads / 2, and 32 at least"),
+        ("--heads=3", "a multiple of 4 * --heads"),
         ("--temperature=1e-5", "at least 0.001"),
         ("--temperature=5e-324", "from 1e-30 to 1e30"),
-        ("--loss_norm_length=1e-40", "from 1e-30 to 1e30"),
+        ("--grad_clip=1e-40", "from 1e-30 to 1e30"),
         ("--lr=1e300", "from 1e-30 to 1e30"),
         ("--grad_clip=inf", "finite"),
         ("--rope_theta=1", "at least 1.1"),
@@ -196,10 +197,10 @@ def test_a_checkpoint_of_a_version_without_a_knob_says_so(run, capsys, monkeypat
     opened = checkpoints.open_checkpoint
     without = lambda saved: {
         **saved,
-        "config": {k: v for k, v in saved["config"].items() if k != "copy_loss"},
+        "config": {k: v for k, v in saved["config"].items() if k != "demos"},
     }
     monkeypatch.setattr(checkpoints, "open_checkpoint", lambda path: without(opened(path)))
-    assert "by a version without --copy_loss" in refused(
+    assert "by a version without --demos" in refused(
         [*SMALL, "--stage=sft", "--steps=2", f"--out={run}"], capsys
     )
 
@@ -250,13 +251,22 @@ def test_a_flag_that_an_experiment_has_now_is_answered_with_its_file(name, capsy
     assert place in refused([*SMALL, f"--{name}=1", f"--out={tmp_path}"], capsys)
 
 
-@pytest.mark.parametrize("old, new", list(old_flags.OLD_NAMES.items()))
+STILL_FLAGS = [pair for pair in old_flags.OLD_NAMES.items() if pair[1] not in old_flags.OLD_FLAGS]
+
+
+@pytest.mark.parametrize("old, new", STILL_FLAGS)
 def test_a_flag_that_has_another_name_now_is_answered_with_it(old, new, capsys, tmp_path):
     assert not hasattr(train.Config, old)
     assert type(getattr(train.Config, new)).__name__ in ("bool", "int", "float", "str")
     said = refused([*SMALL, f"--{old}=1", f"--out={tmp_path}/run"], capsys)
     assert f"--{old} has another name now: --{new}" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("old", ["hardest", "length"])
+def test_a_flag_that_had_two_names_is_answered_with_its_place(old, capsys, tmp_path):
+    place = old_flags.OLD_FLAGS[old_flags.OLD_NAMES[old]][1]
+    assert place in refused([*SMALL, f"--{old}=1", f"--out={tmp_path}"], capsys)
 
 
 def write_old_names(folder):
@@ -323,16 +333,21 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
     assert "std_norm" in refused([*words, "--stage=eval"], capsys)
 
 
+def test_what_fine_tuning_set_to_another_value_changed_nothing_there():
+    made = {"copy_loss": 1.0, "balance_rate": 0.0, "teacher_rate": 0.1, "init_from": "there"}
+    assert old_flags.changed_flags(made) == {}
+    changed = old_flags.changed_flags({**made, "init_from": "", "teacher_rate": 0.2})
+    assert set(changed) == {"copy_loss", "balance_rate", "teacher_rate"}
+    assert changed["teacher_rate"] == (0.2, "train.py, as Reinforcement.teacher_rate")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--group_size=1", "--feedback=0"], "nothing to learn from"),
         (["--window=20"], "leaves room for a turn"),
-        (["--max_level=2", "--tasks=T"], "goes with generated tasks"),
         (["--staleness=2"], "goes with --workers"),
         (["--stage=rl", "--plain=1", "--workers=2"], "--plain=1 samples in the training process"),
-        (["--feedback=0", "--teacher=frozen"], "says nothing with --feedback=0"),
-        (["--length_penalty=0", "--penalty_q=0"], "says nothing with --length_penalty=0"),
     ],
 )
 def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(
@@ -418,7 +433,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     ]
     (tmp_path / "t.jsonl").write_text("".join(lines))
     config, interrupted, report = (
-        train.configure(train.parse([*words, "--steps=2"]), "rl"),
+        train.FLAGS.configure(train.FLAGS.parse([*words, "--steps=2"]), "rl"),
         [],
         step_log.report,
     )
@@ -427,7 +442,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
         patch.setattr(
             step_log,
             "report",
-            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2)),
+            lambda r, bar, log, path: (report(r, bar, log, path), interrupted.append(2))[0],
         )
         assert not train.train(config, interrupted)
     (tmp_path / "t.jsonl").write_text("".join(lines[::-1]))
@@ -476,7 +491,7 @@ def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
     """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
     for dtype in ("float32", "bfloat16"):
-        r = train.Run(train.configure(train.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
+        r = train.Run(train.FLAGS.configure(train.FLAGS.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
         r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
         assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
@@ -574,7 +589,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
         *options,
     ]
     train.main([*common, f"--out={tmp_path}/whole"])
-    config = train.configure(train.parse([*common, f"--out={tmp_path}/parts"]), stage)
+    config = train.FLAGS.configure(train.FLAGS.parse([*common, f"--out={tmp_path}/parts"]), stage)
     Path(config.out).mkdir()
     interrupted, report = [], step_log.report
     with monkeypatch.context() as patch:
@@ -584,7 +599,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_weights(
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
                 log["step"] == 2 and interrupted.append(2),
-            ),
+            )[0],
         )
         assert not train.train(config, interrupted)
     train.main([*common, f"--out={tmp_path}/parts", "--resume"])
@@ -765,11 +780,11 @@ def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path
     saved["config"] = {
         name: value for name, value in saved["config"].items() if name not in ("precision", "mtp")
     }
-    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
     checkpoints.check_same_model(config, run / "sft", saved, train.SIZES)
     checkpoints.check_same_values(config, run / "sft", None, saved, "")
     with pytest.raises(SystemExit):
-        drafting = train.replace(config, mtp=True)
+        drafting = replace(config, mtp=True)
         checkpoints.check_same_values(drafting, run / "sft", None, saved, "")
     assert "made with mtp=False, not True" in capsys.readouterr().err
 
@@ -780,39 +795,25 @@ def test_the_advantages_are_as_stated():
     np.testing.assert_allclose(found, [0.25, -0.25, 0.25, -0.25])
 
 
-def test_a_fixed_mix_has_every_level_up_to_the_hardest_and_a_curriculum_opens_those_beyond_evaluations(
-    run, tmp_path, monkeypatch
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("levels, hardest", [(6, 6), (8, 7), (2, 6)])
+def test_rl_begins_with_the_levels_of_sft_and_a_curriculum_alone_opens_harder_ones(
+    on, levels, hardest
 ):
-    real, levels = train.synth_tasks.Curriculum, []
-    monkeypatch.setattr(
-        train.synth_tasks,
-        "Curriculum",
-        lambda first, *rest, **more: levels.append([*first]) or real(first, *rest, **more),
-    )
-    for i, (curriculum, hardest, expected) in enumerate(
-        ((0, 7, 8), (1, 7, 6), (0, 1, 2), (1, 1, 2))
-    ):
-        train.main(
-            [
-                *SMALL,
-                "--stage=rl",
-                "--steps=1",
-                "--tasks_per_step=1",
-                "--group_size=2",
-                "--max_turns=2",
-                f"--curriculum={curriculum}",
-                f"--max_level={hardest}",
-                f"--start_from={run}",
-                f"--out={tmp_path}/{i}",
-            ]
-        )
-        assert levels.pop() == list(range(expected))
+    stage = object.__new__(train.Reinforcement)
+    stage.run = SimpleNamespace(config=train.Config(levels=levels, curriculum=on))
+    stage.tasks = {}
+    curriculum = stage.make_curriculum()
+    assert curriculum.levels == list(range(levels))
+    for _ in range(100):
+        curriculum.update(max(curriculum.levels), 8, 8)
+    assert curriculum.levels == list(range((hardest if on else levels - 1) + 1))
 
 
 def test_what_a_limit_cut_short_pays_the_whole_budget():
-    config = train.Config(length_penalty=0.1, penalty_q=0.0)
     stage = object.__new__(train.Reinforcement)
-    stage.run = SimpleNamespace(config=config)
+    stage.run = SimpleNamespace(config=train.Config(length_penalty=0.1))
+    stage.penalty_q = 0.0
     stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
     # 1 + 2 + 1 + 1 + 1 + 4
     counts = dict(
@@ -831,6 +832,7 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
 ):
     # the expert in the policy's place: its rollouts surely teach something
     monkeypatch.setitem(train.STAGE, "rl", Imitation)
+    monkeypatch.setattr(train, "SLOPPY", 0.0)
     learn, seen = train.Reinforcement.group_losses, []
 
     def silent_in_the_second_step(self, groups, log):
@@ -849,7 +851,6 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
             "--max_turns=20",
             "--warmup=0",
             "--router_replay=0",
-            "--sloppy=0",
             "--feedback=0",
             f"--start_from={run}",
             f"--out={tmp_path}",
@@ -937,7 +938,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "Traceback" not in error
     said, typed = (
-        train.parse(shlex.split(words))
+        train.FLAGS.parse(shlex.split(words))
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
@@ -1109,28 +1110,26 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
     # a flag wins, and from noise nothing changes
     for stage in train.ORDER:
         fine, own, noise = (
-            train.configure({**flags, "stage": stage}, stage)
+            train.FLAGS.configure({**flags, "stage": stage}, stage)
             for flags in (
                 {"init_from": str(published)},
                 {
                     "init_from": str(published),
                     "adam_lr": 0.1,
-                    "balance_rate": 0.2,
                     "seq_len_warmup": 0.5,
                 },
                 {},
             )
         )
-        assert (fine.adam_lr, fine.balance_rate, fine.seq_len_warmup) == (
-            1e-6 if stage == "rl" else 1e-5,
-            0,
-            0,
-        ) and fine.lr < noise.lr / 50
-        assert (
-            (own.adam_lr, own.balance_rate, own.seq_len_warmup) == (0.1, 0.2, 0.5)
-            and noise.adam_lr > 100 * fine.adam_lr
-            and noise.balance_rate
-        )
+        assert fine.adam_lr == (1e-6 if stage == "rl" else 1e-5)
+        assert fine.seq_len_warmup == 0 and fine.lr < noise.lr / 50
+        assert (own.adam_lr, own.seq_len_warmup) == (0.1, 0.5)
+        assert noise.adam_lr > 100 * fine.adam_lr
+        rates = [
+            train.bias_rate(SimpleNamespace(config=replace(config, router_replay=False)))
+            for config in (fine, noise)
+        ]
+        assert rates == [0, train.BALANCE_RATE]
     out = tmp_path / "out"
     train.main(
         [*FROM_PUBLISHED, "--stage=sft", "--steps=4", f"--init_from={published}", f"--out={out}"]
@@ -1160,7 +1159,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        checkpoints.compared_values(train.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        checkpoints.compared_values(train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
@@ -1407,7 +1406,7 @@ def test_held_out_files_are_not_trained_on():
 
 
 def test_the_window_is_a_quarter_then_half_then_whole():
-    config = train.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
+    config = train.FLAGS.configure({"stage": "sft", "steps": 10, "seq_len_warmup": 0.4}, "sft")
     assert [train.seq_len_divisor(step, config) for step in range(10)] == [
         4,
         4,
@@ -1420,12 +1419,12 @@ def test_the_window_is_a_quarter_then_half_then_whole():
         1,
         1,
     ]
-    assert train.seq_len_divisor(0, train.replace(config, seq_len_warmup=0.0)) == 1
+    assert train.seq_len_divisor(0, replace(config, seq_len_warmup=0.0)) == 1
 
 
 def test_demonstrations_are_of_every_level_asked_for(run):
     tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
-    config = train.replace(train.Config(), window=2048, trigger=0.5, levels=8)
+    config = replace(train.Config(), window=2048, trigger=0.5, levels=8)
     compact = train.summarize.make_compaction(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
     assert [number for number, _ in pairs] == list(range(24))
@@ -1445,7 +1444,7 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
     task = train.synth_tasks.make_task(0, 1)
 
     def episodes(habits):
-        config = train.replace(train.Config(), window=2048, habits=habits)
+        config = replace(train.Config(), window=2048, habits=habits)
         train.checks.check_values(config)
         rng = train.random.Random(1)
         return train.make_demonstration(config, task, rng, tokenizer, None)
@@ -1477,13 +1476,13 @@ def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
 
 
 @pytest.mark.parametrize("step, copied", [(0, 3), (3, 1)])
-def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step, copied, run):
+def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
+    step, copied, run, monkeypatch
+):
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
-    config = train.configure(
-        train.parse([*SMALL, "--stage=sft", f"--out={run}", "--copy_loss=3"]),
-        "sft",
-    )
+    monkeypatch.setattr(train, "COPY_LOSS", 3.0)
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # it starts at zero: every token would be equally likely
@@ -1514,7 +1513,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(step
 
 def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
@@ -1564,7 +1563,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_a_tenth():
 
 
 def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
-    r = train.Run(train.configure(train.parse(SMALL), "pretrain"))
+    r = train.Run(train.FLAGS.configure(train.FLAGS.parse(SMALL), "pretrain"))
     r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     optimizer = r.make_optimizer()
     rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
@@ -1589,7 +1588,6 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
         ("pretrain", ["--optimizer=adamw", "--lr=1e-5"], "give --adam_lr"),
         ("sft", ["--optimizer=adamw", "--weight_decay=0"], "--weight_decay"),
         ("all", ["--optimizer=adamw", "--lr=1e-3"], "give --adam_lr"),
-        ("rl", ["--teacher=frozen", "--teacher_rate=.5"], "--teacher_rate"),
         ("pretrain", ["--cp=3"], "--cp=3 cuts"),
         ("long", ["--cp=3", "--context=65", "--yarn=2"], "--context times --yarn is 130"),
         ("rl", ["--dim=33"], "--dim=33"),
@@ -1607,15 +1605,15 @@ def test_a_flag_that_reaches_nothing_or_a_size_that_cannot_be_computed_is_refuse
 def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is_in_the_log(
     run, tmp_path
 ):
-    with_muon = train.configure(
-        train.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
+    with_muon = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, "--stage=rl", "--optimizer=muon", "--lr=1e-5"]), "rl"
     )
-    of_all = train.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
+    of_all = train.FLAGS.configure({"lr": 1e-5, "stage": "rl"}, "rl", ("pretrain", "rl"))
     assert with_muon.lr == of_all.lr == 1e-5
     read = lambda folder, stage: [
         json.loads(line) for line in (folder / f"{stage}.jsonl").read_text().splitlines()
     ]
-    config = train.configure(train.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", "--steps=2"]), "sft")
     for step, line in enumerate(read(run, "sft")):
         assert line["lr"] == pytest.approx(config.lr * train.schedule(step, config))
         assert line["adam_lr"] == pytest.approx(config.adam_lr * train.schedule(step, config))
@@ -1658,7 +1656,7 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
         and "--grad_clip" not in said
         and "--context" not in said
     )
-    config = train.configure(
+    config = train.FLAGS.configure(
         {"stage": "rl", "lr": 0.1, "tasks": "t", "levels": 3}, "rl", ("sft", "rl")
     )
     assert set(
@@ -1673,16 +1671,16 @@ def test_flags_that_no_stage_of_a_command_reads_are_said_in_one_line_and_the_oth
 @pytest.mark.parametrize("stage", list(train.FINE_TUNING))
 def test_defaults_merge_in_the_order_that_is_said(scale, stage):
     given = {"scale": scale, "device": "cpu", "stage": stage}
-    fine = train.configure({**given, "init_from": "published"}, stage)
+    fine = train.FLAGS.configure({**given, "init_from": "published"}, stage)
     assert all(getattr(fine, name) == value for name, value in train.FINE_TUNING[stage].items())
-    own = train.configure(given, stage)
+    own = train.FLAGS.configure(given, stage)
     for name, value in {
         **train.SCALES[scale],
         **train.STAGES[stage],
         **train.STAGE_SCALES.get((scale, stage), {}),
     }.items():
         assert getattr(own, name) == value
-    assert train.configure({**given, "init_from": "published", "steps": 7}, stage).steps == 7
+    assert train.FLAGS.configure({**given, "init_from": "published", "steps": 7}, stage).steps == 7
 
 
 def test_the_window_of_every_stage_is_looked_at_before_the_first_one_of_a_published_model(
@@ -1729,7 +1727,8 @@ def test_an_evaluation_without_rl_says_what_it_evaluated_and_figures_that_fail_c
 
 def stop_in_step(number, words, stage):
     """Runs a stage until a signal reaches it in that step."""
-    config, interrupted, report = train.configure(train.parse(words), stage), [], step_log.report
+    config = train.FLAGS.configure(train.FLAGS.parse(words), stage)
+    interrupted, report = [], step_log.report
     Path(config.out).mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -1738,7 +1737,7 @@ def stop_in_step(number, words, stage):
             lambda r, bar, log, path: (
                 report(r, bar, log, path),
                 log["step"] == number and interrupted.append(2),
-            ),
+            )[0],
         )
         assert not train.train(config, interrupted)
 
@@ -1869,7 +1868,7 @@ def refused_at_end(words, capsys):
 
 
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
-    config = train.configure(train.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     source, log = train.Demonstrations(one), {}
@@ -1924,7 +1923,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
 
 @pytest.mark.parametrize("experts", [2, 4, 8])
 def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
-    config = train.configure(
+    config = train.FLAGS.configure(
         {
             "scale": "tiny",
             "num_experts_per_tok": 1,
@@ -1948,7 +1947,7 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, capsys):
     made = checkpoints.open_checkpoint(run / "sft")
-    config = train.replace(train.Config(), num_experts_per_tok=1)
+    config = replace(train.Config(), num_experts_per_tok=1)
     with pytest.raises(SystemExit):
         checkpoints.check_same_gates(config, "here/sft", made)
     assert "here/sft was made with --num_experts_per_tok=1" in capsys.readouterr().err
