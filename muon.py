@@ -35,6 +35,7 @@ thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension
 python muon.py    singular values, four ranks against one, a timeline (out/muon.png)
 """
 
+import copy
 import math
 import sys
 import time
@@ -450,6 +451,10 @@ class Muon(torch.optim.Optimizer):
     alone). State is fp32. Weights in bf16 are rounded stochastically, alike on every rank that
     holds a copy."""
 
+    # what copies of an optimizer take along, beside torch's part
+    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz"
+    COPIED += "check_gradients", "task_bytes", "window"
+
     def __init__(
         self,
         param_groups,
@@ -751,8 +756,22 @@ class Muon(torch.optim.Optimizer):
                     self.state[p][key] = tensor.to(p.device, copy=True)
 
     def __getstate__(self):
-        """A copy of an optimizer would need its own parameters and the same process groups."""
-        raise TypeError("Muon is not copied: make one of the new parameters, load its state_dict()")
+        """What pickle takes along. Another process does not have our process group."""
+        if self.replicas is not None:
+            raise TypeError("a process group (replicas) cannot be pickled: save the state_dict()")
+        return self.copied_state()
+
+    def __deepcopy__(self, memo):
+        """A copy in this process uses the same process group."""
+        memo[id(self.replicas)] = self.replicas
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.copied_state(), memo))
+        return twin
+
+    def copied_state(self):
+        """torch's part, our settings and the names: everything else follows from them."""
+        settings = {key: getattr(self, key) for key in self.COPIED}
+        return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
 
     def __setstate__(self, state):
         """torch's load_state_dict calls it, too, with groups and state alone."""

@@ -759,11 +759,34 @@ def steps_of(params, optimizer, seeds):
         optimizer.step()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_copy_is_refused_and_the_message_says_what_to_do_instead(copied):
-    _, optimizer = small_optimizer(torch.float32)
-    with pytest.raises(TypeError, match="load its state_dict"):
-        copied(optimizer)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_optimizer_goes_on_alone_to_the_same_bits(way, dtype):
+    params, optimizer = small_optimizer(dtype, check_gradients=False, window=2)
+    steps_of(params, optimizer, range(3))
+    twins, twin = way((params, optimizer))
+    assert twin.ns_dtype == torch.float32 and twin.window == 2 and not twin.check_gradients
+    assert list(twin.names.values()) == ["w", "out", "gain"]
+    steps_of(params, optimizer, range(3, 6))
+    frozen = {n: p.detach().clone() for n, p in params.items()}
+    steps_of(twins, twin, range(3, 6))
+    assert all(
+        torch.equal(params[n], frozen[n]) and torch.equal(twins[n], frozen[n]) for n in params
+    )
+
+
+def copy_with_replicas(rank, world):
+    params, optimizer = small_optimizer(torch.float32, replicas=dist.group.WORLD)
+    twins, twin = copy.deepcopy((params, optimizer))
+    steps_of(params, optimizer, range(2)), steps_of(twins, twin, range(2))
+    try:
+        pickle.dumps(optimizer)
+    except TypeError as error:
+        return all(torch.equal(params[n], twins[n]) for n in params) and "state_dict" in str(error)
+
+
+def test_a_copy_uses_the_same_process_group_and_pickle_says_why_it_cannot():
+    assert run_ranks(2, copy_with_replicas) == [True, True]
 
 
 def test_a_group_that_is_refused_leaves_no_trace_and_a_new_one_is_trained():
