@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from command.drawing import draw_safely, make_axes
+from command import drawing
 from eval import compare_pairs, sampler_mismatch, summarize_levels, summarize_records, write_json
 
 # ---------------------------------------------------------------- the table
@@ -117,7 +117,7 @@ def write_report(policies, folder, name, extra=None, kind="held-out"):
     """JSON and figures of {name: records} -> the text of the table; why there are no figures is
     said below it."""
     write_json(policies, Path(folder, name), extra)
-    problem = draw_safely(draw_policies, policies, folder)
+    problem = drawing.draw_safely(draw_policies, policies, folder)
     text = format_table(policies, kind)
     return f"{text}\n{problem}" if problem else text
 
@@ -137,7 +137,7 @@ def draw_policies(policies, folder):
 
 def draw_effort(levels, path):
     """levels: {policy: {level: its numbers}}"""
-    figure, ax = make_axes(
+    figure, ax = drawing.make_axes(
         "Effort follows difficulty?", "level of the task", "sampled tokens per task"
     )
     for name, rows in levels.items():
@@ -154,7 +154,7 @@ def draw_effort(levels, path):
 
 def draw_score(policies, levels, path):
     """A small point for each level, a star for all of a policy's tasks"""
-    figure, ax = make_axes(
+    figure, ax = drawing.make_axes(
         "Score against tokens (one point per level)", "sampled tokens per task", "solved"
     )
     for name, rows in levels.items():
@@ -176,7 +176,7 @@ def draw_score(policies, levels, path):
 
 def draw_mismatch(found, path):
     """found: see sampler_mismatch"""
-    figure, ax = make_axes(
+    figure, ax = drawing.make_axes(
         "Trainer against sampler",
         "tokens, by the size of the difference",
         "difference of log-probabilities",
@@ -201,7 +201,7 @@ def report_mismatch(models, tasks, path):
             f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
             f"largest {gaps.max():.1e}"
         )
-    print(draw_safely(draw_mismatch, found, path) or path)
+    print(drawing.draw_safely(draw_mismatch, found, path) or path)
 
 
 def report_hint_effects(run, records):
