@@ -590,6 +590,16 @@ def load_runs(folders):
     return models
 
 
+def choose_tasks(args):
+    """The tasks of the file --tasks, or generated ones"""
+    if not args.tasks:
+        return held_out(args.number, range(args.levels), args.split)
+    tasks = read_tasks(args.tasks)
+    if not tasks:
+        raise ValueError(f"{args.tasks}: holds no tasks")
+    return tasks
+
+
 def main(argv):
     from command.eval_flags import parse_eval_flags, usage_error
     from command.drawing import try_to_draw
@@ -613,12 +623,7 @@ def main(argv):
 
     # Everything that can be refused is refused before the first rollout.
     try:
-        if args.tasks:
-            tasks = read_tasks(args.tasks)
-        else:
-            tasks = held_out(args.number, range(args.levels), args.split)
-        if not tasks:
-            raise ValueError(f"{args.tasks}: holds no tasks")
+        tasks = choose_tasks(args)
         models = load_runs(args.runs)
         files = ["mismatch.png"] if args.mismatch else ["eval.json", "effort.png", "score.png"]
         check_writable(args.out, files)

@@ -111,8 +111,8 @@ def explain_full_card(config, argv, error):
     again = command_to_type(argv, resume="--resume" not in argv, more=smaller)
     return (
         f"the GPU's memory is full ({told}) What is saved is whole. Half as much at a time, and "
-        f"less kept of it: {again} (if that is not enough: --weight_dtype=bfloat16, and in rl fewer "
-        "--tasks_per_step or a smaller --window, with another --out)"
+        f"less kept of it: {again} (if that is not enough: --weight_dtype=bfloat16, and in rl "
+        "fewer --tasks_per_step or a smaller --window, with another --out)"
     )
 
 

@@ -6,8 +6,8 @@ result (tests/test_fast_cpu_kernels.py): fast.accelerate(model) puts the twin in
     FastRMSNorm            RMSNorm with a backward by hand: on a CPU, where PyTorch makes it of many
                            steps, each over all of x, it takes a third of the time; on a GPU torch's
                            own fused norm
-    attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that they may see,
-                           .4 to .8 of the time of torch's kernel
+    attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that
+                           they may see, .4 to .8 of the time of torch's kernel
     FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64 rows
                            an expert on, a loop whose operands stay in the cache
     FastMoE                MoE: rows are permuted and put back by functions whose backward is a
@@ -23,7 +23,8 @@ fp32 they gain nothing there, and a forward alone is no quicker in either.
 
 Left out: a kernel of our own. All is made of torch's operators.
 
-Letters: as in moe.py; N places whose log-prob is wanted, Q query width, V vocabulary or value width.
+Letters: as in moe.py; N places whose log-prob is wanted, Q query width, V vocabulary or value
+width.
 """
 
 import torch
@@ -95,9 +96,9 @@ class FastRMSNorm(RMSNorm):
 
 
 def attend_in_blocks(q, k, v, mask, scale, coarse=True):
-    """moe.dot_product_attention. mask: None = causal; True = may look; or 0 and -inf in the dtype of q, which the
-    kernel would make of it in every layer again. q (B, H, T, Q), k (B, H, S, Q), v (B, H, S, V).
-    coarse: scores may be rounded to the dtype of q, as products on a CPU are."""
+    """moe.dot_product_attention. mask: None = causal; True = may look; or 0 and -inf in the dtype
+    of q, which the kernel would make of it in every layer again. q (B, H, T, Q), k (B, H, S, Q),
+    v (B, H, S, V). coarse: scores may be rounded to the dtype of q, as products on a CPU are."""
     S = k.shape[2]
     narrow = q.dtype == torch.bfloat16
     # Of fp32 a few queries with many keys, as in decoding, are the kernel's.

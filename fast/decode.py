@@ -2,8 +2,8 @@
 
 The plain form is moe.Model.decode: every layer rebuilds keys and values of all cached tokens from
 their latents, for every new token again. The twins here give the same hidden states up to the order
-of sums (tests/test_moe.py, tests/test_fast_decode.py) and keep the plain parameters, so a state dict
-fits both.
+of sums (tests/test_moe.py, tests/test_fast_decode.py) and keep the plain parameters, so a state
+dict fits both.
 
     absorbed attention     q^T (W_kb c) = (W_kb^T q)^T c: absorb W_kb into the query, and attention
                            runs on the latents themselves, which all heads share
@@ -21,7 +21,8 @@ A Model that trains has the same twins; without a cache they only fuse what RoPE
 
 Left out: a paged cache, and one in fewer bits.
 
-Letters: as in moe.py; S cache rows' length, N tokens that stand one behind the other, Q query width.
+Letters: as in moe.py; S cache rows' length, N tokens that stand one behind the other, Q query
+width.
 """
 
 from itertools import accumulate

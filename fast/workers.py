@@ -1,8 +1,8 @@
 """fast/workers.py: agents are sampled in processes beside the trainer.
 
-The twin of command/in_turn.py, where one process samples, learns and samples again. Stated for Composer
-(Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent every
-step as compressed deltas against the previous upload, a full one now and then, swapped in
+The twin of command/in_turn.py, where one process samples, learns and samples again. Stated for
+Composer (Technical Report, arXiv 2603.24477): generation workers beside the trainer; weights sent
+every step as compressed deltas against the previous upload, a full one now and then, swapped in
 mid-rollout, so that later tokens are fresher; off-policyness is kept small, not corrected. Ours:
 files in a folder, exclusive or and zlib, and a bound on staleness (train.py's --staleness).
 
