@@ -185,7 +185,7 @@ class StaticBatching(Sampler):
         return rows
 
 
-def play_episodes(make_sampler, episodes):
+def sample_episodes(make_sampler, episodes):
     """Run so many synthetic agents -> the number of tokens that were sampled for them"""
     sampler, sampled = make_sampler(), []
     # The same agents every time: each draws from a generator of its own.
@@ -201,7 +201,7 @@ def compare_samplers(samplers, episodes, rounds):
     tokens = {}
 
     def play(name):
-        tokens[name] = play_episodes(samplers[name], episodes)
+        tokens[name] = sample_episodes(samplers[name], episodes)
 
     calls = {name: partial(play, name) for name in samplers}
     seconds = measure_seconds(calls, rounds, min, budget=5.0)

@@ -112,7 +112,7 @@ def run_stage(bench, stage, out, seconds):
     return columns, seen["phases"], read_rows(out / f"{stage}.jsonl")
 
 
-def describe_stage(bench, stage, lines, wall):
+def stage_numbers(bench, stage, lines, wall):
     """Columns of a stage that trains. Its first half warms up, with shorter windows too: the
     medians are of its second half."""
     if not lines:
@@ -173,7 +173,7 @@ def measure_main_job(bench):
         columns, phases, lines = run_stage(bench, stage, out, limit)
         if stage == "eval":
             return columns
-        row = {**columns, **describe_stage(bench, stage, lines, columns["wall_s"])}
+        row = {**columns, **stage_numbers(bench, stage, lines, columns["wall_s"])}
         if stage == "rl":
             describe_rollouts(bench, lines, phases)
         return row

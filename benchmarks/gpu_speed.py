@@ -39,7 +39,7 @@ def build_scale_model(bench, **changes):
     return accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
 
 
-def compare(seconds):
+def ratio_columns(seconds):
     """{"ours": seconds, name: seconds of what it is compared with} -> columns of a row"""
     columns = {"ms": 1e3 * seconds["ours"]}
     for name, t in seconds.items():
@@ -63,7 +63,7 @@ def measure_model_step(bench):
         if group["algorithm"] == "muon":
             matrices += [p.shape for p in group["params"]]
     products = gemm_floor(matrices, torch.bfloat16, bench.device)
-    return compare(bench.time({"ours": optimizer.step, "floor": products}, 5))
+    return ratio_columns(bench.time({"ours": optimizer.step, "floor": products}, 5))
 
 
 def measure_muon(bench, sizes):
@@ -71,7 +71,7 @@ def measure_muon(bench, sizes):
     shapes = layer_shapes(*sizes)
     steps = build_steps(shapes, torch.bfloat16, torch.float32, bench.device)
     numbers = sum(math.prod(shape) for shape in shapes.values())
-    return {"parameters_M": numbers / 1e6, **compare(bench.time(steps, 5))}
+    return {"parameters_M": numbers / 1e6, **ratio_columns(bench.time(steps, 5))}
 
 
 def measure_mixture(bench):
@@ -92,7 +92,7 @@ def measure_mixture(bench):
         "bf16_weights": "MoE layer",
         "dense": "dense layer",
     }
-    return {"tokens": sizes.T, **compare({key: seconds[name] for key, name in names.items()})}
+    return {"tokens": sizes.T, **ratio_columns({key: seconds[name] for key, name in names.items()})}
 
 
 def decoding_bytes(model, rows, position):
@@ -117,7 +117,7 @@ def measure_decoding(bench, rows, model):
     step = decoding_step(model, tokens, position, WINDOW[device], device)
     seconds = bench.time({"ours": step}, 20)
     seconds["floor"] = decoding_bytes(model, rows, position) / bench.bandwidth
-    return {"rows": rows, "tokens_per_s": rows / seconds["ours"], **compare(seconds)}
+    return {"rows": rows, "tokens_per_s": rows / seconds["ours"], **ratio_columns(seconds)}
 
 
 def measure_speed(bench):

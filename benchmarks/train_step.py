@@ -116,7 +116,7 @@ def bench_layers(device, sizes):
 # ---------------------------------------------------------------- the laptop's model
 
 
-def evaluate(model, tokens):
+def run_forward(model, tokens):
     with torch.no_grad():
         model.logits(model(tokens))
 
@@ -137,7 +137,7 @@ def bench_laptop_model(device, sizes):
         seconds = measure_seconds(calls, sizes.repeat)
         print_speeds(f"the laptop's model, {dtype}: {what}", seconds, "plain", amount, "tokens")
 
-    for what, call in (("forward", evaluate), ("forward + backward", train_once)):
+    for what, call in (("forward", run_forward), ("forward + backward", train_once)):
         calls = {name: partial(call, model, tokens) for name, model in models.items()}
         report(what, calls, tokens.numel())
 

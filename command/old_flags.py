@@ -5,7 +5,8 @@ OLD_NAMES    a flag that only has another name. On the command line it is answer
              that an old run loads, resumes, evaluates and exports.
 DERIVED      a flag that follows from others now. A run on disk keeps the value that it has.
 OLD_FLAGS    a flag that only an ablation needed. It is a patch in experiments/ now, or a constant
-             of train.py. A run on disk goes on if it has the value at which the flag changed nothing.
+             of train.py. A run on disk goes on if it has the value at which the flag changed
+             nothing.
 
 It stands apart from train.py because a reader of the recipe need not know its history, and apart
 from hsdp.py, which reads checkpoints, for the same reason. It imports nothing.

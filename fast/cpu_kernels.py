@@ -8,8 +8,8 @@ result (tests/test_fast_cpu_kernels.py): fast.accelerate(model) puts the twin in
                            own fused norm
     attend_in_blocks       dot_product_attention: on a CPU 128 queries at a time with the keys that
                            they may see, .4 to .8 of the time of torch's kernel
-    FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64 rows
-                           an expert on, a loop whose operands stay in the cache
+    FastExperts            Experts: one grouped product per matrix, or in bf16 on a CPU, from 64
+                           rows an expert on, a loop whose operands stay in the cache
     FastMoE                MoE: rows are permuted and put back by functions whose backward is a
                            gather too. Plain indexing would scatter-add the gradient, which on
                            several threads sums in an order of its own: a resumed run would not end
