@@ -539,7 +539,7 @@ def test_whether_a_hint_is_heeded_is_the_probability_of_the_wrong_call_with_it_a
     model, tokenizer, _ = evaluation.load_policy(run[0])
     torch.nn.init.normal_(model.head.weight, std=0.1)
     task = next(
-        task for task in (make_task(0, i) for i in range(99)) if "run_command" not in task.tools
+        task for task in (make_task(0, i) for i in range(99)) if "read_file" not in task.tools
     )
     chain = rollout.demonstrate(
         task, tokenizer, random.Random(6), rollout.Limits(10**6), sloppy=4.0
