@@ -395,7 +395,7 @@ def test_other_teachers_ask_no_more_of_the_card(attributes, pins, card, sources,
     "rows, pins",
     [
         (1, {"prefill": (156, {"copy to the CPU": 1}), "step": (170, {"copy to the CPU": 2})}),
-        (16, {"prefill": (313, {"copy to the CPU": 1}), "step": (172, {"copy to the CPU": 2})}),
+        (16, {"prefill": (317, {"copy to the CPU": 1}), "step": (170, {"copy to the CPU": 2})}),
     ],
 )
 def test_the_sampler_stays_on_the_card_and_asks_no_more_of_it(rows, pins, card, sources):
