@@ -376,9 +376,11 @@ def example_texts(number, seed):
     """What is said in demonstrations, as plain texts (a tokenizer is trained on them)."""
     texts = []
     for i in range(number):
+        # An expert at work on a task of each level in turn.
         rng = random.Random(f"{seed}/text/{i}")
         task = make_task(i % 6, (seed << 24) + i)
         story, files = record_expert(task, rng)
+        # All that a transcript can hold: the prompt, the files, what is said, called and answered.
         parts = [task.problem_statement, *files.values()]
         for action, outputs in story:
             parts.append(action.text)
@@ -447,6 +449,7 @@ class Curriculum:
             keep * won + solved + 1 - keep,
             keep * lost + total - solved + 1 - keep,
         ]
+        # A level that is won in nearly all of some twenty rollouts opens the one after it.
         top = max(self.levels)
         if not self.on or level != top or top >= self.hardest:
             return
@@ -659,6 +662,7 @@ def check(path, jobs=2, time_limit=60.0):
         """Why a task does not hold, or ""."""
         sandbox = sandbox_for(task)
         sandbox.time_limit = time_limit
+        # As it is given it must fail, and with the original in its place it must pass.
         if judge(task, task.files, sandbox).solved:
             return "it is solved as it is given"
         verdict = judge(task, {**task.files, **task.solution}, sandbox)
@@ -666,6 +670,7 @@ def check(path, jobs=2, time_limit=60.0):
             return f"its original does not solve it ({printable(verdict.reason)})"
         return ""
 
+    # In threads, since the work is done by the sandboxes' own processes; told in the file's order.
     number_good = 0
     with ThreadPoolExecutor(jobs) as pool:
         for number, (task, why) in enumerate(zip(tasks, pool.map(why_not, tasks)), 1):
@@ -716,6 +721,7 @@ def demo():
 
 # ---------------------------------------------------------------- command line
 def main():
+    # What is done without making tasks: check a file, show the demo, install a repository.
     flags = read_flags()
     if flags.check is not None:
         good, total = check(flags.check, flags.jobs, flags.time_limit)
@@ -728,6 +734,7 @@ def main():
         find_environment(flags)
         return 0
 
+    # Tasks of a repository, and what became of the features that were tried.
     tasks, reasons, seconds = generate(
         flags.repo,
         flags.out,
@@ -750,11 +757,13 @@ def main():
 
 def find_environment(flags):
     """Installs what --repo needs into an environment, and says how tasks are made with it."""
+    # Without --keep the environment stands beside the file of tasks.
     keep = flags.keep
     if not keep:
         name = f"{Path(flags.repo).resolve().name}-environment"
         keep = str(Path(flags.out).parent / name)
     autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
+    # The command that goes on runs in that environment's own Python.
     words = [
         str(Path(keep).absolute() / "bin" / "python"),
         str(Path(__file__)),
