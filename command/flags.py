@@ -142,7 +142,7 @@ def describe_flags(Config, values=None, sources=None):
             # The explanation beside the flag, or under it where the flag is long.
             flag = f"  --{name}={default}"
             lines = textwrap.wrap(
-                explanation, WIDTH, initial_indent=f"{flag:28s}", subsequent_indent=" " * 28
+                explanation, WIDTH, initial_indent=f"{flag:27s} ", subsequent_indent=" " * 28
             )
             text += lines or [flag]
     return "\n".join(text)
