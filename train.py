@@ -1082,7 +1082,7 @@ class Reinforcement(Source):
 
 
 # Least dimensions of a head's query and key with rotary embedding. To copy, a head has to find the
-# token before another; with 16 the laptop model learns that hundreds of steps later, or never.
+# token before another; with 16 the laptop model learns that hundreds of steps later, or in part.
 MIN_QK_ROPE = 32
 
 
