@@ -917,6 +917,8 @@ def check_parameter(name, param, options):
     """Raise ValueError, with the parameter's name, if a group with these options cannot hold it."""
     shape, blocks = tuple(param.shape), options["column_blocks"]
     placements = param.placements if isinstance(param, DTensor) else ()
+
+    # The first problem is the one reported. AdamW takes any shape.
     problem = ""
     if options["algorithm"] not in ("muon", "adamw"):
         problem = f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r}"
