@@ -1,11 +1,11 @@
-"""hsdp.py: one model on many ranks, its weights cut twice: dense weights over narrow groups,
+"""hsdp.py: one model on many ranks, its weights cut in two ways: dense weights over narrow groups,
 experts over a wide mesh.
 
 Fully sharded data parallelism (FSDP) keeps a piece of every weight per rank and gathers a layer
 just before it runs. Experts are most of the weights and need a wide cut to fit; the rest is small
-and wants short trips inside a node. So the same ranks form two meshes, and since the two never meet
-in one tensor, context parallelism (CP, a cut of the sequence, on the dense mesh) and expert
-parallelism (EP, whole experts per rank, on the expert mesh) overlap on the same GPUs.
+and is best gathered inside a node. So the same ranks form two meshes, and every tensor lies on one
+of them only. Context parallelism (CP, a cut of the sequence, on the dense mesh) and expert
+parallelism (EP, whole experts per rank, on the expert mesh) therefore overlap on the same GPUs.
 
 Stated by Cursor (cursor.com/blog/composer-2-5; Technical Report, arXiv 2603.24477): FSDP copies
 with an all-reduce across them, dense weights in narrow groups, experts on a wider mesh; CP=2 with
@@ -18,11 +18,11 @@ checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DT
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  gradients add up
 
 Left out: copies of the experts; overlap of the latents' gather with the query projection and of
-the token exchange with the shared expert (their time is on the clock); random weights drawn in
-pieces (every rank draws the model once; a published one is read in pieces).
+the token exchange with the shared expert (a step waits for both); random weights drawn in pieces
+(every rank draws the whole model once; a published one is read in pieces).
 
 Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D
-model width, E experts, R rows.
+model width, E experts, R rows of a weight.
 
     python hsdp.py      two grids on 8 ranks, bytes by layout, equality with one process
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -74,7 +74,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class Layout:
-    """How W ranks are cut, twice. Ranks are numbered row by row: neighbours in a mesh's last
+    """How W ranks are cut in two ways. Ranks are numbered row by row: neighbours in a mesh's last
     direction share a node."""
 
     world: int = 1
@@ -94,18 +94,18 @@ class Layout:
 
     @property
     def shard(self):
-        """Pieces of a dense weight: the data ranks and the cp ranks, flattened. CP ranks hold
-        different tokens of one loss, as all data ranks do."""
+        """Pieces of a dense weight: one per data rank and cp rank, in one flat dimension. CP ranks
+        hold different tokens of one loss, as all data ranks do."""
         return self.world // self.dp_replicate
 
     @property
     def efsdp(self):
-        """Pieces of the rows of an expert"""
+        """Number of pieces that the rows of an expert are cut into"""
         return self.world // self.ep
 
     @property
     def data(self):
-        """Different batches; the cp ranks of one group read the same batch."""
+        """Number of different batches. The cp ranks of one group read the same batch."""
         return self.world // self.cp
 
     def check_expert_shapes(self, shapes):
@@ -127,6 +127,8 @@ def is_expert(name):
 
 @dataclass(frozen=True)
 class Meshes:
+    """A layout and its meshes of ranks. One rank alone has no mesh."""
+
     layout: Layout
     dense: DeviceMesh | None = None  # ([replicate,] shard)
     experts: DeviceMesh | None = None  # (efsdp [, ep])
@@ -145,6 +147,7 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
     """Two meshes over the same ranks. Sizes that do not fit: ValueError on every rank, before any
     collective. world=1 needs no process group and makes no mesh. Give more seconds where a rank may
     be late for good reasons (compilation, long rollouts)."""
+    # Layout refuses sizes that do not fit.
     layout = Layout(world, cp, ep, dp_replicate)
     if world == 1:
         return Meshes(layout)
@@ -153,10 +156,10 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
         raise ValueError(f"world={world}, but the process group has {ranks} ranks")
 
     def make_mesh(keep, **sizes):
-        # A direction of one rank is no direction, unless the mesh has no other.
+        # A direction of one rank is left out, unless the mesh has no other.
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == keep}
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        # A new group forgets the default group's patience and takes half an hour.
+        # A new group does not take over the default group's timeout: it would wait half an hour.
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
         return mesh
@@ -200,9 +203,9 @@ def local_positions(length, meshes, device="cpu"):
 
 
 class GatherSequence(torch.autograd.Function):
-    """(B, T/cp, C) -> (B, T, C), rank by rank: the mask compares positions, so the order of the
-    keys is free. Backward: every rank has used every entry, the gradients are summed on their way
-    home."""
+    """(B, T/cp, C) -> (B, T, C), the parts in the order of the ranks. That is not the order of the
+    sequence, and need not be: the mask compares positions. Backward: every rank has used every
+    entry, so a reduce-scatter sums the gradients and gives each rank those of its own part."""
 
     @staticmethod
     def forward(ctx, t, group):
@@ -227,12 +230,12 @@ class GatherSequence(torch.autograd.Function):
 
 class Exchange(torch.autograd.Function):
     """All-to-all of rows with uneven splits: send[r] rows go to rank r, receive[r] come from it.
-    Backward: the way back."""
+    Backward: the gradients go back the same way."""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
         ctx.way_back = (receive, send, group)
-        out = x.new_empty(sum(receive), *x.shape[1:])
+        out = x.new_empty(sum(receive), *x.shape[1:])  # (rows received, D)
         dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
         return out
 
@@ -253,9 +256,9 @@ def all_to_all_dispatch(x, counts, run, group):
     send, receive = torch.stack((counts.sum(1), incoming.sum(1))).tolist()
 
     # The rows arrive by rank, then by expert. The experts want them by expert, then by rank.
-    rows = Exchange.apply(x, send, receive, group)
-    expert = torch.arange(counts.numel(), device=x.device) % counts.shape[1]
-    order = expert.repeat_interleave(incoming.flatten()).argsort(stable=True)
+    rows = Exchange.apply(x, send, receive, group)  # (rows received, D)
+    expert = torch.arange(counts.numel(), device=x.device) % counts.shape[1]  # (ep * E/ep,)
+    order = expert.repeat_interleave(incoming.flatten()).argsort(stable=True)  # (rows received,)
     outputs = run(rows[order], incoming.sum(0))
 
     # Back into the order of arrival, and back to where they came from.
@@ -276,16 +279,17 @@ def parallelize(model, meshes, wire=None):
         loss.backward()
         shown = all_reduce_sum(loss.detach())
 
-    That is one process's loss and gradient even when ranks hold different numbers of tokens
-    (masks!), which an average of averages is not, and experts need no factor of their own. All
-    ranks run equally many forwards and backwards per step: a rank with nothing to learn multiplies
-    by zero.
+    The sum over ranks is the loss and gradient of one process, even when masks leave the ranks with
+    different numbers of tokens; an average of the ranks' averages is not. Experts need no factor
+    of their own. All ranks must run equally many forwards and backwards per step: a rank with
+    nothing to learn multiplies its loss by zero.
 
     wire: dtype in which matrices are gathered. torch.bfloat16 when the model computes in it: same
     numbers, half the bytes. Norms, routers, embedding and head travel in fp32, and gradients are
     reduced in fp32."""
     if meshes.layout.world == 1:
         return model
+    # Refuse first what would fail late or go wrong silently.
     meshes.layout.check_expert_shapes({name: p.shape for name, p in model.named_parameters()})
     same_weights(model)
 
@@ -301,7 +305,7 @@ def parallelize(model, meshes, wire=None):
         if hasattr(block.ffn, "experts"):
             shard_experts(block.ffn, meshes, in_wire_dtype)
 
-        # A module that is sharded by itself travels by itself: here what stays in fp32.
+        # Norms and routers stay in fp32, so they are sharded, and gathered, apart from the rest.
         if wire:
             small = [m for n, m in block.named_modules() if n.endswith(("norm", "router"))]
             fully_shard(small, mesh=meshes.dense, mp_policy=in_fp32)
@@ -318,7 +322,7 @@ def parallelize(model, meshes, wire=None):
 
 
 def find_blocks(model):
-    """The layers of the model, each of which is gathered as one just before it runs."""
+    """The layers of the model, each of which is gathered as a whole just before it runs."""
     return [m for m in model.modules() if hasattr(m, "attn") and hasattr(m, "ffn")]
 
 
@@ -327,8 +331,8 @@ def gather_sequence(t, group):
 
 
 def shard_experts(moe, meshes, policy):
-    """Experts over ep (Shard(0): whole ones), then their rows over efsdp (Shard(1)): two cuts that
-    never meet."""
+    """Cut the stacks of experts (E, R, C) twice: whole experts over ep (Shard(0)), then their rows
+    over efsdp (Shard(1)). The two cuts lie in different dimensions."""
     mesh = meshes.experts
     if meshes.layout.ep > 1:
         # Every rank keeps its own experts of the stack, and tokens travel to them.
@@ -349,9 +353,9 @@ def by_rows(stack):
 
 
 def own_parts(model):
-    """{name of a weight that is cut: a slice per dimension}, the stretch of the whole that this
-    rank holds: what it has to read of a published checkpoint. The two cuts of an expert stack lie
-    in different dimensions."""
+    """{name of a weight that is cut: a slice per dimension}, the part of the whole that this rank
+    holds: what it has to read of a published checkpoint. Cuts of one weight lie in different
+    dimensions, so each gives one slice."""
     parts = {}
     for name, p in model.named_parameters():
         if not isinstance(p, DTensor):
@@ -369,11 +373,12 @@ def own_parts(model):
 
 
 def same_weights(model):
-    """Every rank has built the model itself. With different seeds it would train on, each rank on
-    its piece of another model. A model on the meta device has no weights yet."""
+    """Raise ValueError unless all ranks have built the same model. With different seeds, training
+    would go on unnoticed, with each rank's piece taken from a different model. A model on the meta
+    device has no weights yet."""
     if not dist.is_initialized() or next(model.parameters()).is_meta:
         return model
-    # One number for all weights, and its smallest and largest value over the ranks.
+    # The sum of all weights stands for the model: its smallest and largest value over the ranks.
     sums = [p.detach().double().sum() for p in model.parameters()]
     low = torch.stack(sums).sum()
     high = low.clone()
@@ -428,14 +433,14 @@ def all_reduce_sum(t):
 
 
 def keep_gradients_in_fp32(model):
-    """The gradients of bf16 weights are kept in fp32 and add up there, over micro-batches: in bf16
-    what is less than 1/256 of the sum so far would be lost. Call it once the parameters are in
-    their place, before the first backward. fp32 weights: no change."""
+    """Keep the gradients of bf16 weights in fp32, where micro-batches add up: in bf16 what is less
+    than 1/256 of the sum so far would be lost. Call it once the parameters have their dtype and are
+    cut (parallelize), before the first backward. fp32 weights: no change."""
     for p in model.parameters():
         if not p.requires_grad or p.dtype.itemsize >= 4:
             continue
         if not isinstance(p, DTensor):
-            # autograd adds what comes in this dtype
+            # autograd casts each gradient to this dtype before it adds it
             p.grad_dtype = torch.float32
             continue
         # FSDP sets the first gradient itself, in the weights' dtype, and adds the next ones to what
@@ -451,9 +456,9 @@ def widen_gradient(p):
 
 @torch.no_grad()
 def sum_gradients(model):
-    """Plain replicas (nothing is cut, every rank holds the whole model): all gradients in one
-    all-reduce, once per step. Call it on all ranks before clip_grad_norm; parallelize() needs no
-    such call."""
+    """For plain replicas, where nothing is cut and every rank holds the whole model: sum all
+    gradients in one all-reduce, once per step. Call it on all ranks before clip_grad_norm. After
+    parallelize() no such call is needed."""
     if rank_and_world()[1] > 1:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         # One vector for all, and in fp32: the sum over the ranks is not rounded on its way.
@@ -466,8 +471,8 @@ def sum_gradients(model):
 
 def clip_grad_norm(model, max_norm=math.inf, parameters=None):
     """Scale the gradient to at most max_norm; returns its norm before that, a 0-d tensor equal on
-    all ranks. parameters: only of these (default: all of the model's). Both meshes need one
-    all-reduce of one number."""
+    all ranks. parameters: only of these (default: all of the model's). One all-reduce of one number
+    serves both meshes."""
     drop_gathered_weights(model)
     parameters = model.parameters() if parameters is None else parameters
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -475,10 +480,11 @@ def clip_grad_norm(model, max_norm=math.inf, parameters=None):
         return torch.zeros(())
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 
-    # The squares of what lies here. All gradients at once: a few kernels instead of several for
-    # each of them.
-    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
-    # A shard that k ranks hold is counted k times in the sum over all ranks.
+    # The norms of what lies here. All gradients at once: a few kernels instead of several for each
+    # of them.
+    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))  # one per gradient
+
+    # The sum over all ranks counts a shard k times if k ranks hold it, so each rank adds a k-th.
     copies = torch.tensor([float(count_copies(g)) for g in grads]).to(norms, non_blocking=True)
     square = (norms**2 / copies).sum()
     if any(isinstance(g, DTensor) for g in grads):
@@ -493,9 +499,9 @@ def clip_grad_norm(model, max_norm=math.inf, parameters=None):
 
 
 def drop_gathered_weights(model):
-    """A forward without backward (an evaluation) leaves embedding, norm and head gathered. What is
-    gathered before an update would be used after it, so let go of it before weights change and
-    before they are read."""
+    """A forward without backward (an evaluation) leaves embedding, norm and head gathered. Such a
+    gathered copy would still be used after an update, so free it before weights change and before
+    they are read."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -511,7 +517,7 @@ def count_copies(t):
 
 @torch.no_grad()
 def full_state(model):
-    """{name: whole plain tensor, a copy} on every rank, buffers included, for the generation
+    """{name: whole plain tensor, a copy} on every rank, buffers included. It gives the sampler its
     weights: Model(config).load_state_dict(full_state(model)). All ranks must call it."""
     drop_gathered_weights(model)
     whole = {}
@@ -524,10 +530,12 @@ def full_state(model):
 
 
 def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=None):
-    """Write weights, optimizer state (by parameter name), `more` (named tensors, cut as the weights
-    are: a teacher's) and `extra` (plain data, equal on all ranks: configuration, tokenizer, step)
-    to a folder all ranks see. It takes its name, and the place of the one before, only when every
-    file is complete. A full disk: SaveFailed on every rank, and the one before stays. Call it when
+    """Write a checkpoint to a folder that all ranks see. It holds the weights, the optimizer state
+    (by parameter name), `more` (named tensors, cut as the weights are: a teacher's) and `extra`
+    (plain data, equal on all ranks: configuration, tokenizer, step).
+
+    The folder gets its name, and replaces the checkpoint before it, only when every file is
+    complete. A full disk: SaveFailed on every rank, and the checkpoint before stays. Call it when
     router loads are zero, right after update_router_bias(): they are counts of one rank, and only
     one rank's are kept."""
     target, part, old = (Path(f"{directory}{end}") for end in ("", ".part", ".old"))
@@ -541,14 +549,14 @@ def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=N
 
     # Every rank writes its shards.
     with fail_on_all_ranks(directory, part):
-        # Without copies ahead: with them, the writer asks CUDA for a stream even where all tensors
-        # are on the CPU.
+        # No copies ahead: with them, the writer asks CUDA for a stream even where all tensors are
+        # on the CPU.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
         tensors = checkpoint_tensors(model, optimizer) | (more or {})
         run_dcp(dcp.save, tensors, storage_writer=writer)
 
-    # Every rank reads again what it has written itself, so that the checksums take no longer with
-    # more ranks.
+    # Every rank computes the checksums of the files that it has written itself, so that they take
+    # no longer with more ranks.
     with fail_on_all_ranks(directory, part):
         mine = {path.name: describe_file(path) for path in sorted(part.glob(f"__{rank}_*.distcp"))}
     manifest = {}
@@ -567,7 +575,8 @@ def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=N
                 if path.name not in manifest:
                     manifest[path.name] = describe_file(path)
             write_synced(part / "manifest.json", json.dumps(manifest).encode())
-            # Two renames. Between them the good one is .old, where loading looks for it too.
+            # Two renames. Between them the only complete checkpoint is called .old, where loading
+            # looks for it too.
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -577,13 +586,15 @@ def save_sharded_checkpoint(directory, model, optimizer=None, extra=None, more=N
 
 @contextmanager
 def fail_on_all_ranks(directory, part):
-    """One step of a save: it ends on every rank alike, with nothing or with SaveFailed, and then
-    the space is given back."""
+    """Around one step of a save: where it fails on any rank, the unfinished folder `part` is
+    deleted and SaveFailed is raised on every rank."""
     problem = ""
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
         problem = explain_write_error(error)
+
+    # A rank that failed gets here too, so all learn of the failure and none waits in vain.
     problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
         if rank_and_world()[0] == 0:
@@ -595,18 +606,18 @@ def fail_on_all_ranks(directory, part):
 
 
 def load_sharded_checkpoint(directory, model, optimizer=None, more=None):
-    """Read a checkpoint into model, optimizer and `more`, in place, whatever the two layouts. ->
-    extra. A folder that is missing, damaged or of another model: ValueError on every rank, before
-    anything is loaded."""
-    # The bytes are those that were written.
+    """Read a checkpoint into model, optimizer and `more`, in place -> extra. The layout that saved
+    it may differ from this one. A folder that is missing, damaged or of another model: ValueError
+    on every rank, before anything is loaded."""
+    # Is every byte as it was written?
     folder, manifest = validated_folder(directory)
     check_all_sums(directory, folder, manifest)
     reader = CheckpointReader(folder, manifest)
     stored = reader.read_metadata().state_dict_metadata
     tensors = checkpoint_tensors(model, optimizer) | (more or {})
 
-    # Every tensor of the folder has its place here, and the other way round. Without an optimizer
-    # only the model's are asked for.
+    # Every tensor of the folder must have its place here, and the other way round. Without an
+    # optimizer only the model's are asked for.
     asked = {name for name in stored if optimizer is not None or name.startswith("model.")}
     for name in sorted(asked | tensors.keys()):
         there = tuple(stored[name].size) if name in stored else "missing"
@@ -621,7 +632,7 @@ def load_sharded_checkpoint(directory, model, optimizer=None, more=None):
     extra = load_extra(directory)
     try:
         run_dcp(dcp.load, tensors, storage_reader=reader)
-    # of an older version, without checksums
+    # Damage that no checksum has found: a checkpoint of an older version has none.
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise DamagedCheckpoint(
@@ -656,8 +667,9 @@ def load_extra(directory):
 
 
 def check_all_sums(directory, folder, manifest):
-    """Every byte of a checkpoint is as it was written, or DamagedCheckpoint on every rank. Each
-    rank reads its share of the files."""
+    """Raise DamagedCheckpoint on every rank unless every byte of a checkpoint is as it was written.
+    Each rank reads its share of the files."""
+    # No rank raises before all know: one that left alone would keep the others waiting.
     rank, world = rank_and_world()
     problem = ""
     try:
@@ -674,8 +686,8 @@ def check_all_sums(directory, folder, manifest):
 
 def checkpoint_tensors(model, optimizer):
     """{name: tensor} of what this rank holds, DTensors where cut: weights, buffers, optimizer state
-    by parameter name. The state must be there before the first step, as muon.py makes it: loading
-    fills tensors in place, each in its layout."""
+    by parameter name. The optimizer must have made its state already, as muon.py does before the
+    first step: loading fills tensors in place, each in its layout."""
     drop_gathered_weights(model)
     tensors = {f"model.{name}": t.detach() for name, t in model.state_dict().items()}
     if optimizer is not None:
@@ -692,7 +704,7 @@ def run_dcp(verb, tensors, **where):
 
 
 def gather_from_ranks(item):
-    """The items of all ranks, on every rank; also what makes them wait for each other."""
+    """The items of all ranks, on every rank. Also a barrier: the ranks wait for each other."""
     if not dist.is_initialized():
         return [item]
     items = [None] * dist.get_world_size()
@@ -719,10 +731,13 @@ def demo_model():
 def forward_backward(model, meshes, seed=1):
     """This rank's share of one batch of 8 x 64 tokens, as a training loop does it. -> loss over all
     ranks"""
+    # Cut twice: sequences over the data ranks, positions over the cp ranks.
     rows = torch.randint(0, 64, (8, 65), generator=torch.Generator().manual_seed(seed))
-    mine = rows.chunk(meshes.layout.data)[meshes.data_rank]
+    mine = rows.chunk(meshes.layout.data)[meshes.data_rank]  # (B, 65)
     tokens, targets = shard_sequence(mine[:, :-1], meshes), shard_sequence(mine[:, 1:], meshes)
-    logits = model.logits(model(tokens, local_positions(64, meshes)))
+
+    # A share of the global mean: see parallelize.
+    logits = model.logits(model(tokens, local_positions(64, meshes)))  # (B, 64/cp, vocab)
     logits, flat = logits.flatten(0, 1), targets.flatten()
     nll = torch.nn.functional.cross_entropy(logits, flat, reduction="sum")
     loss = nll / all_reduce_sum(targets.numel())
@@ -749,6 +764,8 @@ def demo_layout_rank(rank, world, layouts):
         model = parallelize(demo_model(), meshes)
         with CommCounter() as counter:
             loss = forward_backward(model, meshes)
+
+        # Whole gradients, to compare; and the mean over ranks of the bytes that one receives.
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         received = {}
         for kind in CommCounter.KINDS.values():
@@ -758,7 +775,7 @@ def demo_layout_rank(rank, world, layouts):
 
 
 def describe_ranks(layout):
-    """{what: a word for each rank}: where rank r stands on the two meshes"""
+    """{what: a word for each rank}: the place of every rank on the two meshes"""
     table = {"rank": [], "batch . part": [], "dense copy . piece": [], "experts . piece": []}
     for r in range(layout.world):
         table["rank"].append(f"{r}")
@@ -772,9 +789,11 @@ def demo(path="out/hsdp.png"):
     from command.demo_figures import draw_meshes
     from command.forked_ranks import fork_ranks
 
-    # One process without any mesh: what all layouts must compute. A process that has seen a GPU
-    # starts autograd's device threads with its first backward, and cannot be forked afterwards.
+    # No GPU: a process that has seen one starts autograd's device threads with its first backward,
+    # and cannot be forked afterwards.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    # One process without any mesh: what all layouts must compute.
     layouts = [Layout(8, cp=2, ep=8), Layout(8, cp=2, ep=4, dp_replicate=2)]
     model = demo_model()
     expected = forward_backward(model, make_meshes())

@@ -48,9 +48,10 @@ REFERENCE = {
 
 @dataclass(frozen=True)
 class Weights:
-    """What one unit of each count adds to the effort x (ours). A turn with one call weighs 1. A
-    second call in the same turn weighs .2, so parallel calls are cheaper than calls in turn. Tool
-    output costs a fifth of written tokens, as input tokens cost less than output tokens."""
+    """What one unit of each count adds to the effort x (ours). A turn with one call weighs 1, its
+    tokens apart. A second call in the same turn adds .2, so parallel calls are cheaper than one
+    call per turn. A token of tool output costs a fifth of a written one, as input tokens cost less
+    than output tokens."""
 
     thinking_tokens: float = 0.05
     call_tokens: float = 0.05
@@ -70,8 +71,8 @@ class Weights:
 
 def concave_cost(x, k=1.0, q=0.5):
     """The concave cost C(x), in float64, same shape as x."""
-    # Outside these bounds the cost is not concave, or no number.
     x = np.asarray(x, dtype=np.float64)
+    # Outside these bounds the cost is not concave or not a number.
     fits = k >= 0 and q >= 0 and math.isfinite(k + q)
     assert fits, f"k and q must be finite and >= 0, not k={k}, q={q}"
     assert (x >= 0).all(), f"effort must be >= 0, not {x.min()}"
@@ -79,8 +80,8 @@ def concave_cost(x, k=1.0, q=0.5):
     # The straight line: q = 0, and the limit k -> 0.
     if q == 0 or k == 0:
         return x + 0.0
-    # The logarithm is the limit q -> 1. Near 1 expm1 and the division by 1-q lose no digit, so only
-    # q = 1 itself needs it.
+    # The logarithm is the limit q -> 1. Only q = 1 itself needs it: for q near 1, expm1 and the
+    # division by 1-q lose no digit.
     log = np.log1p(k * x)
     if q == 1:
         return log / k
@@ -88,8 +89,8 @@ def concave_cost(x, k=1.0, q=0.5):
 
 
 def count_effort(chain):
-    """The six quantities the length penalty weighs, and the counts the tables show, over the whole
-    chain."""
+    """The six quantities that the length penalty weighs, and the counts that the tables show, over
+    the whole chain."""
 
     def count_tokens(turns):
         return sum(len(turn.tokens) - turn.head for turn in turns)
@@ -98,7 +99,10 @@ def count_effort(chain):
     own = [turn for turn in chain.turns if turn.role == "assistant"]
     acting = [turn for turn in own if turn.calls]
     silent = [turn for turn in own if not turn.calls]
+    # A chain that was ended by a limit has no final message.
     final = silent[-1:] if chain.finished else []
+
+    # The rest: what the tools answered, the calls, and the length of each context.
     outputs = [turn for turn in chain.turns if turn.role == "tool"]
     calls = [call for turn in acting for call in turn.calls]
     lengths = [len(episode) for episode in chain.episodes]
@@ -112,6 +116,7 @@ def count_effort(chain):
         final_tokens=count_tokens(final),
         calls=len(calls),
         turns=len(own),
+        # from here on for the tables only
         sampled=count_tokens(own),
         summaries=len(chain.episodes) - 1,
         context=max(lengths),
@@ -124,7 +129,7 @@ def count_effort(chain):
 
 def compute_effort(counts, weights=Weights()):
     """x: the weighted sum of the six counts. counts: a mapping from the names of the weights to
-    numbers, or to arrays over episodes. Of a chain of summaries: the totals."""
+    numbers, or to arrays over rollouts. A chain of several episodes has its totals there."""
     # A count that is left out would be free of charge, so it is refused.
     missing = [field.name for field in fields(weights) if field.name not in counts]
     assert not missing, f"counts lack {', '.join(missing)}"
@@ -136,10 +141,9 @@ def compute_effort(counts, weights=Weights()):
 
 def charged_effort(x, truncated=False, budget=math.inf):
     """The effort that is paid for. A truncated episode, however short, and an over-long one pay for
-    the whole budget."""
+    the whole budget: otherwise a policy near the limit could save by being cut off."""
     known = math.isfinite(budget) or not np.any(truncated)
     assert known, "a truncated episode is charged the budget: pass a finite budget"
-    # Else a policy near the limit could save by being cut off.
     x = np.asarray(x, dtype=np.float64)
     pays_budget = np.asarray(truncated, dtype=bool) | (x > budget)
     return np.where(pays_budget, budget, x)[()]  # [()]: a number for a number
@@ -157,14 +161,14 @@ def shaped_reward(reward, x, scale=0.15, k=1.0, q=0.5, truncated=False, budget=m
 
 
 def effort_budget(window, turns, weights=Weights()):
-    """The effort at which the price stops to rise, and which a cut episode pays for. An agent with
-    a context of `window` tokens and `turns` turns cannot spend more in one context, so every
+    """The effort at which the price stops rising, and which a truncated episode pays for. An agent
+    with a context of `window` tokens and `turns` turns cannot spend more in one context, so every
     episode that fits pays for what it spent.
 
     It is the effort of `turns` turns with one call each and of 25/16 windows of written tokens.
     Episodes of more than 40 turns have several contexts, so there the tokens grow in proportion to
     the turns. Window 512 and 40 turns: 40 turns of 20 tokens, an effort of 80 (ours)."""
-    # As if the whole budget were written in tool calls, one a turn.
+    # As if all of these tokens were written in tool calls, one call per turn.
     tokens = 25 / 16 * window * max(1.0, turns / 40)
     counts = dict.fromkeys((field.name for field in fields(weights)), 0)
     counts.update(call_tokens=tokens, calls=turns, turns=turns)
@@ -178,9 +182,9 @@ def linear_scale(x, scale=0.15, k=1.0, q=0.5):
 
 
 def margin_over_quitting(solved, x_solving, x_quitting, scale=0.15, k=1.0, q=0.5):
-    """Expected reward of trying less that of giving up at once. solved: the probability that trying
-    succeeds. Keep it above .1 on every level: where it is negative, the reward teaches the policy
-    to quit."""
+    """Expected reward of trying minus that of giving up at once. solved: the probability that
+    trying succeeds. Keep the margin above .1 on every level: where it is negative, the reward
+    teaches the policy to quit."""
     return solved - scale * (concave_cost(x_solving, k, q) - concave_cost(x_quitting, k, q))
 
 
@@ -232,7 +236,7 @@ def print_groups(k, q, scale, weights):
     """Eight rollouts, one of them a thinking token longer than the others. -> largest advantage of
     a group that is half solved, the same divided by the standard deviation, and both for a group
     that is all solved"""
-    # Equal in everything but one thinking token of one rollout.
+    # Seven rollouts are equal, the eighth has 81 thinking tokens instead of 80.
     counts = dict(call_tokens=60, output_tokens=100, final_tokens=10, calls=4, turns=5)
     x = compute_effort(dict(counts, thinking_tokens=np.array([80] * 7 + [81])), weights)
     groups = {"half of the group solved": np.arange(8) % 2, "all solved": np.ones(8)}
@@ -240,14 +244,15 @@ def print_groups(k, q, scale, weights):
     for name, solved in groups.items():
         reward = shaped_reward(solved, x, scale, k, q)
         advantage = reward - reward.mean()
-        scaled = advantage / (advantage.std() + 1e-6)
+        scaled = advantage / (advantage.std() + 1e-6)  # as GRPO does
         sizes += [np.abs(advantage).max(), np.abs(scaled).max()]
         print(f"  {name:26} largest advantage {sizes[-2]:.5f}   divided by std {sizes[-1]:.2f}")
     return sizes
 
 
 def parse_penalty_flags(parser, argv):
-    """-> the flags, and the Weights among them. A bad value is one line and exit code 2."""
+    """-> the flags, and the Weights made from them. A bad value is one line and exit code 2."""
+    # The curvature, the scale, and one flag per weight.
     parser.add_argument("--k", type=float, default=1.0)
     parser.add_argument("--q", type=float, default=0.5)
     parser.add_argument("--scale", type=float, default=0.15)
@@ -255,6 +260,8 @@ def parse_penalty_flags(parser, argv):
         about = "weight in the effort"
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=about)
     args = parser.parse_args(argv)
+
+    # Weights and concave_cost check their own values by assert.
     try:
         weights = Weights(**{field.name: getattr(args, field.name) for field in fields(Weights)})
         concave_cost(1.0, args.k, args.q)

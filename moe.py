@@ -17,10 +17,10 @@ fp32 residual stream, initialisation, the balancing rate.
                 y = shared(x) + scale * sum_i s_i / sum_j s_j * expert_i(x)
     balancing   b_e += rate * sign(mean load - load_e): the bias only moves the choice,
                 no auxiliary loss bends the gradient
-    drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) speaks of x_t+2;
+    drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) predicts x_t+2;
                 learned from the main head's logits at t+1
 
-Left out: dropout; every way to compute the same sooner. The model knows no ranks: hsdp.py replaces
+Left out: dropout; every faster way to compute the same. The model knows no ranks: hsdp.py replaces
 two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
 the whole sequence).
 
@@ -47,6 +47,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The sizes of a model, small ones unless given. Behind some of them stand Kimi K2's."""
+
     vocab: int = 1024
     dim: int = 128
     layers: int = 4
@@ -64,9 +66,9 @@ class ModelConfig:
     expert_ffn: int = 128
     route_scale: float = 1.0  # (Kimi K2: 2.827)
     norm_gates: bool = True  # the gates of the chosen experts are divided by their sum
-    # a replayed expert must score this much of the router's own K-th best, or is replaced
+    # a replayed expert must score at least this share of the router's K-th best, or is replaced
     plausible: float = 0.0
-    # of the expert products: "mxfp8", "nvfp4", or "" = that of compute_in()
+    # number format of the expert products: "mxfp8", "nvfp4", or "" = the dtype of compute_in()
     precision: str = ""
     mtp: int = 0  # 1: a head that drafts the token after the next
     norm_eps: float = 1e-6
@@ -120,10 +122,11 @@ def linear(x, weight):
 
 
 def rope_frequencies(dims, theta, context, factor, fast=32, slow=1, mscale=1):
-    """Angles per position (dims/2,) and the attention temperature, stretched by YaRN (arXiv
-    2309.00071): pairs that turn less than `slow` times inside the old window are slowed by
-    `factor`, pairs that turn more than `fast` times are kept, a ramp lies between."""
-    frequency = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+    """-> the angle per position of each pair (dims/2,) and the attention temperature, stretched by
+    YaRN (arXiv 2309.00071): pairs that turn less than `slow` times inside the old window are slowed
+    by `factor`, pairs that turn more than `fast` times are kept, a ramp lies between."""
+    # Plain RoPE: from one radian per position down to almost 1 / theta.
+    frequency = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32) / dims)  # (dims/2,)
     if factor == 1:
         return frequency, 1.0
 
@@ -148,8 +151,8 @@ def rope_cos_sin(angles):
 
 
 def apply_rotary_emb(x, cos, sin):
-    """RoPE on the last dimension, halves as pairs: x (B, T, H, R), cos and sin (B or 1, T, 1, R) of
-    rope_cos_sin"""
+    """RoPE on the last dimension of x (B, T, H, R); entry i of its first half and entry i of its
+    second half are a pair. cos and sin (B or 1, T, 1, R): from rope_cos_sin."""
     exact = x.float()
     first, second = exact.chunk(2, -1)
     turned = exact * cos + torch.cat((second, first), -1) * sin
@@ -167,17 +170,18 @@ def swiglu(x, w_gate, w_up, w_down):
     return linear(F.silu(linear(x, w_gate)) * linear(x, w_up), w_down)
 
 
-COLDEST = 1e-30  # colder is as good as 0, and 1 / temperature stays finite in fp32
+# Any lower temperature gives the same as this one, and 1 / temperature stays finite in fp32.
+COLDEST = 1e-30
 
 
 def divide_by_temperature(scores, temperature):
-    """scores (..., V) in fp32 -> what softmax takes at a temperature above 0. At very small ones
-    relative to the largest score, which changes no probability, and no quotient overflows: the
-    largest logit then has all of it."""
+    """scores (..., vocab) in fp32 -> what softmax takes at a temperature above 0."""
     if temperature == 1:
         return scores
     if temperature >= 1e-4:
         return scores / temperature
+    # Very cold: the largest score gets nearly all the probability. It is subtracted first, which
+    # changes no probability, so that its quotient is 0 and none overflows.
     return (scores - scores.amax(-1, keepdim=True)) / max(temperature, COLDEST)
 
 
@@ -185,6 +189,7 @@ def divide_by_temperature(scores, temperature):
 
 
 def init_weight(*shape, std=None):
+    """Random weights of the variance 1 / inputs (the last dimension), unless std is given"""
     return nn.Parameter(torch.randn(shape) * (shape[-1] ** -0.5 if std is None else std))
 
 
@@ -233,7 +238,8 @@ class Experts(nn.Module):
         return [w.to_local() if hasattr(w, "to_local") else w for w in weights]
 
     def forward(self, x, counts):
-        """x (M * K, D), counts (E,): rows of each expert, one expert's behind the other's"""
+        """x (M * K, D) sorted by expert, counts (E,): how many rows each expert has -> (M * K, D)
+        in the same order"""
         assert not self.precision, f"precision={self.precision}: the plain experts do not round"
         outputs = []
         for rows, *weights in zip(x.split(counts.tolist()), *self.local_weights()):
@@ -262,25 +268,28 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
     def rule_out_experts(self, biased):
-        """biased (M, E) -> by what experts are chosen: a subclass may rule some out"""
+        """biased scores (M, E) -> the scores by which experts are chosen. A subclass may rule some
+        experts out."""
         return biased
 
     def forward(self, x, replay=None, plausible=0.0):
         """x (M, D) -> choice (M, K), gates (M, K). replay (M, K) overrides the choice where it is
-        >= 0; scores stay live. A replayed expert that scores below plausible * (the router's own
-        K-th best) gives way to the router's candidate."""
-        score = self.score_experts(x)
+        >= 0; the gates still come from the scores of now, with their gradient. A replayed expert
+        that scores below plausible * (the router's own K-th best) gives way to the router's
+        candidate."""
+        score = self.score_experts(x)  # (M, E)
 
         # The bias moves the choice and never the gates: it balances without bending the gradient.
         biased = score.detach() + self.bias
-        preference = self.rule_out_experts(biased)
+        preference = self.rule_out_experts(biased)  # (M, E)
+        # A replayed expert is put 1,000 ahead of all others, so it is chosen.
         if replay is not None:
-            replayed = self.find_replayed(replay, score.detach(), plausible)
+            replayed = self.find_replayed(replay, score.detach(), plausible)  # (M, E)
             preference = torch.where(replayed, biased + 1e3, preference)
-        choice = preference.topk(self.k)[1]
+        choice = preference.topk(self.k)[1]  # (M, K)
 
         # Scores of the chosen experts are their gates: this is where the router gets its gradient.
-        gates = score.gather(1, choice)
+        gates = score.gather(1, choice)  # (M, K)
         if self.norm_gates:
             gates = gates / (gates.sum(1, keepdim=True) + 1e-20)
         return choice, gates if self.scale == 1 else gates * self.scale
@@ -288,10 +297,10 @@ class Router(nn.Module):
     def find_replayed(self, replay, score, plausible):
         """replay (M, K), -1 = none -> (M, E): True where an expert was recorded and is plausible"""
         # Weights have moved since sampling: an expert that now scores far below is no choice.
-        floor = plausible * score.topk(self.k)[0][:, -1:]
-        # A column in front takes the -1s.
-        given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0))
-        given = given.scatter_(1, replay.long() + 1, True)[:, 1:]
+        floor = plausible * score.topk(self.k)[0][:, -1:]  # (M, 1)
+        # An extra column in front takes the -1s, and is cut off.
+        given = F.pad(torch.zeros_like(score, dtype=torch.bool), (1, 0))  # (M, 1 + E)
+        given = given.scatter_(1, replay.long() + 1, True)[:, 1:]  # (M, E)
         return given & (score >= floor)
 
 
@@ -314,6 +323,7 @@ class MoE(nn.Module):
         """x (B, T, D) -> (B, T, D). replay (B, T, K): see Router. record: a list that receives the
         choice (B, T, K). real (B, T): False where a token is padding, which is computed and not
         counted as load; None: all count."""
+        # The router takes tokens one by one, whatever sequence they come from.
         tokens = x.flatten(0, 1)  # (M, D)
         if replay is not None:
             replay = replay.flatten(0, 1)  # (M, K)
@@ -332,11 +342,11 @@ class MoE(nn.Module):
         order = choice.flatten().argsort(stable=True)  # (M*K,)
         tokens_per_expert = choice.flatten().bincount(minlength=num_experts)  # (E,)
         permuted = tokens[order // top_k]  # (M*K, D)
-        outputs = self.dispatch(permuted, tokens_per_expert, self.experts)
+        outputs = self.dispatch(permuted, tokens_per_expert, self.experts)  # (M*K, D)
 
         # Each token's result is the sum of its K experts' outputs, each times its gate.
-        weighted = outputs * gates.to(outputs.dtype).flatten()[order, None]
-        routed = torch.zeros_like(tokens).index_add_(0, order // top_k, weighted)
+        weighted = outputs * gates.to(outputs.dtype).flatten()[order, None]  # (M*K, D)
+        routed = torch.zeros_like(tokens).index_add_(0, order // top_k, weighted)  # (M, D)
         if self.shared is not None:
             routed = routed + self.shared(tokens)
         return routed.view_as(x)
@@ -351,19 +361,23 @@ class Attention(nn.Module):
         c = self.config = config
         self.scale = 1.0  # YaRN's temperature, see Model.extend_window
         self.head_dim = c.qk_nope + c.qk_rope
-        # Queries, in full or by way of a narrow vector too. It is never cached: it saves weights.
+
+        # Queries, straight from x or by way of a narrow vector. That vector is never cached: it
+        # only saves weights.
         if c.q_lora:
             self.wq_a = init_weight(c.q_lora, c.dim)
-            # DeepSeek's code: 1e-6 here, whatever norm_eps
+            # 1e-6 as in DeepSeek's code, whatever norm_eps is
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
-        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)  # (H, N + R, D or q_lora)
+
         # Keys and values: down to the latent and the rotary key, up again for each head.
-        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)
+        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)  # (C + R, D)
         self.kv_norm = RMSNorm(c.kv_lora, 1e-6)
-        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)
-        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)
+        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)  # (H, N, C)
+        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)  # (H, V, C)
+
         # Zero, like every projection into the residual stream: an untrained layer changes nothing.
-        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
+        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)  # (D, H * V)
 
     def gather_entries(self, entries):
         """Context parallelism (hsdp.py) replaces this: each rank has a part of the sequence, and
@@ -377,10 +391,11 @@ class Attention(nn.Module):
         # Only the last R dims of a query know its position.
         narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
         q_nope, q_rope = linear(narrow, self.wq).split((c.qk_nope, c.qk_rope), -1)
-        q = torch.cat((q_nope, apply_rotary_emb(q_rope, cos, sin)), -1)
+        q = torch.cat((q_nope, apply_rotary_emb(q_rope, cos, sin)), -1)  # (B, T, H, N + R)
 
-        # A rotary key cannot be rebuilt from a latent: it stands beside it, once for all heads.
-        latent, k_rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)
+        # A rotary key cannot be rebuilt from a latent, so the entry holds it too, once for all
+        # heads.
+        latent, k_rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)  # (B, T, C or R)
         k_rope = apply_rotary_emb(k_rope[:, :, None], cos, sin)[:, :, 0]
         return q, torch.cat((self.kv_norm(latent), k_rope), -1)
 
@@ -395,7 +410,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, mask=None, cache=None):
         """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. cache: a function that stores
         the entries of these tokens and returns those of all keys (B, S, C + R)."""
-        # What these tokens are to others is their entry. All keys and values are rebuilt from
+        # Other tokens see a token only through its entry. All keys and values are rebuilt from
         # entries, whether they come from this batch, from other ranks, or out of a cache.
         q, entries = self.project_qkv(x, cos, sin)
         entries = self.gather_entries(entries) if cache is None else cache(entries)
@@ -407,8 +422,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward network or a mixture of experts, each beside the
-    residual stream x, which stays in fp32"""
+    """One layer: attention, then a feed-forward network or a mixture of experts. Each adds its
+    output to the residual stream x, which stays in fp32."""
 
     def __init__(self, config, dense, attention=Attention, mixture=MoE):
         super().__init__()
@@ -427,8 +442,8 @@ class Block(nn.Module):
 
 @contextmanager
 def without_counting_load(block):
-    """While a block computes its activations once more, its router does not count the tokens once
-    more."""
+    """While a block recomputes its activations, its router does not count the same tokens again:
+    only a layer in training counts."""
     training, block.ffn.training = block.ffn.training, False
     try:
         yield
@@ -438,8 +453,8 @@ def without_counting_load(block):
 
 class MTP(nn.Module):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): one block that sees the hidden state
-    of a token and the token after it, and speaks of the one after that. Ours: the block is dense,
-    so that replay and balancing do not meet it."""
+    of a token and the token after it, and predicts the one after that. Ours: the block is dense, so
+    that it needs no replay and no balancing."""
 
     def __init__(self, config, make_block):
         super().__init__()
@@ -451,14 +466,14 @@ class MTP(nn.Module):
 
     def forward(self, hidden, embedded, cos, sin, mask=None, cache=None):
         """hidden (B, T, D), embedded (B, T, D): the tokens after them -> (B, T, D)"""
-        both = torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), -1)
+        both = torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), -1)  # (B, T, 2 D)
         x = linear(both, self.join).float()
         return self.norm(self.block(x, cos, sin, mask, cache))
 
 
 class Cache:
-    """Entries of S sequences: data (layers, S, T_max, width), the MTP head's behind the layers'.
-    `length` of each is the caller's business."""
+    """The entries of several sequences, one per row: data (layers, rows, length, width). The MTP
+    head's come after those of the layers. The caller knows how far each row is filled."""
 
     def __init__(self, model, rows, length):
         layers = len(model.layers) + model.config.mtp
@@ -474,18 +489,22 @@ class Cache:
 
 
 class Model(nn.Module):
+    """The decoder: embedding, layers, last norm and head, and the MTP head where there is one"""
+
     def __init__(self, config):
         super().__init__()
         self.config, self.dtype = config, torch.float32
         self.recompute = False  # see run_block
+
+        # The first layers are dense, as in Kimi K2: so near the embedding, routing learns slowly.
         self.embed = nn.Embedding(config.vocab, config.dim)
-        # The first layers are dense, as in Kimi K2: routing learns slowly so near the embedding.
         self.layers = nn.ModuleList()
         for i in range(config.layers):
             self.layers.append(self.make_block(config, dense=i < config.dense_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        # A head of zeros gives all tokens alike, so the first loss is log(vocab).
+
+        # A head of zeros gives all tokens the same probability, so the first loss is log(vocab).
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.zeros_(self.head.weight)
         self.mtp = MTP(config, self.make_block) if config.mtp else None
@@ -500,8 +519,8 @@ class Model(nn.Module):
         frequency, temperature = rope_frequencies(
             c.qk_rope, c.rope_theta, c.context, factor, c.yarn_fast, c.yarn_slow, c.yarn_mscale
         )
-        # A buffer moves with the model; it follows from the configuration, so no checkpoint holds
-        # it.
+        # A buffer moves with the model. This one follows from the configuration, so no checkpoint
+        # holds it.
         self.register_buffer("frequency", frequency.to(self.embed.weight.device), persistent=False)
         for module in self.modules():
             if isinstance(module, Attention):
@@ -521,8 +540,8 @@ class Model(nn.Module):
         return rope_cos_sin(positions.float()[..., None, None] * self.frequency)
 
     def embed_tokens(self, tokens):
-        """tokens (B, T) -> (B, T, D) in fp32, so that a frequent token's gradient, a sum over its
-        places, is one too"""
+        """tokens (B, T) -> (B, T, D) in fp32: the gradient of a frequent token is a sum over its
+        places, which then adds up in fp32 too"""
         return F.embedding(tokens, self.embed.weight.float())
 
     def mark_real(self, tokens):
@@ -534,31 +553,32 @@ class Model(nn.Module):
         it) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence,
         when this rank holds only a part. replay (B, T, L, K): experts to take at the L MoE layers,
         -1 = free; record: a list that receives the choices, one (B, T, K) per MoE layer."""
-        # Where the sequence is whole, attention is causal. A part of it compares positions.
+        # Where the sequence is whole, attention is causal without a mask. A part of a sequence
+        # needs a mask that compares positions; the keys' are gathered as their entries are.
         mask = None
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         else:
-            keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]
+            keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]  # (S,)
             mask = (keys <= positions[:, None])[None, None]  # (1, 1, T, S)
         cos, sin = self.rotary_cos_sin(positions[None])
 
         # Each MoE layer has its own column of the replay, dense layers have none.
         real = self.mark_real(tokens) if self.training else None
-        x = self.embed_tokens(tokens.clamp(min=0))
+        x = self.embed_tokens(tokens.clamp(min=0))  # (B, T, D)
         moe_layer = 0
         for block in self.layers:
             replayed = None
             if isinstance(block.ffn, MoE):
                 if replay is not None:
-                    replayed = replay[:, :, moe_layer]
+                    replayed = replay[:, :, moe_layer]  # (B, T, K)
                 moe_layer += 1
             x = self.run_block(block, x, cos, sin, mask, None, replayed, record, real)
         return x
 
     def run_block(self, block, *inputs):
-        """One layer; with `recompute` only its input is kept, and its backward computes the rest
-        again: memory for a third more work."""
+        """One layer. With `recompute` only its input is kept, and its backward computes the rest
+        again: less memory for a third more work."""
         if not (self.recompute and torch.is_grad_enabled()):
             return block(*inputs)
         return checkpoint(
@@ -570,28 +590,32 @@ class Model(nn.Module):
         )
 
     def locate_in_cache(self, tokens, cache, rows, start):
-        """-> rows (B,), positions (B, T) of tokens (B, T) from start (B,) on, and the mask of what
-        they may look at (B, 1, T, S)"""
-        # Rows of a batch begin at different places: each sequence has come to a length of its own.
+        """tokens (B, T), start (B,): the position of each row's first token -> rows (B,), positions
+        (B, T), and the mask of what they may look at (B, 1, T, S)"""
+        # Each sequence has a length of its own so far, so the rows begin at different positions.
         room, device = cache.data.shape[2], tokens.device
         start = torch.as_tensor(start, device=device)
         assert start.max() < room, f"position {int(start.max())} in a cache of {room} tokens"
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=device)
+        positions = start[:, None] + torch.arange(tokens.shape[1], device=device)  # (B, T)
         positions = positions.clamp(max=room - 1)  # only padding reaches so far
+
         # Causal: a token looks at what stands in its own sequence up to itself.
-        keys = torch.arange(int(positions.max()) + 1, device=device)
-        mask = (keys <= positions[..., None])[:, None]
+        keys = torch.arange(int(positions.max()) + 1, device=device)  # (S,)
+        mask = (keys <= positions[..., None])[:, None]  # (B, 1, T, S)
+
+        # A slice or a list of rows becomes a tensor of row numbers.
         row_numbers = torch.arange(cache.data.shape[1], device=device)[rows]
         return row_numbers, positions, mask
 
     def decode(self, tokens, cache, rows, start, record=None):
         """tokens (B, T) continue the cached sequences `rows` (a slice or a list) at start (B,), a
         tensor or a list -> hidden (B, T, D). Padding at the end of a row is harmless: its entries
-        are masked now and overwritten later. The cache's last place is never read by a real token:
-        give it one more than the window. record: gets the experts, one (1, B * T, K) per MoE
+        are masked now and overwritten later. No real token reads the cache's last place, so make
+        the cache one longer than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
         rows, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
         cos, sin = self.rotary_cos_sin(positions)
+
         # As forward, but each layer stores its entries and attends to all that are stored.
         x, choices = self.embed_tokens(tokens), []
         for layer, block in enumerate(self.layers):
@@ -614,6 +638,7 @@ class Model(nn.Module):
         return F.linear(x, self.head.weight.detach().to(x.dtype)).float()
 
     def run_mtp(self, hidden, embedded, following, cache, rows, start):
+        """The MTP head on whole sequences, or on tokens that continue those of a cache"""
         if cache is None:
             positions = torch.arange(following.shape[1], device=following.device)
             return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions[None]))
@@ -628,7 +653,8 @@ class Model(nn.Module):
     def logprobs(self, hidden, targets, temperature=1.0, where=None):
         """Log-probs of the targets (B, T), fp32: the cross-entropy of training. where (B, T):
         compute these only, 0 elsewhere."""
-        # A vocabulary per place is the largest tensor of a step: only the places asked for.
+        # Logits, as wide as the vocabulary, are the largest tensor of a step: they are computed for
+        # the places asked for only.
         if where is not None:
             hidden, chosen = hidden[where], targets[where]
         else:
@@ -656,29 +682,32 @@ def update_router_bias(model, rate=1e-3, reduce=lambda counts: counts):
             # By a constant step, whatever the distance: one odd batch cannot throw the bias far.
             router.bias += rate * torch.sign(load.mean() - load)
             router.load.zero_()
-    # All layers' ratios in one read: each would wait for the GPU.
+    # One read for the ratios of all layers, since each read waits for the GPU.
     return max(1.0, float(torch.stack(ratios).max())) if ratios else 1.0
 
 
 def mtp_loss(model, tokens, hidden, places=None):
-    """Self-distillation, as Composer's: tokens (B, T), -1 = padding, hidden (B, T, D) =
-    model(tokens) of whole sequences -> KL from the main head's distribution at t + 1 to the
-    draft's at t, the sum over all places that have a token behind them, divided by `places`
-    (default: their number, so the mean). A sampled token would teach less."""
-    following = tokens[:, 1:]
+    """Self-distillation, as Composer's: KL from the main head's distribution at t + 1 to the
+    draft's at t. One sampled token in place of the distribution would teach less.
+
+    tokens (B, T), -1 = padding; hidden (B, T, D) = model(tokens) of whole sequences. -> the sum
+    over all places that a real token follows, divided by `places` (default: their number, which
+    gives the mean)."""
+    following = tokens[:, 1:]  # (B, T-1)
     real = following >= 0
     # The teacher is the model itself, one token later: it has read what the draft has to guess.
     with torch.no_grad():
-        target = model.logits(hidden[:, 1:]).log_softmax(-1)
+        target = model.logits(hidden[:, 1:]).log_softmax(-1)  # (B, T-1, vocab)
     draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).log_softmax(-1)
-    divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
+    divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)  # (B, T-1)
     return (divergence * real).sum() / (real.sum().clamp(min=1) if places is None else places)
 
 
 @torch.no_grad()
 def count_draft_hits(model, tokens, hidden):
-    """As mtp_loss -> how many places have a draft that is the main head's own first choice. Over
-    the number of places: the share that speculative decoding accepts."""
+    """tokens, hidden: as for mtp_loss -> at how many places the draft is the main head's own first
+    choice. Divided by the number of places: the share of drafts that speculative decoding
+    accepts."""
     following = tokens[:, 1:]
     draft = model.draft_logits(hidden[:, :-1], following.clamp(min=0)).argmax(-1)
     choice = model.logits(hidden[:, 1:]).argmax(-1)
@@ -690,27 +719,29 @@ def count_draft_hits(model, tokens, hidden):
 def decode_speculatively(model, prompt, count):
     """Greedy decoding with the MTP head as the draft: prompt (T,) -> (a list of `count` tokens,
     share of drafts that were right). A pass reads the last sure token and the draft of the next
-    one. If the model itself chooses that draft, its choice behind the draft counts too: two tokens.
-    The draft's quality moves the speed alone (but for ties: two rows may round unlike one)."""
+    one. If the model itself chooses that draft, its choice after the draft counts too: two tokens.
+    The draft's quality changes the speed only (except at ties: two tokens read in one pass may
+    round unlike one)."""
     tokens, draft = prompt.tolist(), None
     read = 0  # tokens that are in the cache
     passes = right = 0
     cache = Cache(model, 1, len(prompt) + count + 1)
     while len(tokens) < len(prompt) + count:
-        # Read what is sure and not in the cache yet, and behind it the draft.
+        # Read the sure tokens that are not in the cache yet, and then the draft.
         sure, fed = len(tokens) - read, tokens[read:]
         if passes > 0:
             fed = fed + [draft]
         place = (cache, slice(0, 1), torch.tensor([read], device=prompt.device))
         hidden = model.decode(torch.tensor([fed], device=prompt.device), *place)
 
-        # The model's own choice behind every token read. Behind the last sure token it is the next
-        # sure one; if that is the draft, the choice behind the draft is sure too.
+        # The model's own choice after every token read. After the last sure token it is the next
+        # sure one; if that is the draft, the choice after the draft is sure too.
         choice = model.logits(hidden)[0].argmax(-1).tolist()
         hit = choice[sure - 1] == draft
         tokens += choice[sure - 1 : sure + hit]
 
-        # The draft of the token after the next. A wrong draft's entry is overwritten.
+        # The next draft: the head reads each token that was kept and its follower. The entry of a
+        # wrong draft is not counted as read, so it is overwritten.
         kept = sure + hit
         following = torch.tensor([tokens[read + 1 : read + 1 + kept]], device=prompt.device)
         draft = int(model.draft_logits(hidden[:, :kept], following, *place)[0, -1].argmax())
@@ -754,6 +785,8 @@ def train_small(config, data, rate, steps=150):
     shares"""
     torch.manual_seed(0)
     model = Model(config)
+
+    # Adam's two running means, and the router whose loads are drawn.
     parameters = list(model.parameters())
     means = [torch.zeros_like(p) for p in parameters]
     squares = [torch.zeros_like(p) for p in parameters]
@@ -762,9 +795,10 @@ def train_small(config, data, rate, steps=150):
     for step in range(1, steps + 1):
         # Four stretches of the text, from anywhere.
         starts = torch.randint(len(data) - 65, (4,)).tolist()
-        rows = torch.stack([data[i : i + 65] for i in starts])
-        tokens, targets = rows[:, :-1], rows[:, 1:]
+        rows = torch.stack([data[i : i + 65] for i in starts])  # (4, 65)
+        tokens, targets = rows[:, :-1], rows[:, 1:]  # (4, 64) each
 
+        # The MTP head's loss is simply added: it reaches no weight of the model itself.
         hidden = model(tokens)
         loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), targets.flatten())
         whole = loss + mtp_loss(model, tokens, hidden) if config.mtp else loss
@@ -793,6 +827,7 @@ DEMO = ModelConfig(
 def demo():
     from command.demo_figures import draw_loads
 
+    # The same training twice: without the bias, and with it. Only the second has an MTP head.
     torch.set_num_threads(1)
     data, curves, busiest = python_bytes(), {}, []
     for name, rate, mtp in (("without balancing", 0.0, 0), ("with the bias", 2e-2, 1)):
@@ -806,7 +841,7 @@ def demo():
         )
     draw_loads(curves, "out/moe.png")
 
-    # The model that was trained last has a head that drafts.
+    # The model that was trained last is the one with the head that drafts.
     text, right = decode_speculatively(model, data[:64], 100)
     print(
         f"MTP head as the draft: {right:.0%} of its bytes are the model's own choice, "

@@ -19,8 +19,9 @@ A step has three phases on 1..N ranks (Muon.run_task):
 Stated by Cursor (https://cursor.com/blog/composer-2-5): Newton-Schulz runs at the model's natural
 granularity, per attention head and per expert; same-shaped tensors are batched; all-to-all as in
 phase 2; asynchronous, while one task waits on communication others advance; the result equals
-full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone, so no
-rank ever asks another for a size, nothing is padded, and units that are already whole stay at home.
+full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone. So no
+rank ever asks another for a size, nothing is padded, and a unit that already lies whole on a rank
+stays there.
 Ours, for want of a public value: learning rate, momentum, coefficients, scale. Left out: fused
 kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
 thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
@@ -56,18 +57,19 @@ def newton_schulz(X, steps=5):
     """X (N, R, C), of norm 1 at most -> about U V^T of its singular value decomposition U S V^T:
     each step maps every singular value s to a s + b s^3 + c s^5 and leaves U and V alone."""
     a, b, c = COEFFICIENTS
+    # On the wide form X X^T is the smaller of the two squares.
     tall = X.shape[-2] > X.shape[-1]
-    X = X.mT if tall else X
+    X = X.mT if tall else X  # (N, m, n)
     for _ in range(steps):
         A = X @ X.mT  # (N, m, m)
-        B = b * A + c * A @ A
-        X = a * X + B @ X
+        B = b * A + c * A @ A  # (N, m, m)
+        X = a * X + B @ X  # (N, m, n)
     return X.mT if tall else X
 
 
 def step_scale(rows, columns):
-    """Length of one update: its entries get an RMS of about 0.2, as AdamW's have (Moonlight), so
-    that both share a learning rate and a weight decay."""
+    """The factor of one update. It gives the entries an RMS of about 0.2, as AdamW's have
+    (Moonlight), so that both share a learning rate and a weight decay."""
     return 0.2 * max(rows, columns) ** 0.5
 
 
@@ -75,53 +77,60 @@ def orthogonalize(G, steps=5, dtype=torch.bfloat16, out=None, iterate=newton_sch
     """The nearest semi-orthogonal matrix, roughly: singular values go to about 1. G (..., R, C) ->
     same shape and dtype.
 
-    dtype: of the matrix products. out: where the result goes, may be G itself. iterate: takes the
-    place of newton_schulz. Many small matrices are multiplied as one batch, and the result of a
-    matrix does not depend on the others of its batch."""
+    dtype: in which the matrices are multiplied. out: the tensor that receives the result, G itself
+    if you like. iterate: a function to use in place of newton_schulz. Many small matrices are
+    multiplied as one batch, and the result of a matrix does not depend on the others of its
+    batch."""
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
     if out is None:
         out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
+    # Nothing to multiply, and R * C, by which cpu_chunk divides, may be 0.
     if not G.numel():
         return out
+
+    # All leading dimensions make one stack.
     R, C = G.shape[-2:]
     matrices, results = G.reshape(-1, R, C), out.view(-1, R, C)  # (N, R, C)
 
-    # On a CPU: batches of the cache's size, and rows of whole cache lines. Without those zeros the
-    # last bit of a product depends on where in a line a matrix begins, so on its batch.
+    # On a CPU a batch has the size of the cache, and zeros fill rows and columns up to multiples of
+    # 8. Without these zeros the last bit of a product would depend on where in memory the matrix
+    # begins, and so on its batch.
     chunk, padding = len(matrices), (0, 0, 0, 0)
     if G.device.type == "cpu":
         chunk, padding = cpu_chunk(R * C, dtype), (0, -C % 8, 0, -R % 8)
+
+    # Zeros stay zeros in every product, so they are cut off again at the end.
     for X, result in zip(matrices.split(chunk), results.split(chunk)):
         X = unit_norm(torch.nn.functional.pad(X, padding), dtype)
         result.copy_(iterate(X, steps)[:, :R, :C])
     return out
 
 
-# bytes of a batch of matrices on a CPU, for other dtypes 2 << 20: small calls pay overhead, big
-# ones leave the cache
+# Bytes of one batch of matrices on a CPU, by dtype (2 << 20 for dtypes not listed). Smaller batches
+# pay more overhead, larger ones do not fit the cache.
 CACHE_BYTES = {torch.bfloat16: 3 << 20}
 
 
 def cpu_chunk(elements, dtype):
-    """How many matrices of so many elements are multiplied in one call."""
+    """How many matrices, of `elements` numbers each, are multiplied in one call."""
     return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
 
 
 def unit_norm(X, dtype):
     """X (N, R, C) / its Frobenius norm, an upper bound of the largest singular value, in the dtype
     of the products. A matrix of zeros stays one."""
-    # fp16 cannot hold a gradient, and no other dtype holds what fp64 can: divide first.
-    # The others are cast first, as on the wire.
+    # Cast first, as a matrix that crosses the wire is. Two cases are divided first and cast at the
+    # end: fp16 cannot hold a gradient before the division, and no dtype holds all that fp64 holds.
     if dtype != torch.float16 and X.dtype != torch.float64:
         X = X.to(dtype)
-    # Squares of very small or large entries would leave the range of the dtype. A power of two
-    # changes no digit.
+    # Squares of very small or large entries would leave the range of the dtype. Division by a power
+    # of two prevents that and changes no digit.
     X = X / power_of_two_below(X)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
     return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
 
 
-# a floating-point number's bits as an integer, and the mask of its exponent
+# for each dtype: the integer dtype of the same width, and the mask of the exponent's bits in it
 EXPONENT_BITS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -131,10 +140,10 @@ EXPONENT_BITS = {
 
 
 def power_of_two_below(X):
-    """The power of two at or below the largest entry of each matrix of X (N, R, C) -> (N, 1, 1):
-    the bits of that entry without the mantissa. At least the smallest normal number, so that a
+    """X (N, R, C) -> (N, 1, 1): the power of two at or below the largest entry of each matrix. That
+    is the entry without the bits of its mantissa. At least the smallest normal number, so that a
     matrix of zeros can be divided by it."""
-    largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)
+    largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
     integer, mask = EXPONENT_BITS[X.dtype]
     power = (largest.view(integer) & mask).view(X.dtype)
     return power.clamp(min=torch.finfo(X.dtype).tiny)
@@ -154,15 +163,17 @@ def as_stack(tensor):
 
 
 def block_of(shape, mesh_shape, placements, coordinate):
-    """(n0, n1, r0, r1, c0, c1): the block at one coordinate of a mesh. Rows are dealt as
-    torch.chunk deals them."""
+    """(n0, n1, r0, r1, c0, c1): the block at one coordinate of a mesh. Each dimension is cut as
+    torch.chunk cuts it: equal pieces, the last ones smaller or empty."""
+    # Each Shard placement narrows its dimension to one piece; two on one dimension narrow it twice.
     spans = [[0, size] for size in shape]
     for ranks, placement, index in zip(mesh_shape, placements, coordinate):
         if isinstance(placement, Shard):
             lo, hi = spans[placement.dim]
-            size = -(-(hi - lo) // ranks)
+            size = -(-(hi - lo) // ranks)  # rounded up
             start = min(lo + index * size, hi)
             spans[placement.dim] = [start, min(start + size, hi)]
+
     # A matrix is a stack of one, a vector a stack of one row.
     spans = [[0, 1]] * (3 - len(shape)) + spans
     return tuple(edge for span in spans for edge in span)
@@ -174,6 +185,7 @@ def block_start(tensor):
         return (0,) * tensor.ndim
     mesh = tensor.device_mesh
     edges = block_of(tensor.shape, mesh.shape, tensor.placements, mesh.get_coordinate())
+    # Every second edge is a start. The tensor's own dimensions are the last of the three.
     return edges[::2][len(edges) // 2 - tensor.ndim :]
 
 
@@ -183,9 +195,9 @@ class ShardedParam:
 
     def __init__(self, param, name, group=0, column_blocks=1, replicas=None):
         self.param, self.name = param, name
-        self.group = group  # its index in the optimizer
+        self.group = group  # index of its group in the optimizer
         self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
-        self.unit_columns = self.shape[2] // column_blocks
+        self.unit_columns = self.shape[2] // column_blocks  # width of one unit
 
         # One process with all of it, unless a mesh or a group of replicas says otherwise.
         self.process_group, self.rank = None, 0
@@ -227,6 +239,7 @@ class ShardedParam:
         assert held == expected, f"{self.name}: {held} numbers here, {placements} says {expected}"
 
     def units(self):
+        """One unit for each column block of each matrix of the stack"""
         found = []
         for n in range(self.shape[0]):
             for column in range(0, self.shape[2], self.unit_columns):
@@ -234,22 +247,22 @@ class ShardedParam:
         return found
 
     def matrix(self, tensor, n):
-        """Layer n of what this rank holds of a tensor shaped like the parameter: (rows here,
-        columns here)."""
+        """What this rank holds of matrix n of the stack, in a tensor shaped like the parameter:
+        (rows here, columns here)."""
         return as_stack(to_local(tensor))[n - self.block[0]]
 
 
 def mesh_group(mesh):
-    """One process group over all ranks of a mesh: two meshes over the same ranks share it, and so
-    share their tasks."""
+    """One process group over all ranks of a mesh. Meshes that span all ranks of the job share one
+    group, and so their parameters share tasks."""
     if set(mesh.mesh.flatten().tolist()) == set(range(dist.get_world_size())):
         return dist.group.WORLD
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 class Unit:
-    """A matrix that is orthogonalized as a whole: layer n of a stack, columns `column` to `column +
-    unit_columns`."""
+    """A matrix that is orthogonalized as a whole: of matrix n of a stack, the columns `column` to
+    `column + unit_columns`."""
 
     __slots__ = ("sharded", "n", "column", "owner", "shape", "cost")
 
@@ -257,7 +270,7 @@ class Unit:
         self.sharded, self.n, self.column = sharded, n, column
         self.owner = 0  # the rank that orthogonalizes it
         self.shape = (sharded.shape[1], sharded.unit_columns)  # (R, C)
-        self.cost = math.prod(self.shape) * min(self.shape)  # a Newton-Schulz step is m m n
+        self.cost = math.prod(self.shape) * min(self.shape)  # a Newton-Schulz step costs ~ m m n
 
     def piece(self, rank):
         """The part of the unit in a rank's block, as slices (rows, columns) of the unit."""
@@ -274,6 +287,7 @@ class Unit:
         return piece_size(self.piece(rank)) == math.prod(self.shape)
 
     def travels(self):
+        """Does any rank but the owner hold a piece of it?"""
         return any(rank != self.owner for rank in self.holders())
 
     def local_part(self, matrix):
@@ -291,6 +305,7 @@ def assign_owners(units):
     """Which rank orthogonalizes which unit, from shapes alone. A unit that lies whole on a rank
     stays there. The others go to the least loaded rank, the most expensive ones first. Replicas
     hold the same units, and each unit is done by one of them only."""
+    # Units that lie whole on a rank, or on several: the least loaded of these takes them.
     load, spread_out = [0] * len(units[0].sharded.blocks), []
     for unit in units:
         candidates = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
@@ -299,6 +314,8 @@ def assign_owners(units):
             load[unit.owner] += unit.cost
         else:
             spread_out.append(unit)
+
+    # Then the others. Cheap ones come last, so that they even out the loads.
     for unit in sorted(spread_out, key=lambda unit: -unit.cost):
         unit.owner = load.index(min(load))
         load[unit.owner] += unit.cost
@@ -322,15 +339,17 @@ class MuonTask:
         self.process_group, self.device = sharded.process_group, sharded.param.device
         self.rank, self.world = sharded.rank, len(sharded.blocks)
         self.number = 0  # in the log of events
+
+        # This rank orthogonalizes the units that it owns. Of some it also holds a piece itself.
         self.owned = [unit for unit in units if unit.owner == self.rank]
         self.own_pieces = [u for u in self.owned if self.rank in u.sharded.holders[u.n]]
         self.local_ranges = find_local_ranges(units, self.rank)
 
+        # Sorted by rank, as all-to-all wants it. The sort is stable, so within a rank both ends
+        # keep the order of the units.
         self.sends, self.recvs, self.result_sends, self.result_recvs = [], [], [], []
         for unit in units:
             self.add_routes(unit)
-        # By rank, as all-to-all wants it. The sort is stable: within a rank the order of the units,
-        # on both ends.
         for routes in (self.sends, self.recvs, self.result_sends, self.result_recvs):
             routes.sort(key=lambda route: route.rank)
 
@@ -339,12 +358,15 @@ class MuonTask:
         self.returns = any(unit.travels() for unit in units)
 
     def add_routes(self, unit):
+        """Add the routes of one unit that begin or end on this rank."""
         owner, copies = unit.owner, unit.sharded.copies
         for rank in unit.holders():
-            # The owner collects from its own copy of the parameter and answers all copies. That
-            # way the all-gather over copies costs no collective of its own.
+            # The owner collects pieces from its own copy of the parameter and sends results to all
+            # copies. That way the all-gather over copies costs no collective of its own.
             same_copy = copies[rank] == copies[owner]
-            # What stays on its rank crosses no wire, and what two others exchange is not ours.
+
+            # A piece that stays on its rank needs no route, and two other ranks make their own.
+            # [route] * same_copy is the route or nothing.
             if rank != owner and rank == self.rank:
                 route = Route(owner, unit, unit.piece(rank))
                 self.sends += [route] * same_copy
@@ -356,12 +378,13 @@ class MuonTask:
 
 
 def find_local_ranges(units, rank):
-    """[[parameter, lo, hi]]: the runs of stack indices of which this rank holds some. Momentum goes
-    run by run, a few calls for many units."""
+    """[[parameter, lo, hi]]: runs of neighbouring stack indices of which this rank holds a part.
+    Momentum is updated run by run: a few calls for many units."""
     ranges = []
     for unit in units:
         if rank not in unit.sharded.holders[unit.n]:
             continue
+        # A unit next to the last run makes it longer. Column blocks of a matrix share its index.
         if ranges and ranges[-1][0] is unit.sharded and unit.n <= ranges[-1][2]:
             ranges[-1][2] = max(ranges[-1][2], unit.n + 1)
         else:
@@ -370,9 +393,9 @@ def find_local_ranges(units, rank):
 
 
 def plan_tasks(sharded_params, itemsize, task_bytes, window):
-    """Cut all units into tasks: per process group those that travel, about a third of the bytes
-    each so that there is something to overlap, at most task_bytes per rank; then those that stay,
-    in cache-sized tasks that fill the waiting time."""
+    """Cut all units into tasks. Units that travel: per process group about three tasks, so that
+    there is something to overlap, and more where a task would pass task_bytes per rank. Units that
+    stay: tasks of the cache's size (on a GPU: of task_bytes), which fill the waiting time."""
     by_group = defaultdict(list)
     for sharded in sharded_params:
         by_group[sharded.process_group].extend(sharded.units())
@@ -395,6 +418,7 @@ def plan_tasks(sharded_params, itemsize, task_bytes, window):
             elif any(unit.owner == sharded.rank for unit in blocks):
                 at_home.append(blocks)
 
+        # A task that travels is closed at a third of all bytes, but not below 4 KB.
         sharded = units[0].sharded
         third = sum(matrix_bytes(blocks, itemsize) for blocks in travelling) // 3
         bound = min(max(third, 1 << 12), task_bytes * len(sharded.blocks))
@@ -405,12 +429,13 @@ def plan_tasks(sharded_params, itemsize, task_bytes, window):
 
     for number, task in enumerate(moving + staying, start=1):
         task.number = number
-    # The first of those that move are under way while those that stay multiply.
+    # Tasks at home come right after the first that travel: they multiply while messages are under
+    # way.
     return moving[: window - 1] + staying + moving[window - 1 :]
 
 
 def matrix_bytes(blocks, itemsize):
-    """Of the matrix that these column blocks make up, on the wire"""
+    """Bytes on the wire of the matrix that these column blocks make up"""
     _, rows, columns = blocks[0].sharded.shape
     return itemsize * rows * columns
 
@@ -441,10 +466,10 @@ class Muon(torch.optim.Optimizer):
     DTensors with Shard and Replicate placements.
 
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
-    gradients: they share the units. ns_dtype: dtype of the matrix products, and of the wire; on a
-    CPU without bf16 instructions fp32 is some 20 times faster. newton_schulz: the iteration, see
-    orthogonalize. check_gradients: NaN and inf raise before anything has changed. task_bytes,
-    window: size of a task per rank, and how many are in flight.
+    gradients: each rank orthogonalizes some of the units for all. ns_dtype: dtype of the matrix
+    products, and of the wire; on a CPU without bf16 instructions fp32 is some 20 times faster.
+    newton_schulz: the iteration, see orthogonalize. check_gradients: NaN and inf raise before
+    anything has changed. task_bytes, window: size of a task per rank, and how many are in flight.
 
     Set .events to [] to log (seconds, task, event); .traffic counts the collectives and bytes
     received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
@@ -473,19 +498,23 @@ class Muon(torch.optim.Optimizer):
         window=3,
     ):
         self.names = {}  # parameter -> its name
+        # plans: {ids of the parameters that take part in a step: its tasks}
         self.sharded_params, self.plans = [], {}
         self.events, self.traffic = None, {}
         self.replicas, self.ns_dtype, self.newton_schulz = replicas, ns_dtype, newton_schulz
         self.check_gradients, self.task_bytes, self.window = check_gradients, task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
+
+        # Last, because torch calls add_param_group from here, which needs all of the above.
         defaults = dict(algorithm="muon", lr=lr, weight_decay=weight_decay)
         of_muon = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, column_blocks=1)
         super().__init__(param_groups, {**defaults, **of_muon, "betas": betas, "eps": eps})
 
     def add_param_group(self, group):
-        """Check a group by name, and make its state now, in its placement: a checkpoint needs no
-        first step to know it."""
+        """Check a group, and make its state now, placed as its parameters are. A checkpoint is
+        loaded in place, so the state must be there before the first step."""
+        # A parameter comes with a name, or is called by its place.
         options, params = {**self.defaults, **group}, group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         known, added = dict(self.names), {}
@@ -505,8 +534,8 @@ class Muon(torch.optim.Optimizer):
         self.find_sharded_params()
 
     def find_sharded_params(self):
-        """What follows from the groups: who holds what of each Muon parameter. Plans are made anew
-        at the next step."""
+        """Find out who holds what of each Muon parameter. All of it follows from the groups. Plans
+        are made anew at the next step."""
         self.sharded_params, self.plans = [], {}
         for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "muon":
@@ -514,17 +543,20 @@ class Muon(torch.optim.Optimizer):
                     blocks = group["column_blocks"]
                     sharded = ShardedParam(p, self.names[p], number, blocks, self.replicas)
                     self.sharded_params.append(sharded)
+                    # in the seed of its rounding noise
                     sharded.order = len(self.sharded_params)
 
     @torch.no_grad()
     def step(self, closure=None):
+        """One update of all parameters. closure, as in torch: computes the loss, which is
+        returned."""
         with torch.enable_grad():
             loss = closure() if closure else None
         self.traffic = dict(collectives=0, bytes_received=0)
         if self.check_gradients:
             self.refuse_bad_gradients()
 
-        # AdamW is elementwise: a shard needs nobody.
+        # AdamW is elementwise: each rank updates its shards alone.
         for number, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
                 self.adamw_step(group, number)
@@ -557,13 +589,14 @@ class Muon(torch.optim.Optimizer):
                 live.append(task)
 
     def run_task(self, task):
-        """One task from gradients to new weights, in three phases. It yields where it would wait;
-        its frame owns the buffers on the wire."""
+        """One task from gradients to new weights, in three phases. It yields where it would wait
+        for messages. Its local variables keep the buffers on the wire alive."""
         # Phase 1: momentum of what lies here, {(parameter, n): (rows here, columns here)}.
         updates = self.update_momentum(task)
 
         # Phase 2: orthogonalize whole matrices.
-        # Pieces of the units of others leave for their owners. Meanwhile our own go to their place.
+        # Pieces of units that other ranks own leave for their owners. Meanwhile the pieces of our
+        # own units are copied into whole matrices.
         stacks, matrices = allocate_matrices(task.owned, self.wire_dtype)
         if task.gathers:
             pieces = [unit.local_part(updates[unit.sharded, unit.n]) for _, unit, _ in task.sends]
@@ -573,7 +606,7 @@ class Muon(torch.optim.Optimizer):
         own_parts = [unit.local_part(updates[unit.sharded, unit.n]) for unit in task.own_pieces]
         copy_tensors(own_slots, own_parts)
 
-        # The pieces of our units arrive: they are whole.
+        # The missing pieces of our units arrive: now the matrices are whole.
         if task.gathers:
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
@@ -600,17 +633,22 @@ class Muon(torch.optim.Optimizer):
         self.log(task, "done")
 
     def update_momentum(self, task):
-        """Momentum and Nesterov in fp32 on what lies here. A convex sum, not g + mu m: the scale is
-        free, the rounding better."""
+        """Momentum and Nesterov in fp32 on what lies here -> {(parameter, n): (rows here, columns
+        here)}. Momentum is a convex sum, not g + mu m: orthogonalization ignores the scale, and the
+        rounding is better."""
         updates = {}
         for sharded, lo, hi in task.local_ranges:
+            # Stack indices lo to hi of the whole, counted from where the block here begins.
             group, first = self.param_groups[sharded.group], sharded.block[0]
             part = slice(lo - first, hi - first)
+            # (hi - lo, rows here, columns here)
             momentum = as_stack(to_local(self.state[sharded.param]["momentum"]))[part]
             if sharded.param.grad is None:
                 gradient = torch.zeros_like(momentum)
             else:
                 gradient = as_stack(to_local(sharded.param.grad))[part].float()
+
+            # lerp_ with weight 1 - mu: m <- mu m + (1-mu) g, in the optimizer's state.
             momentum.lerp_(gradient, 1 - group["momentum"])
             update = momentum
             if group["nesterov"]:
@@ -621,18 +659,19 @@ class Muon(torch.optim.Optimizer):
 
     def start_all_to_all(self, task, sends, tensors, recvs):
         """Start one all-to-all with exact splits: tensors leave along the routes `sends`. -> a
-        function that waits, and gives what came along the routes `recvs`. Sizes follow from the
-        routes, on every rank alike."""
+        function that waits, and gives what came along the routes `recvs`."""
+        # Sender and receiver compute the same sizes from their routes: no message about sizes.
         send_sizes, send_splits = measure_routes(sends, task.world)
         recv_sizes, recv_splits = measure_routes(recvs, task.world)
         send_buffer = torch.empty(sum(send_sizes), dtype=self.wire_dtype, device=task.device)
         recv_buffer = torch.empty(sum(recv_sizes), dtype=self.wire_dtype, device=task.device)
 
-        # The routes are sorted by rank: one flat buffer, each rank's pieces side by side.
+        # One flat buffer: the routes are sorted by rank, so each rank's pieces stand side by side.
         parts = zip(send_buffer.split(send_sizes), tensors)
         copy_tensors([part.view(tensor.shape) for part, tensor in parts], tensors)
         splits, group = (recv_splits, send_splits), task.process_group
         work = dist.all_to_all_single(recv_buffer, send_buffer, *splits, group=group, async_op=True)
+
         self.traffic["collectives"] += 1
         self.traffic["bytes_received"] += recv_buffer.nbytes
 
@@ -646,7 +685,8 @@ class Muon(torch.optim.Optimizer):
         return receive
 
     def decay_weights(self, task):
-        """Weight decay, decoupled. bf16 weights are rounded once for decay and update together."""
+        """Decoupled weight decay. bf16 weights are decayed in apply_updates instead, so that decay
+        and update are rounded only once."""
         for sharded, lo, hi in task.local_ranges:
             group, first = self.param_groups[sharded.group], sharded.block[0]
             if group["weight_decay"] and sharded.param.dtype != torch.bfloat16:
@@ -654,13 +694,14 @@ class Muon(torch.optim.Optimizer):
                 weights.mul_(1 - group["lr"] * group["weight_decay"])
 
     def apply_updates(self, units, pieces):
-        """Add each orthogonal piece to the weights here: one fused call per step length."""
-        by_length = defaultdict(lambda: ([], []))
+        """Subtract each orthogonal piece from the weights here: one fused call per step length."""
+        by_length = defaultdict(lambda: ([], []))  # {length: (weights, pieces)}
         for unit, piece in zip(units, pieces):
             sharded, group = unit.sharded, self.param_groups[unit.sharded.group]
             weight = unit.local_part(sharded.matrix(sharded.param, unit.n))
             length = group["lr"] * step_scale(*unit.shape)
             if weight.dtype == torch.bfloat16:
+                # Decay and update in fp32, then one rounding.
                 exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
                 exact.sub_(piece, alpha=length)
                 # The noise follows from step, parameter and place: alike on every holder.
@@ -682,8 +723,8 @@ class Muon(torch.optim.Optimizer):
     def adamw_step(self, group, number):
         """AdamW (Loshchilov and Hutter) on what lies here."""
         (b1, b2), lr = group["betas"], group["lr"]
-        # Parameters that have seen equally many steps share their constants, and so a few calls for
-        # all of them.
+        # Parameters that have seen equally many steps share their bias corrections, so a few calls
+        # serve all of them.
         by_step = defaultdict(list)
         for i, p in enumerate(group["params"]):
             if p.grad is not None:
@@ -694,7 +735,8 @@ class Muon(torch.optim.Optimizer):
             params = [p for _, p in numbered]
             m = [to_local(self.state[p]["exp_avg"]) for p in params]
             v = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
-            # Weights in fp32 are themselves, others a copy that is rounded below.
+            # fp32 weights are changed in place. Narrower ones are changed in an fp32 copy, which is
+            # rounded below.
             w = [to_local(p).to(mean.dtype) for p, mean in zip(params, m)]
             g = [to_local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
 
@@ -710,6 +752,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(deviation, group["eps"])
             torch._foreach_addcdiv_(w, m, deviation, -lr / (1 - b1**t))
 
+            # The copies go back into the weights: bf16 by chance, fp16 to the nearest.
             for (i, p), updated in zip(numbered, w):
                 if p.dtype == torch.bfloat16:
                     stochastic_round(to_local(p), updated, (t, number, i), block_start(p))
@@ -719,6 +762,8 @@ class Muon(torch.optim.Optimizer):
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step
         leaves ranks waiting."""
+        # One list per process group, None for plain tensors. Ranks must agree on the list of a
+        # group, so it also has the sharded parameters without gradient.
         by_group = defaultdict(list)
         for p, name in self.names.items():
             sharded = isinstance(p, DTensor)
@@ -730,11 +775,13 @@ class Muon(torch.optim.Optimizer):
 
         for process_group, params in by_group.items():
             grads = [to_local(p if p.grad is None else p.grad) for p in params]
-            # A rank may hold nothing of a small matrix, and nothing has no largest entry.
+            # A rank may hold nothing of a small matrix, and an empty tensor has no largest entry.
             grads = [g if g.numel() else g.new_zeros(1) for g in grads]
             # The largest entry: the sum of squares of large finite numbers would be infinite.
             norms = torch._foreach_norm(grads, math.inf)
             bad = torch.stack([~norm.isfinite() for norm in norms]).to(torch.uint8)
+
+            # A parameter is bad on all ranks if it is bad on one.
             if process_group is not None:
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=process_group)
                 self.traffic["collectives"] += 1
@@ -746,6 +793,7 @@ class Muon(torch.optim.Optimizer):
         """Exact resume: torch casts state to the parameter's dtype, which would round the fp32
         state of bf16 weights."""
         super().load_state_dict(state_dict)
+        # Saved state is keyed by number, ours by parameter: the groups give the pairs.
         numbers, params = [], []
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
             numbers += saved["params"]
@@ -769,18 +817,19 @@ class Muon(torch.optim.Optimizer):
         return twin
 
     def copied_state(self):
-        """torch's part, our settings and the names: everything else follows from them."""
+        """torch's part and what COPIED lists: everything else follows from them."""
         settings = {key: getattr(self, key) for key in self.COPIED}
         return {**super().__getstate__(), **settings, "events": None, "traffic": {}}
 
     def __setstate__(self, state):
-        """torch's load_state_dict calls it, too, with groups and state alone."""
+        """torch's load_state_dict calls this too, with groups and state alone."""
         super().__setstate__(state)
         self.find_sharded_params()
 
 
 def measure_routes(routes, world):
-    """-> numbers in the piece of each route, and numbers that go to or come from each rank"""
+    """-> how many elements the piece of each route has, and how many go to or come from each
+    rank"""
     sizes, by_rank = [], [0] * world
     for rank, _, piece in routes:
         sizes.append(piece_size(piece))
@@ -795,20 +844,21 @@ def copy_tensors(targets, sources):
 
 
 def allocate_matrices(units, dtype):
-    """Room for whole units, equal shapes together: {(group, R, C): (K, R, C)} and {unit: its (R, C)
-    in there}."""
+    """Memory for whole units, those of equal shape in one stack: {(group, R, C): stack (K, R, C)}
+    and {unit: its matrix (R, C) in a stack}."""
     same, stacks, matrices = defaultdict(list), {}, {}
     for unit in units:
         same[unit.sharded.group, *unit.shape].append(unit)
     for key, units in same.items():
         device = units[0].sharded.param.device
-        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)
+        stacks[key] = torch.empty(len(units), *key[1:], dtype=dtype, device=device)  # (K, R, C)
         matrices.update(zip(units, stacks[key]))
     return stacks, matrices
 
 
 def make_state(p, algorithm):
-    """Of one parameter before its first step. Zeros in the parameter's placement, fp32 or wider."""
+    """The state of one parameter before its first step: zeros, placed as the parameter is. fp32, or
+    fp64 for AdamW on fp64 weights."""
     if algorithm == "muon":
         state = dict(momentum=torch.zeros_like(p, dtype=torch.float32))
     else:
@@ -829,7 +879,8 @@ def stochastic_round(weight, exact, seed, start=None):
     given. A number's noise follows from the seed and its place in the whole: it is the same however
     the tensor is cut, and on every device."""
     noise = noise_of_places(start or (0,) * weight.ndim, weight.shape, seed, weight.device)
-    # bf16 is the upper half of fp32
+    # bf16 is the upper 16 bits of fp32. Random bits are added to the lower 16, which are then cut
+    # off: the larger they are, the likelier is a carry into the upper ones.
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
 
 
@@ -837,20 +888,22 @@ def noise_of_places(start, shape, seed, device):
     """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of
     the seed and of each number's place. The places of each dimension are hashed as a vector, and
     the vectors are combined by one more hash."""
+    # Python hashes integers alike in every process.
     key = hash((*seed, -1)) % 2**31
     noise = torch.full((), key, dtype=torch.int32, device=device)
     for dim, (first, size) in enumerate(zip(start, shape)):
         # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
         key = hash((*seed, dim)) % 2**31
         places = torch.arange(first, first + size, dtype=torch.int32, device=device)
-        noise = noise[..., None] ^ scramble(scramble(places) + key)
+        noise = noise[..., None] ^ scramble(scramble(places) + key)  # one more dimension
     return scramble(noise) & 0xFFFF
 
 
 def scramble(bits):
     """A hash of each int32 (Chris Wellons' lowbias32): every bit of the result depends on every bit
     of the input."""
-    bits = bits ^ (bits >> 16 & 0xFFFF)  # the shift of a signed number drags its sign along
+    # A shift of a signed number fills up with its sign, which the masks clear.
+    bits = bits ^ (bits >> 16 & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ (bits >> 15 & 0x1FFFF)
     bits = bits * (0x846CA68B - 2**32)  # as a signed number
@@ -861,9 +914,11 @@ def scramble(bits):
 
 
 def check_parameter(name, param, options):
-    """What a group may hold, said with the parameter's name."""
+    """Raise ValueError, with the parameter's name, if a group with these options cannot hold it."""
     shape, blocks = tuple(param.shape), options["column_blocks"]
     placements = param.placements if isinstance(param, DTensor) else ()
+
+    # The first problem is the one reported. AdamW takes any shape.
     problem = ""
     if options["algorithm"] not in ("muon", "adamw"):
         problem = f"algorithm is 'muon' or 'adamw', not {options['algorithm']!r}"
@@ -885,11 +940,14 @@ def check_parameter(name, param, options):
 
 def show_singular_values():
     """How five steps bring the singular values of one matrix to about 1"""
+    # Row k is divided by k, so the singular values differ widely. V comes transposed.
     generator = torch.Generator().manual_seed(0)
-    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]
-    U, _, V = torch.linalg.svd(G, full_matrices=False)
+    G = torch.randn(64, 256, generator=generator) / torch.arange(1, 65)[:, None]  # (64, 256)
+    U, _, V = torch.linalg.svd(G, full_matrices=False)  # (64, 64), (64,), (64, 256)
     print("singular values of a 64 x 256 matrix, rows falling off as 1/k")
     print("                 largest   median  smallest   cosine to U V^T")
+
+    # The goal U V^T has 64 singular values of 1, so its norm is 8.
     for steps in range(6):
         X = orthogonalize(G, steps) if steps else G
         S = torch.linalg.svdvals(X)

@@ -15,11 +15,11 @@ gave over 5,000, with half the error.
 
 Derived: each episode is one training sequence; the group's mean is over chains, never over
 episodes; the price of effort is taken over the whole chain. The context is bounded by construction:
-no turn is sampled beyond the window, an episode longer than the trigger is asked for a summary at
-once, and what tools answer is cut so that query and summary find the window's last eighth; only an
-action begun just below the trigger may write into that, and then the summary is short. Ours: the
-trigger (a share of the window, below seven eighths), the query's words, that a condensed context is
-cut at a quarter of the window.
+no turn is sampled beyond the window, and an episode that has passed the trigger is asked for a
+summary at once. Tool outputs are cut so that the window's last eighth is left for the summary. Only
+an action begun just below the trigger may write into that eighth, and then the summary is short.
+Ours: the trigger (a share of the window, below seven eighths), the query's words, that a condensed
+context is cut at a quarter of the window.
 
     python summarize.py      a task several windows long, played by the scripted expert: the ends
                              of its episodes, and the longest context with summaries and without
@@ -38,17 +38,20 @@ QUERY = "Summarize."
 
 
 def condensed_context(tokenizer, body, most):
-    """The part of a sampled summary turn that is carried on: what follows <|summary|>, or all of it
-    where that is missing, without its thought. Of one longer than `most` tokens the beginning, with
-    a note of how much was cut, all within `most`."""
+    """The tokens of a sampled summary turn that the next episode gets: those behind <|summary|>, or
+    all where that mark is missing, without the model's thoughts. If they are more than `most`, the
+    end is cut off and a note says how many tokens were cut; the note counts within `most`. body:
+    the sampled tokens."""
+    # The stop token ends the turn and the scratch thinking comes before the mark: both stay behind.
     tokens = list(body[:-1] if body and body[-1] in tokenizer.ends else body)
     tokens = behind_last(tokens, tokenizer.id[SUMMARIZE])
-    # A published model's scratch space ends there.
+    # The thoughts of a published model end with </think>, where its tokenizer has that token.
     tokens = behind_last(tokens, tokenizer.special.get("</think>"))
     if len(tokens) <= most:
         return tokens
-    # The note says how many tokens are gone, and takes room itself: the number is found with the
-    # note in its place.
+
+    # The note says how many tokens are gone, and takes room itself. A longer number may need a
+    # longer note, so the number is computed again with the note in its place.
     lost = len(tokens) - most
     for _ in range(3):
         note = tokenizer.encode(f"\n[{lost} tokens cut]")
@@ -82,14 +85,15 @@ class Compaction:
         return None
 
     def room_for_outputs(self, tokenizer, chain):
-        """Tokens that the last turn's outputs may have, so that query and summary still find an
-        eighth of the window"""
+        """How many tokens the outputs of the last turn may have, if an eighth of the window is to
+        be left for the summary"""
         query_tokens = len(tokenizer.encode(QUERY)) + 8  # with the control tokens around it
         room = self.window * 7 // 8 - len(chain.episodes[-1]) - query_tokens
+        # After a long action there may be no room at all: a few tokens of output are kept anyway.
         return max(16, room)
 
     def turns_after_summary(self, tokenizer, chain, summary):
-        """The turns that a new episode starts from: the task, and the condensed context with the
+        """The turns that a new episode starts from: the task, and the condensed context behind the
         number of summaries so far. summary: the turn that was sampled"""
         body = summary.tokens[summary.head :]
         carried = tokenizer.encode(f"{len(chain.episodes)}\n")
@@ -106,17 +110,20 @@ def make_compaction(config):
 
 
 def count_named_targets(chain):
-    """What is lost? -> summaries, their sampled tokens, and of the deleted functions that were not
-    written yet when one was written how many there were (left) and how many are named in what of it
-    went on (named). Generated tasks only."""
+    """What do summaries lose? -> counts over a chain: `summaries`, their sampled `tokens`, how many
+    deleted functions were still to be written at each summary (`left`), and how many of these the
+    next episode was told the names of (`named`). Generated tasks only."""
     counts = {"summaries": 0, "tokens": 0, "left": 0, "named": 0}
     unwritten = {target["name"] for target in chain.task.meta.get("targets", ())}
     for episode, next_episode in zip(chain.episodes, chain.episodes[1:]):
         unwritten -= functions_written(episode, unwritten)
-        # Where the oldest turns are left out instead, no summary was asked for.
+        # An episode that was asked for a summary ends with query and summary. One whose oldest
+        # turns were dropped instead (see truncate) does not.
         query, summary = episode.turns[-2:]
         if query.role != "query":
             continue
+
+        # What counts is the text that the next episode begins with, not all that was sampled.
         carried = [turn.text for turn in next_episode.turns if turn.role == "summary"]
         counts["summaries"] += 1
         counts["tokens"] += len(summary.tokens) - summary.head
@@ -140,7 +147,8 @@ def functions_written(episode, names):
 
 
 def demo():
-    # The same expert on the same task, in a window that never ends and in one that is too short
+    # The same expert on the same task, in a window that never ends and in one that is too short.
+    # The tokenizer has one token per byte, so the task is long.
     tokenizer = Tokenizer({bytes([b]): b for b in range(256)})
     task = make_task(7, 3)
     window = 900
@@ -149,7 +157,7 @@ def demo():
     unbounded = demonstrate(task, tokenizer, random.Random(2), limits)
     chain = demonstrate(task, tokenizer, random.Random(2), limits, compact=compaction)
 
-    # Of each episode: the summary that it began with, and how it ended
+    # Print of each episode the summary that it began with, and how it ended.
     for number, episode in enumerate(chain.episodes, 1):
         print(f"\n======== episode {number}: {len(episode)} tokens (window {window})")
         for turn in episode.turns:
