@@ -130,6 +130,7 @@ def find_broken_style(call, names):
     an edit is seldom a whole program."""
     if call.name != "edit_file" or len(call.args) != 3 or not call.args[0].endswith(".py"):
         return None
+    # A line that the replaced text holds, too, was not added by this edit.
     _, old, new = call.args
     kept = set(old.split("\n"))
 
@@ -271,6 +272,7 @@ def detect(chain, rules=RULES, critic=None):
     """-> the Hints of a chain, at most one per turn. `rules`: a dict of functions, or names out of
     RULES. `critic`, any function (chain, episode, turn) -> text or None, is asked instead of the
     rules: a model, for instance."""
+    # Which rules? The result is a dict, in the order in which they are asked.
     if critic:
         rules = {"critic": critic}
     elif not isinstance(rules, dict):

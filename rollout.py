@@ -705,7 +705,7 @@ def grade_chain(chain, sandbox):
     try:
         verdict = judge(chain.task, chain.files, sandbox)
         chain.solved, chain.reward = verdict.solved, float(verdict.solved)
-        # Here the audit runs beside the sampling, and in the processes that sample.
+        # Audited here, not later: here it runs beside the sampling, in the processes that sample.
         audit_chain(chain, verdict)
     except (MachineFailure, OSError, MemoryError) as failure:
         if not is_machine_failure(failure):

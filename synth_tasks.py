@@ -323,6 +323,7 @@ def near_misses(function, rng):
     off by one, another operation, another constant; at the end another reduction. That is five for
     each step, the forgotten step first, and one more."""
     for number, (op, k) in enumerate(function.steps):
+        # What may stand in the place of this step: nothing, or a wrong step.
         before, after = function.steps[:number], function.steps[number + 1 :]
         mistakes = [
             [],
@@ -333,6 +334,7 @@ def near_misses(function, rng):
         ]
         for mistake in mistakes:
             yield Function("", "", before + mistake + after, function.reduction)
+    # The right steps with a reduction drawn at random.
     yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
 
 
@@ -641,6 +643,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             for _ in range(jobs + 1):
                 waiting |= submit_next()
             while waiting and len(tasks) < n:
+                # What is done is kept or counted, and makes room for the next feature.
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
                     task = future.result()
@@ -658,8 +661,10 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             print(f"\nstopped: {out} holds the {len(tasks)} tasks verified so far", file=sys.stderr)
             raise
         finally:
+            # After enough tasks, or an error: features that no worker has begun are given up.
             for future in waiting:
                 future.cancel()
+
     if not tasks:
         why = dict(reasons) or "no test runs a definition of three lines"
         raise Refusal(f"{repo}: no task could be verified: {why}")

@@ -905,10 +905,13 @@ class Reinforcement(Source):
         """The reward: 1 or 0 by the hidden tests of what was submitted, minus the price of effort.
         A chain that a limit cut short has submitted nothing."""
         config = self.run.config
+        # Was it solved, and what effort did it take?
         chain.solved = chain.solved and chain.finished
         chain.stats["effort"] = float(
             length_penalty.compute_effort(chain.stats, self.effort_weights)
         )
+
+        # --length_penalty=0 turns the price off.
         reward = length_penalty.shaped_reward(
             float(chain.solved),
             chain.stats["effort"],
@@ -1005,9 +1008,12 @@ class Reinforcement(Source):
         items, hints = [], {}
         for group in groups:
             for chain, advantage in zip(group, self.group_advantages(group)):
+                # The bad habits that the rules find, at most one per turn.
                 found = []
                 if config.feedback:
                     found = feedback_distill.detect(chain, habits(config))
+
+                # All episodes of a rollout have its advantage; a hint belongs to one of them.
                 for number, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     here = [hint for hint in found if hint.episode == number]
@@ -1055,8 +1061,9 @@ class Reinforcement(Source):
         """The divergence of the policy, which reads no hint, from the teacher, which has read one:
         summed over the flagged tokens of a micro-batch and divided by `number`."""
         model = self.run.model
+        # The forward of the policy gradient is reused, at the places of the flagged tokens.
         flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
-        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)
+        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)  # (N, V)
         distance = feedback_distill.feedback_loss(
             student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
         )
@@ -1531,11 +1538,13 @@ def main(argv):
 
 def run_stages(argv, configs, given):
     """The stages, one after the other, in as many processes as they want."""
+    # Start the other processes, and check how the ranks share the work.
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs)
     idle_flags.say_idle_flags(configs, given)
 
+    # A signal ends training after the current step, with a checkpoint; it ends evaluation at once.
     interrupted = launch.stop_after_step()
     for stage, config in configs.items():
         _, sources = FLAGS.merge(given, stage)
