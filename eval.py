@@ -8,8 +8,8 @@ Stated by Cursor (blog on CursorBench; Technical Report, arXiv 2603.24477, secti
 accuracy over several passes, completion tokens, median cost per task; score plotted against tokens
 and against cost. Composer 2.5's prices are the defaults of the flags: $0.50 per million tokens in,
 $2.50 out. Ours: the tasks (unseen seeds, compositions and names), the confidence interval
-(Wilson's; passes of one task count for as much as they tell), two policies compared task by task,
-and that a token is paid as input once, as if every turn hit the cache.
+(Wilson's; several passes of one task count as fewer independent observations), two policies
+compared task by task, and that a token is paid as input once, as if every turn hit the cache.
 
     pass@k = 1 - C(n - c, k) / C(n, k)    n passes of a task, c of them solved
                                           (without bias: arXiv 2107.03374)
@@ -64,7 +64,7 @@ def pass_at_k(n, c, k):
     """The chance that at least one of k passes is solved, if they are drawn from n passes of which
     c are solved. k <= n."""
     assert 0 <= c <= n and 1 <= k <= n, f"pass@{k} of {c} solved among {n}"
-    # With fewer failures than draws one of the draws is solved.
+    # With fewer failed passes than draws, one of the draws is surely solved.
     if n - c < k:
         return 1.0
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
@@ -74,21 +74,23 @@ def wilson_interval(values, passes=1):
     """95 % interval of a solve rate: values (N,) are the shares of each task's `passes` that were
     solved -> [low, high].
 
-    Wilson's score interval. It has a width where all or none were solved, and near 0 and 1 it
-    covers what it claims, which a bootstrap over tasks does not. Passes of one task are alike, so
-    they count for less than as many tasks: `observations` is the number of independent ones that
-    would scatter the mean as much as these tasks do. It lies between N (passes of a task always
-    agree) and N * passes (they know nothing of each other)."""
+    Wilson's score interval. It has a width even where all or none were solved, and near 0 and 1 it
+    covers what it claims, which a bootstrap over tasks does not.
+
+    Passes of one task are correlated, so they count for less than as many tasks. `observations` is
+    the number of independent trials whose mean would vary as much as the mean of these tasks. It
+    lies between N (passes of a task always agree) and N * passes (they are independent)."""
     values, z = np.asarray(values, dtype=np.float64), 1.96
     tasks, rate = len(values), float(values.mean())
 
-    # The variance of the mean, as the scatter of the tasks tells it. No scatter tells nothing: then
-    # only tasks are counted.
+    # The variance of the mean, estimated from the variance between tasks. Where that is zero, each
+    # task counts as one observation.
     variance = values.var(ddof=1) / tasks if tasks > 1 else 0.0
     observations = rate * (1 - rate) / variance if variance > 0 else tasks
     observations = min(max(observations, tasks), tasks * passes)
 
-    # Wilson: all rates at which what was seen lies within z standard deviations
+    # Wilson's interval holds all true rates from which the seen one is at most z standard
+    # deviations away.
     spread = 1 + z * z / observations
     centre = (rate + z * z / (2 * observations)) / spread
     half = z / spread * math.sqrt(rate * (1 - rate) / observations + z * z / (4 * observations**2))
@@ -104,19 +106,21 @@ def passes_by_task(records):
 
 
 def compare_pairs(first, second):
-    """Two policies' records on the same tasks -> what the pairs say, or None where they share no
-    task.
+    """The records of two policies on the same tasks -> their comparison task by task, or None where
+    they share no task.
 
-    Each task is compared with itself, so that easy and hard ones do not blur the difference: won
-    and lost are the tasks of which `second` solved more, or fewer, of its passes than `first`. p:
-    chance of a split at least as uneven if both were equally good (sign test, exact, two-sided)."""
+    Each task is compared with itself, so that easy and hard tasks do not blur the difference. won,
+    lost: the number of tasks of which `second` solved a larger, or a smaller, share of passes than
+    `first`. p: chance of a split at least as uneven if both were equally good (sign test, exact,
+    two-sided)."""
+    # The share of passes that each policy solved, for the tasks that both have played.
     before = {task: float(np.mean(passes)) for task, passes in passes_by_task(first).items()}
     after = {task: float(np.mean(passes)) for task, passes in passes_by_task(second).items()}
     shared = [task for task in before if task in after]
     if not shared:
         return None
 
-    # Tasks that both solve as often say nothing about which of the two is better.
+    # A task that both solve equally often says nothing about which of the two is better.
     won = sum(after[task] > before[task] for task in shared)
     lost = sum(after[task] < before[task] for task in shared)
     decided = won + lost
@@ -131,21 +135,20 @@ def compare_pairs(first, second):
 
 
 def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
-    """Cost of a chain: every token enters once as input (cache), every sampled one is paid as
-    output."""
-    # Output tokens are the dear ones, so effort shows in the price.
+    """Cost of a chain: every token that was not sampled is paid once as input (later turns find it
+    in the cache), every sampled one as output."""
     given = stats["total"] - stats["sampled"]
     return (given * price_in + stats["sampled"] * price_out) / 1e6
 
 
 def make_record(chain, prices=PRICES):
-    """What one pass leaves behind: plain numbers."""
+    """What is kept of one pass: plain numbers."""
     flaws = {hint.kind for hint in feedback_distill.detect(chain, HABITS)}
     return {
         **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
-        # Where a limit cut the agent off it has submitted nothing, whatever its files can do.
+        # An agent that a limit cut off has submitted nothing, even if its files pass the tests.
         "solved": bool(chain.solved and chain.finished),
         "finished": bool(chain.finished),
         "effort": float(compute_effort(chain.stats, Weights())),
@@ -163,6 +166,7 @@ def summarize_records(records):
     def total(key):
         return sum(record[key] for record in records)
 
+    # Rates and means. passes: the number that every task has at least.
     by_task = passes_by_task(records)
     passes = min(len(solved) for solved in by_task.values())
     result = {
@@ -173,7 +177,7 @@ def summarize_records(records):
         "tokens": mean("sampled"),
         "effort": mean("effort"),
         "turns": mean("turns"),
-        # The median: a few episodes that run into a limit would make up most of the mean.
+        # The median, since a few rollouts that run into a limit would make up most of the mean.
         "cost": float(np.median([record["cost"] for record in records])),
         "summaries": mean("summaries"),
         "finished": mean("finished"),
@@ -182,11 +186,11 @@ def summarize_records(records):
         "bad_tool": float(np.mean([record["bad_tools"] > 0 for record in records])),
         **{habit: mean(habit) for habit in HABITS},
     }
-    # In nats per token. Records hold it where a reference was given to run_policy.
+    # How far from a reference, in nats per token. Records hold it where run_policy was given one.
     if "moved" in records[0]:
         result["moved"] = total("moved") / max(1, total("unflagged"))
 
-    # pass@k is the mean over tasks, for k = 1, 2, 4, ... as far as every task has so many passes.
+    # pass@k is the mean over tasks, for k = 1, 2, 4, ... up to the passes that every task has.
     for k in (1, 2, 4, 8, 16, 32):
         if k <= passes:
             chances = [pass_at_k(len(solved), sum(solved), k) for solved in by_task.values()]
@@ -203,8 +207,8 @@ def summarize_levels(records):
 
 
 def write_json(policies, path, extra=None):
-    """The numbers of {name: records}, overall, by level and in pairs; extra: what else belongs in
-    the file"""
+    """Writes the numbers of {name: records}: overall, by level, and in pairs. extra: what else
+    belongs in the file"""
     data = {"policies": {}}
     for name, records in policies.items():
         data["policies"][name] = {
@@ -213,6 +217,7 @@ def write_json(policies, path, extra=None):
         }
     data |= extra or {}
 
+    # Every other policy is compared with the first one.
     first, *others = policies
     data["pairs"] = {}
     for name in others:
@@ -226,8 +231,8 @@ def write_json(policies, path, extra=None):
 
 
 def has_cheat(chain):
-    """Does the audit find a cheat in this rollout? By facts alone: what only sounds like one is
-    `is_suspicious`."""
+    """Does the audit find a cheat in this rollout? Only facts count; for what only sounds like a
+    cheat, see `is_suspicious`."""
     return any(finding.severity == "cheat" for finding in audit_chain(chain))
 
 
@@ -239,11 +244,11 @@ def is_suspicious(chain):
 
 
 def submitted_untested(chain):
-    """Was it submitted although the tests could be run and were not, or not since the last edit, or
-    were red?"""
+    """Did the policy submit although it could have run the tests, and did not, or not since its
+    last edit, or saw them fail?"""
     if not chain.finished or "run_command" not in chain.task.tools:
         return False
-    # The state of the tests as the policy knows it: an edit makes it unknown again.
+    # Does the policy know that the tests pass? After an edit it does not.
     green = False
     for turn in chain.turns:
         for call in turn.calls:
@@ -261,9 +266,10 @@ def submitted_untested(chain):
 
 
 def held_out(number, levels=LEVELS, split="heldout"):
-    """`number` tasks per level that no training has seen: seeds, compositions of operations and
-    names are all held out; with split="train" seeds only, which tells what is missing apart from
-    what does not carry over."""
+    """`number` tasks per level that no training has seen. Seeds, compositions of operations and
+    names are all held out; with split="train" only seeds are. A failure there shows what was not
+    learned, a difference between the two splits what does not generalise."""
+    # With split="train": seeds that training does not use.
     first = 0 if split == "heldout" else 10**12
     tasks = []
     for level in levels:
@@ -280,8 +286,8 @@ def last_stage(folder):
 
 
 def unfinished_label(folder):
-    """ "" of a checkpoint at its stage's end; of one before it, what a result made from it must be
-    labelled with: "unfinished: step 3 of 60"."""
+    """The label that a result made from this checkpoint needs: "" at the end of its stage, before
+    that "unfinished: step 3 of 60"."""
     extra = hsdp.load_extra(folder)
     step, steps = extra.get("step"), extra["config"].get("steps")
     if step is None or steps is None or step >= steps:
@@ -290,23 +296,24 @@ def unfinished_label(folder):
 
 
 def made_by(folder):
-    """ "" of a checkpoint of the plain recipe; of an experiment's arm what changed the recipe: here
-    its policy acts without that change"""
+    """The label of a checkpoint's recipe: "" for the plain one; for an arm of an experiment, the
+    patch that it was trained with. Evaluation does not apply the patch."""
     patch = hsdp.load_extra(folder).get("patch", "")
     return f"made by {patch}" if patch else ""
 
 
 def load_policy(folder, device="cpu", plain=False):
-    """A checkpoint folder, or a run (its last stage) -> model ready to sample (plain: without the
-    twins of fast/), tokenizer, configuration. Whoever shows what it does says so where its stage is
-    unfinished (`unfinished_label`)."""
+    """The folder of a checkpoint, or of a run (then its last stage) -> model ready to sample,
+    tokenizer, configuration. plain: without the twins of fast/. Callers that show results label
+    those of an unfinished stage (`unfinished_label`)."""
     path = last_stage(folder)
     extra = hsdp.load_extra(path)
 
-    # A checkpoint that is older than these flags was made with these values.
+    # A checkpoint that is older than these flags was trained as with these values.
     older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
     config = {**older, **extra["config"]}
-    # Flags of an earlier version, without which this policy would be shown in another world.
+    # Flags that no longer exist. Without them this policy would act in a world that it was not
+    # trained in.
     for name in ("truncate", "commands"):
         if config.get(name):
             raise ValueError(
@@ -314,7 +321,7 @@ def load_policy(folder, device="cpu", plain=False):
                 "experiments/summary.py"
             )
 
-    # Tokenizer and shape are in the checkpoint too: a policy needs nothing else to act.
+    # The tokenizer and the model's shape are in the checkpoint, too: nothing else is needed.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
     hsdp.load_sharded_checkpoint(path, model)
@@ -324,8 +331,8 @@ def load_policy(folder, device="cpu", plain=False):
 
 
 def make_sampler(model, tokenizer, config, temperature):
-    """A sampler of this policy: the plain one if the run is plain, else its fast twin, which takes
-    a copy of the weights rounded to the dtype of the products"""
+    """A sampler of this policy: the plain one if the run is plain, else its fast twin. The fast one
+    gets a copy of the weights, rounded to the dtype of the products."""
     options = dict(window=config["window"], temperature=temperature)
     if config.get("plain"):
         return rollout.Sampler(model, tokenizer, **options)
@@ -339,7 +346,7 @@ def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None
     groups of chains, one for each task"""
     if temperature is None:
         temperature = config["temperature"]
-    # The world that the policy was trained in: other limits would measure something else.
+    # The limits that the policy was trained with: others would measure something else.
     sampler = make_sampler(model, tokenizer, config, temperature)
     limits = rollout.Limits(config["window"], config["max_turns"])
     compact = summarize.make_compaction(config)
@@ -368,7 +375,7 @@ def run_policy(
         temperature = config["temperature"]
     groups = play_tasks(model, tokenizer, config, tasks, passes, seed, temperature, numbers)
 
-    # What the machine failed at is neither solved nor unsolved.
+    # A rollout that the machine failed is neither solved nor unsolved, so it gives no record.
     groups, lost = rollout.drop_failed(groups)
     if lost:
         causes = [chain.failure for chain in lost]
@@ -380,7 +387,7 @@ def run_policy(
         )
         raise SystemExit(2)
 
-    # Chains are large; what is asked of them is asked now, and numbers are kept.
+    # Chains are large: everything is computed now, and only the numbers are kept.
     records = []
     for group in groups:
         for chain in group:
@@ -399,12 +406,13 @@ def run_policy(
 
 @torch.no_grad()
 def hint_effect(model, tokenizer, chain):
-    """What would a hint change, were this policy its own teacher? -> for each call to a tool that
-    is not there (tool, probability of beginning and naming that call, the same under the hint).
-    Where the two are alike, there is nothing to distil."""
+    """What would a hint change if this policy were its own teacher? -> for each call to a tool that
+    does not exist: (tool, probability of beginning and naming that call, the same probability under
+    the hint). Where the two are alike, there is nothing to distil."""
     device = model.embed.weight.device
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
+        # The flagged turn, the tokens that the hint speaks about, and where they are predicted.
         episode = chain.episodes[hint.episode]
         turn = episode.turns[hint.turn]
         text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
@@ -415,7 +423,7 @@ def hint_effect(model, tokenizer, chain):
         plain = []
         for earlier in episode.turns[: hint.turn + 1]:
             plain += earlier.tokens
-        plain = torch.tensor([plain], device=device)
+        plain = torch.tensor([plain], device=device)  # (1, T)
         without = plain, targets.student_row, targets.student_position
 
         # With it: the hint stands right above the turn, and shifts every position by its length.
@@ -424,8 +432,8 @@ def hint_effect(model, tokenizer, chain):
         # The probability of the whole call is the product over its tokens.
         probabilities = []
         for tokens, rows, positions in (without, under):
-            logits = feedback_distill.logits_at(model, tokens, rows, positions)
-            logp = logits.log_softmax(-1).gather(1, targets.token[:, None])
+            logits = feedback_distill.logits_at(model, tokens, rows, positions)  # (N, V)
+            logp = logits.log_softmax(-1).gather(1, targets.token[:, None])  # (N, 1)
             probabilities.append(float(logp.sum().exp()))
         wrong = [call.name for call in turn.calls if call.error == "unknown_tool"]
         found.append((wrong[0], *probabilities))
@@ -438,21 +446,21 @@ def kl_from_reference(reference, chain, temperature):
     finds fault? -> (k1 summed, tokens): log-probability at sampling minus that under the reference,
     over the sampled tokens of turns that are not flagged. The mean estimates a KL divergence in
     nats per token."""
-    # A flagged turn is meant to change. What is asked is whether the rest has stayed.
+    # A flagged turn is meant to change; what is measured is whether the rest has stayed.
     rules = tuple(feedback_distill.REMINDERS)
     flagged = {(hint.episode, hint.turn) for hint in feedback_distill.detect(chain, rules)}
     device = reference.embed.weight.device
     total, count = 0.0, 0
     for e, episode in enumerate(chain.episodes):
-        # Which targets were sampled, in a turn without fault? Position t predicts token t + 1.
+        # Which targets were sampled in a turn that is not flagged? Position t predicts token t + 1.
         _, mask, _, turn_index = rollout.flatten(episode)
         faultless = [(e, turn) not in flagged for turn in turn_index]
-        keep = torch.from_numpy(mask * faultless)[1:] > 0
+        keep = torch.from_numpy(mask * faultless)[1:] > 0  # (length - 1,)
 
         batch = rollout.pack([episode], [1.0], 64)
-        tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)
-        logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()
-        difference = batch["logprobs"][0] - logp
+        tokens, targets = batch["tokens"].to(device), batch["targets"].to(device)  # (1, T) each
+        logp = reference.logprobs(reference(tokens), targets, temperature)[0].cpu()  # (T,)
+        difference = batch["logprobs"][0] - logp  # (T,)
         # `rollout.pack` pads the row; what it adds is no token of the episode.
         total += float(difference[: len(keep)][keep].sum())
         count += int(keep.sum())
@@ -460,20 +468,21 @@ def kl_from_reference(reference, chain, temperature):
 
 
 def logprob_gaps(model, episode, temperature=1.0, replay=True):
-    """Log-probs of the sampled tokens by the trainer's forward, with the recorded experts or its
-    own, minus those recorded."""
+    """-> (N,) for each sampled token: its log-prob by the trainer's forward minus the one recorded
+    at sampling. replay: the forward takes the experts that were recorded, else those that it
+    chooses itself."""
     batch = rollout.pack([episode], [1.0])
     experts = batch["experts"] if replay else None
     with torch.no_grad():
         hidden = model(batch["tokens"], None, experts)
-        logp = model.logprobs(hidden, batch["targets"], temperature)
+        logp = model.logprobs(hidden, batch["targets"], temperature)  # (1, T)
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 
 
 def sampler_mismatch(model, tokenizer, config, tasks):
-    """How far lie the trainer's log-probs from those recorded at sampling? -> {name: sizes of the
-    differences, token by token}, in bf16 with the experts of sampling replayed and with the
-    trainer's own, and in fp32"""
+    """How far are the trainer's log-probs from those recorded at sampling? -> {name of a setting:
+    absolute differences, one per sampled token}. The settings: bf16 with the experts of sampling
+    replayed, bf16 with the trainer's own, and fp32 with the experts replayed"""
     settings = (
         ("bfloat16, experts replayed", torch.bfloat16, True),
         ("bfloat16, experts chosen again", torch.bfloat16, False),
@@ -481,10 +490,12 @@ def sampler_mismatch(model, tokenizer, config, tasks):
     )
     episodes, found = {}, {}
     for name, dtype, replay in settings:
-        # One set of rollouts for each dtype: both bf16 rows are of the same tokens.
+        # One set of rollouts per dtype, so that both bf16 settings are compared on the same tokens.
         if dtype not in episodes:
             groups = play_tasks(model.compute_in(dtype), tokenizer, config, tasks, passes=1)
             episodes[dtype] = sampled_episodes(groups)
+
+        # The same tokens by the trainer's forward.
         trainer = model.compute_in(dtype)
         gaps = []
         for episode in episodes[dtype]:
@@ -512,7 +523,7 @@ def evaluate(run, config, paths, made, published):
     rank. Every rank plays its share of the tasks.
 
     config, paths, made, published: see find_policies in command/evaluation.py, which also writes
-    what comes out. run: train.py's."""
+    the results. run: a train.Run"""
     # Tasks that no policy has seen.
     if config.tasks:
         tasks = read_tasks(config.tasks)
@@ -529,8 +540,8 @@ def evaluate(run, config, paths, made, published):
         if saved["stage"] == "rl" and hsdp.checkpoint_exists(start) and not saved["init_from"]:
             reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
 
-        # Tasks have numbers, and rollouts take their random numbers from these: so they are the
-        # same however many ranks there are.
+        # Rollouts draw their random numbers by the number of their task, so they are the same for
+        # any number of ranks.
         records = run_policy(
             model.compute_in(run.dtype),
             tokenizer,
@@ -612,7 +623,7 @@ def main(argv):
     )
 
     args = parse_eval_flags(argv, len(LEVELS))
-    problem = try_to_draw()  # now, and not when all is done
+    problem = try_to_draw()  # now, and not after the rollouts
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)
     if args.runs == ["demo"] and not Path("demo").exists():
@@ -632,6 +643,7 @@ def main(argv):
     if args.mismatch:
         return report_mismatch(models, tasks, f"{args.out}/mismatch.png")
 
+    # The rollouts. --turns replaces the limit that a run was trained with.
     policies = {}
     for run, (model, tokenizer, config) in tqdm(models.items(), desc="runs", leave=False):
         config["max_turns"] = args.turns or config["max_turns"]
@@ -646,13 +658,14 @@ def main(argv):
             with_hints=args.gap,
         )
 
+    # The table, the figures, and the file.
     kind = "held-out" if args.split == "heldout" else "training"
     if args.tasks:
         kind = "given"
     try:
         print(write_report(policies, args.out, "eval.json", kind=kind))
     except OSError as error:
-        # The table is what the time was spent on.
+        # The file could not be written: at least the table is shown, which took the time.
         print(format_table(policies, kind))
         usage_error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
     if args.gap:

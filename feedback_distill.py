@@ -77,9 +77,9 @@ def available_tools(task):
 
 @rule
 def unavailable_tool(chain, e, i):
-    """A call names a tool that the task does not offer. The hint is about the token that begins the
-    call, for there may be none to make, and the name: of the arguments of a tool that does not
-    exist, a list of tools says nothing."""
+    """A call names a tool that the task does not offer. The hint is about two things: the token
+    that begins the call, since it may be right to call nothing, and the name. It is not about the
+    arguments: a list of tools says nothing about those of a tool that does not exist."""
     for n, call in enumerate(chain.episodes[e].turns[i].calls):
         if call.error == "unknown_tool":
             return Remark(available_tools(chain.task), call=n)
@@ -92,6 +92,7 @@ UNREADABLE += "that the tools are called in."
 @rule
 def malformed_arguments(chain, e, i):
     """A call cannot be read, or has the wrong arguments."""
+    # A call that cannot be read has no name.
     for call in chain.episodes[e].turns[i].calls:
         if call.error == "bad_arguments" and not call.name:
             return UNREADABLE
@@ -100,8 +101,8 @@ def malformed_arguments(chain, e, i):
             return f"Reminder: {call.name} takes {', '.join(wanted)}."
 
 
-# What a repository may ask of its code: name -> what to say, and what breaks it. No comments:
-# thoughts must not leak into the code.
+# What a repository may ask of its code: name -> what to say, and what breaks it. There is a rule
+# against comments because a policy may begin to write its thoughts there.
 STYLE = {
     "comments": ("no comments in code.", re.compile(r"#")),
     "statements": ("one statement per line.", re.compile(r";")),
@@ -113,7 +114,8 @@ STRING = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
 @rule
 def code_style(chain, e, i):
     """A line of Python that this turn adds breaks a rule of the repository (task.meta["style"]
-    names them; default: all). The hint is about the token that breaks it, not the code around."""
+    names its rules; default: all). The hint is about the token that breaks the rule, not the code
+    around it."""
     meta = getattr(chain.task, "meta", None) or {}
     for n, call in enumerate(chain.episodes[e].turns[i].calls):
         broken = find_broken_style(call, meta.get("style", STYLE))
@@ -123,13 +125,15 @@ def code_style(chain, e, i):
 
 
 def find_broken_style(call, names):
-    """-> (what to say, position in the new text) of the first of these rules that a line added by
-    an edit of Python breaks, or None. Read line by line, without parsing: an edit is seldom a whole
-    program."""
+    """-> (what to say, position in the new text) for the first of these rules that an edit of
+    Python breaks in a line that it adds; None if it breaks none. Lines are searched and not parsed:
+    an edit is seldom a whole program."""
     if call.name != "edit_file" or len(call.args) != 3 or not call.args[0].endswith(".py"):
         return None
+    # A line that the replaced text holds, too, was not added by this edit.
     _, old, new = call.args
     kept = set(old.split("\n"))
+
     # The first rule in the repository's order, then the first line that breaks it.
     for name in names:
         said, breaks = STYLE[name]
@@ -143,8 +147,8 @@ def find_broken_style(call, names):
 
 
 def blank_strings(line):
-    """The line, as long as it was, but with quotes alone where a string stands: "#" is no comment
-    there."""
+    """The line with each string replaced by as many quotes, since a "#" in a string is no comment.
+    Positions in the line stay right."""
 
     def quotes(string):
         return "'" * len(string[0])
@@ -160,12 +164,14 @@ def effort(chain, e, i):
     seen = set()  # what the context shows, as (tool, *arguments)
     for j, turn in enumerate(chain.episodes[e].turns[: i + 1]):
         for call in turn.calls:
+            # Only turn i is judged; the turns before it fill `seen`.
             key = call.name, *call.args
             if key in seen and j == i and key == tests:
                 return "Reminder: nothing has changed since the last test run."
             if key in seen and j == i:
                 return f"Reminder: {call.args[0]} is already above."
 
+            # What does the context show after this call?
             if call.name == "edit_file" and not call.error:
                 # The file that was edited may be read again, and the tests may be run again.
                 seen = {k for k in seen if k[0] == "read_file" and k[1] != call.args[0]}
@@ -176,8 +182,8 @@ def effort(chain, e, i):
 
 
 def ends_chain(chain, e, i):
-    """Is this the assistant turn with which the chain ended? (A summary, asked for by a query, ends
-    an episode only.)"""
+    """Is this the assistant turn with which the chain ended? (A summary, which follows a query,
+    ends only an episode.)"""
     turns = chain.episodes[e].turns
     if e < len(chain.episodes) - 1 or turns[i - 1].role == "query":
         return False
@@ -188,10 +194,12 @@ def ends_chain(chain, e, i):
 def unfinished(chain, e, i):
     """The chain is submitted while its own to-do list has open items, or the last test run still
     names missing functions."""
-    # Only the turn that submits can have forgotten something: all others may still do it.
+    # Only the turn that submits can have forgotten something: after any other turn the policy may
+    # still do it.
     turn = chain.episodes[e].turns[i]
     if turn.calls or not chain.finished or not ends_chain(chain, e, i):
         return None
+
     plan, missing = [], []
     for episode in chain.episodes:
         for turn in episode.turns:
@@ -200,15 +208,16 @@ def unfinished(chain, e, i):
                 plan = re.findall(r"^\s*[-*] \[([ xX])\] (.+)$", turn.text, re.M) or plan
             for call in turn.calls:
                 missing = still_missing(chain.task, call, missing)
-    # A function that both the list and the tests name is said once.
+
+    # A function that both the list and the tests name is named once in the hint.
     open_items = [item for mark, item in plan if mark == " "]
     left = dict.fromkeys(open_items + missing)
     return f"Reminder: still to do: {', '.join(left)}." if left else None
 
 
 def still_missing(task, call, missing):
-    """Names of functions that are missing after a call: those that the tests name, less those that
-    an edit has defined since."""
+    """The names of functions that are missing after a call: those that the last test run names,
+    without those that an edit has defined since. missing: the names before the call"""
     if call.error:
         return missing
     if call.name == "run_command" and call.args == [task.test_command]:
@@ -219,21 +228,22 @@ def still_missing(task, call, missing):
     return missing
 
 
-FINAL_WORDS = 16  # of the final message; the micro-world's is "Put back this, that."
+FINAL_WORDS = 16  # words of the final message at most; the expert's is "Put back this, that."
 SILENT = "Reminder: end with a short message that says what was done."
 RAMBLING = "Reminder: the final message must be short."
 
 
 def spoken_text(text):
     """What a turn says, without the thought before it"""
+    # A thought that is not closed goes on to the turn's end.
     before, close, after = text.partition("</think>")
     return after if close else before.partition("<think>")[0]
 
 
 @rule
 def communication(chain, e, i):
-    """The final message is missing or long. Only where the policy ended by itself: to one that a
-    limit cut off, "end with a message" would teach to give up."""
+    """The final message is missing or long. Only where the policy ended by itself: where a limit
+    cut it off, "end with a message" would teach it to give up."""
     if chain.finished and ends_chain(chain, e, i):
         # a thought is no message
         words = len(spoken_text(chain.episodes[e].turns[i].text).split())
@@ -262,12 +272,14 @@ def detect(chain, rules=RULES, critic=None):
     """-> the Hints of a chain, at most one per turn. `rules`: a dict of functions, or names out of
     RULES. `critic`, any function (chain, episode, turn) -> text or None, is asked instead of the
     rules: a model, for instance."""
+    # Which rules? The result is a dict, in the order in which they are asked.
     if critic:
         rules = {"critic": critic}
     elif not isinstance(rules, dict):
         unknown = [name for name in rules if name not in RULES]
         assert not unknown, f"no rule {unknown[0]!r}; there are {', '.join(RULES)}"
         rules = {name: RULES[name] for name in rules}
+
     # The policy's own turns: nothing else was its choice, so nothing else can be taught.
     hints = []
     for e, episode in enumerate(chain.episodes):
@@ -290,6 +302,7 @@ def first_hint(chain, e, i, rules):
 
 def find_hinted_tokens(tokenizer, turn, hint):
     """(first, end), among the turn's sampled tokens, of what a hint speaks about."""
+    # The whole turn, the name of a call, or one character of the text that a call writes.
     if hint.call is None:
         return 0, len(turn.tokens) - turn.head
     if hint.character is None:
@@ -298,15 +311,15 @@ def find_hinted_tokens(tokenizer, turn, hint):
 
 
 def muted(tokenizer, kind):
-    """A token that hints of this kind say nothing about, -1 = none. Those on the final message do
-    not ask whether it is time for one: if the teacher could say so, "end with a message" would also
-    teach to end."""
+    """The token that is left out of the distillation under hints of this kind, -1 = none. Under a
+    hint on the final message it is <|call|>: else the teacher could also say that it is time for a
+    message instead of a call, and "end with a message" would teach to end."""
     return tokenizer.id["<|call|>"] if kind == "communication" else -1
 
 
 def mute(logits, tokens):
-    """logits (N, V) without one token (N,) each, -1 = none: their softmax is the distribution over
-    all others"""
+    """logits (N, V), tokens (N,) -> logits whose softmax is the distribution over all tokens but
+    this one in each row; -1 = over all"""
     vocabulary = torch.arange(logits.shape[-1], device=logits.device)
     return logits.masked_fill(vocabulary == tokens[:, None], -1e4)
 
@@ -326,7 +339,8 @@ def remind_of_style(task, action):
     return f"Reminder: code style: {STYLE['comments'][0]}"
 
 
-# what a demonstration's hints say of a flaw of the expert: rule -> (task, flawed action) -> text
+# What the hints in a demonstration say about a flaw of the expert. name of the rule -> function
+# (task, flawed action) -> text
 REMINDERS = {
     "unavailable_tool": remind_of_tools,
     "communication": remind_of_message,
@@ -335,8 +349,8 @@ REMINDERS = {
 
 
 def hint_turn(tokenizer, text, turn):
-    """The hint above an assistant turn. Where that turn begins without a word of the harness, the
-    hint ends in the words that let the policy speak."""
+    """The hint above an assistant turn. If that turn has no head, since the policy went on by
+    itself, the hint ends with the tokens that begin a turn of the policy."""
     hint = make_turn(tokenizer, "hint", text)
     if not turn.head:
         hint.tokens += tokenizer.generation_prompt("hint")
@@ -358,16 +372,17 @@ def insert_hints(tokenizer, chain, hints):
 
 
 def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
-    """The expert's actions. Into `hinted` goes, by the number of the action, the hint that stands
-    above it.
+    """Yields the expert's actions, and writes the hints into `hinted`: {number of an action: the
+    hint that stands above it}.
 
-    A flawed action is, with probability `hints`, left out, and the hint remind[flaw](task, action)
-    stands above the right one: so the model learns to heed hints. With probability `neutral` one of
-    the hints stands above an action that was right anyway, calls and final messages alike: a hint
-    must say nothing but what it says, or its distillation drifts (a model that saw hints about
-    tools above calls only unlearned to finish, and one that saw hints about the final message above
-    final messages only learned to quit)."""
-    # Each text that a hint can have, once
+    With probability `hints` a flawed action is left out, and the hint remind[flaw](task, action)
+    stands above the right action: so the model learns to heed hints.
+
+    With probability `neutral` one of the hints stands above an action that was right anyway, a call
+    or a final message. Otherwise the place of a hint would mean something, too, and its
+    distillation would drift. A model that saw hints about tools only above calls unlearned to
+    finish; one that saw hints about the final message only above final messages learned to quit."""
+    # Every text that a hint can have, once: a reminder may depend on whether the action has a text.
     texts = []
     for tell in remind.values():
         for words in ("", "too many"):
@@ -375,6 +390,7 @@ def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
             if text not in texts:
                 texts.append(text)
 
+    # One round per action that is played.
     action = next(moves)
     for number in itertools.count():
         # A flaw is left out, and the expert asked again for what it does instead.
@@ -382,12 +398,15 @@ def hinted_moves(task, moves, rng, remind, hints, neutral, hinted):
         while action.flaw in remind and rng.random() < hints:
             hint = remind[action.flaw](task, action)
             action = moves.send([HINTED])
+
         # A hint above an action that needed none.
         is_right = hint is None and action.flaw not in remind
         if is_right and remind and neutral and rng.random() < neutral:
             hint = texts[0] if len(texts) == 1 else rng.choice(texts)
         if hint is not None:
             hinted[number] = hint
+
+        # The agent plays the action and sends back what the tools answered.
         outputs = yield action
         action = moves.send(outputs)
 
@@ -404,8 +423,8 @@ def demonstrate_with_hints(
     neutral=0.0,
     restless=0.0,
 ):
-    """A demonstration in which some flaws are left out and a hint stands in their place -> Chain.
-    It is for fine-tuning: a model this small cannot read a hint that it has never seen. sloppy: how
+    """A demonstration in which hints replace some of the expert's flaws -> Chain. It is for
+    fine-tuning: a model this small cannot understand a hint if it has never seen one. sloppy: how
     often the expert errs; restless: see world.expert.expert; the others: see hinted_moves."""
     # The expert plays without hints in its context; they are put above its turns afterwards.
     hinted = {}
@@ -421,13 +440,16 @@ def demonstrate_with_hints(
 
 
 class Splice(NamedTuple):
+    """An assistant turn in the two contexts in which its tokens are scored."""
+
     teacher: list  # ids: above + hint + turn
     student: list  # ids: above + turn
-    # where the student's first target is predicted: at the last token above what was sampled
+    # position at which the student predicts the first target: the last token before the sampled
+    # ones
     above: int
-    # tokens of the hint turn; the teacher's first target is predicted at position above + hint
+    # number of tokens of the hint turn; the teacher predicts the first target at above + hint
     hint: int
-    targets: int  # sampled tokens of the turn, its <|end|> included
+    targets: int  # number of sampled tokens of the turn, its <|end|> included
 
 
 def hint_tokens(tokenizer, text, turn):
@@ -437,11 +459,12 @@ def hint_tokens(tokenizer, text, turn):
 
 def splice(episode, turn_index, hint):
     """Put the hint turn (ids, may be empty) right above an assistant turn. What comes after the
-    turn is left out: the model is causal. The turn's head, its role token, is given by the harness:
-    the last of both prefixes, never a target."""
+    turn is left out, since the model is causal. The turn's head (its role token) comes from the
+    harness: both contexts hold it, and it is never a target."""
     turn = episode.turns[turn_index]
     taught = f"turn {turn_index} is {turn.role!r}: only the policy's own turns can be taught"
     assert turn.role == "assistant", taught
+
     # Everything above the turn, in the student's context and in the teacher's.
     above = []
     for earlier in episode.turns[:turn_index]:
@@ -458,17 +481,17 @@ def splice(episode, turn_index, hint):
 
 @dataclass
 class Targets:
-    """N targets in two places: the teacher's own padded rows, and the trainer's batch, whose
-    forward is reused."""
+    """N targets and where each is predicted: by the teacher in rows of its own, by the student in
+    the trainer's batch, whose forward is reused."""
 
-    tokens: torch.Tensor  # (R, S) teacher input, padded on the right
-    row: torch.Tensor  # (N,) where the teacher predicts target n
-    position: torch.Tensor
-    student_row: torch.Tensor  # (N,) where the student does
-    student_position: torch.Tensor
+    tokens: torch.Tensor  # (R, S) the teacher's input, padded on the right
+    row: torch.Tensor  # (N,) row of `tokens` in which the teacher predicts target n
+    position: torch.Tensor  # (N,) and the position in that row
+    student_row: torch.Tensor  # (N,) row of the trainer's batch in which the student predicts it
+    student_position: torch.Tensor  # (N,) and the position in that row
     token: torch.Tensor  # (N,) the target itself
     hint: torch.Tensor  # (N,) index into `hinted` of the hint it belongs to
-    muted: torch.Tensor  # (N,) a token that the hint says nothing about, -1 = none: see mute
+    muted: torch.Tensor  # (N,) token to leave out of both distributions, -1 = none: see mute
     real_tokens: int = 0  # of the teacher's input, without padding
 
     def __len__(self):
@@ -483,20 +506,21 @@ class Targets:
 
 
 def pack_hinted(episodes, hinted, keep_empty=False):
-    """episodes: what the trainer's batch holds; hinted: (index into episodes, turn, hint ids), in
-    any number and order; a fourth entry is the (first, end) of the sampled tokens that the hint
-    speaks about, where that is not the whole turn, a fifth a token that it says nothing about.
+    """The hints of a micro-batch -> Targets. episodes: those of the trainer's batch; hinted: a list
+    of (index into episodes, turn, hint ids) in any order. Two more entries are optional: the
+    (first, end) of the sampled tokens that the hint speaks about (default: the whole turn), and a
+    token to leave out (default: none, see muted).
 
-    An empty hint says nothing and is dropped, which makes its loss exactly 0; keep_empty=True keeps
-    it as a placebo (what an EMA teacher teaches without a hint). Without any hint one row of one
-    token remains: all ranks run the same forward."""
-    # A row per hint, since a second hint in the same row would change the context by more than
-    # itself. A column of seven numbers per target, in the order of Targets.
+    An empty hint is dropped, which makes its loss exactly 0; keep_empty=True keeps it as a placebo
+    (what an EMA teacher teaches without a hint). Without any hint one row of one token remains, so
+    that all ranks run the same forward."""
+    # One row per hint: with two hints in the same row, the later turn would be scored under both.
+    # One column of seven numbers per target, in the order of the fields of Targets.
     rows, columns = [], []
     for index, (episode, turn, hint, *about) in enumerate(hinted):
         if not hint and not keep_empty:
             continue
-        # Place n of the turn is predicted at n tokens behind what stands above it, in both rows.
+        # In both rows, sampled token n is predicted n positions after the first one.
         cut = splice(episodes[episode], turn, hint)
         first, end = about[0] if about else (0, cut.targets)
         muted_token = about[1] if len(about) > 1 else -1
@@ -518,24 +542,26 @@ def pack_hinted(episodes, hinted, keep_empty=False):
 
 
 def log_buckets(student, teacher, top_k=0, top_by="student"):
-    """Logits (N, V) twice -> log-probs (N, V), or (N, k + 1): the k likeliest entries and the sum
-    of all others."""
+    """Logits (N, V) twice -> log-probs (N, V) twice, or with top_k (N, k + 1): the k likeliest
+    entries, and one for the sum of all others. top_by: by whom the k are likeliest"""
     assert top_by in ("student", "teacher"), f"top_by must be student or teacher, not {top_by!r}"
     # In fp32, whatever the model computes in. The teacher is a constant.
     s = F.log_softmax(student.float(), -1)
     t = F.log_softmax(teacher.detach().float(), -1)
     if not 0 < top_k < student.shape[-1]:
         return s, t
+
+    # The same k entries of both, so that they can be compared.
     by = s if top_by == "student" else t
     kept = by.detach().topk(top_k, -1)[1]  # (N, k)
     return keep_entries(s, kept), keep_entries(t, kept)
 
 
 def keep_entries(logp, kept):
-    """Log-probs (N, V) and indices (N, k) -> (N, k + 1): these, and the sum of all others. A
-    logsumexp over the others themselves: 1 - the sum of the k would be rounding noise once the k
-    hold all the mass."""
-    others = logp.scatter(-1, kept, -torch.inf).logsumexp(-1, keepdim=True)
+    """Log-probs (N, V) and indices (N, k) -> (N, k + 1): these, and the sum of all others. That sum
+    is a logsumexp of the others: 1 - (sum of the k) would be rounding noise where the k hold nearly
+    all of the mass."""
+    others = logp.scatter(-1, kept, -torch.inf).logsumexp(-1, keepdim=True)  # (N, 1)
     return torch.cat((logp.gather(-1, kept), others), -1)
 
 
@@ -550,15 +576,17 @@ def divergence(
     token_cap=None,
 ):
     """Logits (N, V) twice -> (N,) fp32, in nats; gradients reach the student only. Equal logits
-    give exactly 0 in every kind. entry_clip (OPSD: .05 with forward): no vocabulary entry adds more
-    than this. token_cap: a token's value is scaled down to the cap, its gradient with it; a clamp
-    would drop exactly the tokens that need the correction most."""
+    give exactly 0 in every kind.
+
+    entry_clip (OPSD: .05 with forward): no vocabulary entry adds more than this. token_cap: a
+    larger value is scaled down to the cap, and its gradient with it. A clamp would make that
+    gradient zero, and so drop exactly the tokens that need the correction most."""
     shapes = tuple(student.shape), tuple(teacher.shape)
     assert shapes[0] == shapes[1], f"student {shapes[0]} and teacher {shapes[1]} differ"
     assert 0 < alpha < 1, f"alpha={alpha}: its ends 0 and 1 are the forward and the reverse KL"
     s, t = log_buckets(student, teacher, top_k, top_by)
 
-    # The sum's entry of each vocabulary entry
+    # What each vocabulary entry adds to the sum, (N, V) or (N, k + 1)
     if kind == "reverse":
         entries = s.exp() * (s - t)
     elif kind == "forward":
@@ -569,17 +597,18 @@ def divergence(
         m_minus_s = log_mixture(d, alpha)
         entries = (1 - alpha) * s.exp() * -m_minus_s + alpha * t.exp() * (d - m_minus_s)
 
+    # The two bounds, per entry and per token.
     if entry_clip is not None:
         entries = entries.clamp(max=entry_clip)
-    value = entries.sum(-1)
+    value = entries.sum(-1)  # (N,)
     if token_cap is None:
         return value
     return value * (token_cap / value.detach().clamp(min=token_cap))
 
 
 def log_mixture(d, alpha):
-    """m - s of m = log((1-a) e^s + a e^t) from d = t - s: log(1 + a (e^d - 1)). Where t is above s
-    it is d + log(1 + (1-a) (e^-d - 1)), which cannot overflow."""
+    """m - s, where m = log((1-a) e^s + a e^t), from d = t - s. It is log(1 + a (e^d - 1)). For
+    d > 0 the equal form d + log(1 + (1-a) (e^-d - 1)) is used, which cannot overflow."""
     from_s = torch.log1p(alpha * torch.expm1(d.clamp(max=0)))
     from_t = d + torch.log1p((1 - alpha) * torch.expm1(-d.clamp(min=0)))
     return torch.where(d > 0, from_t, from_s)
@@ -600,7 +629,7 @@ def feedback_loss(student, teacher, count, **options):
 
 
 def logits_at(model, tokens, row, position):
-    """Logits (N, V) at these places only. A model without .logits returns logits itself."""
+    """Logits (N, V) at these places only. A model without .logits is taken to return logits."""
     hidden = model(tokens)[row, position]
     return model.logits(hidden) if hasattr(model, "logits") else hidden
 
@@ -608,19 +637,20 @@ def logits_at(model, tokens, row, position):
 class Teacher:
     """Weights for the hinted forward: the student's own ("current"), those it began with
     ("frozen"), or their moving average ("ema", teacher = (1 - rate) teacher + rate student after
-    each step). For the forward they replace the student's in its own module, and the student's are
-    put back bit by bit: no second module, so it also works where one cannot be copied (FSDP)."""
+    each step). During the forward they replace the student's in the student's module; afterwards
+    the student's come back, bit-equal. There is no second module, so this also works where a module
+    cannot be copied (FSDP)."""
 
     def __init__(self, model, kind="ema", rate=0.05):
         kinds = "ema", "current", "frozen"
         assert kind in kinds, f"teacher must be ema, current or frozen, not {kind!r}"
         assert 0 <= rate <= 1, f"rate={rate} is the share of the student in each update"
-        # A copy of every weight that will differ from the student's. "current" needs none.
+        # A copy of every weight; "current" needs none.
         self.model, self.kind, self.rate = model, kind, rate
         self.weights = {}
         if kind != "current":
             for name, tensor in self.named_tensors():
-                # fp32 at least: in bf16 a twentieth of a small change is rounded away.
+                # In fp32 at least: in bf16 `rate` times a small change would be rounded away.
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 self.weights[name] = tensor.detach().to(dtype, copy=True)
 
@@ -647,8 +677,8 @@ class Teacher:
 
     @contextmanager
     def swapped_weights(self):
-        """Within it the model has the teacher's weights, and is in evaluation mode: the router
-        counts no load."""
+        """Within it the model has the teacher's weights, and is in evaluation mode, so that the
+        routers count no load."""
         # What is replaced is kept, and comes back whatever happens in between.
         student = {}
         for name, tensor in self.named_tensors():
@@ -671,8 +701,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, targets):
-        """Targets -> logits (N, V) without gradient, at the places where the hinted context
-        predicts them."""
+        """Targets -> the teacher's logits (N, V) for them, without gradient."""
         with self.swapped_weights() as model:
             return logits_at(model, targets.tokens, targets.row, targets.position)
 
@@ -722,8 +751,8 @@ def toy_chain(words, tools, item, tool, hinted=False):
 
 
 def toy_chains(words, rng, n, habit, hinted=False):
-    """n chains in which a share `habit` of the calls goes to the phantom, the others to the right
-    one of two offered tools."""
+    """n chains of one call each. A share `habit` of them calls the phantom, the others the right
+    one of the two tools that are offered: the first of them in OFFERED."""
     chains = []
     for _ in range(n):
         tools = tuple(rng.permutation(OFFERED)[:2].tolist())
@@ -733,7 +762,7 @@ def toy_chains(words, rng, n, habit, hinted=False):
 
 
 def toy_batch(chains):
-    """-> tokens (B, T), mask (B, T): 1 where the policy chose the token"""
+    """-> tokens (B, T), padded on the right, and mask (B, T): 1 where the policy chose the token"""
     from rollout import flatten
 
     rows = [flatten(chain.episodes[0]) for chain in chains]
@@ -744,8 +773,8 @@ def toy_batch(chains):
 
 
 def pretrain_toy(model, words, rng, steps=135):
-    """Half of the demonstrations have the habit, half stand under a hint and heed it: a tiny model
-    has to be shown what a pretrained one can do already."""
+    """Half of the batches have the habit, half stand under a hint and heed it: a tiny model has to
+    learn first what a pretrained one can do already."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(steps):
         # The rate rises over ten steps and falls over the last half.
@@ -755,9 +784,11 @@ def pretrain_toy(model, words, rng, steps=135):
             chains = toy_chains(words, rng, 24, habit=0.6)
         else:
             chains = toy_chains(words, rng, 24, habit=0, hinted=True)
-        tokens, mask = toy_batch(chains)
-        chosen = mask[:, 1:] == 1
-        hidden = model(tokens[:, :-1])[chosen]
+
+        # Next-token prediction of what the policy chose.
+        tokens, mask = toy_batch(chains)  # (B, T) each
+        chosen = mask[:, 1:] == 1  # (B, T - 1)
+        hidden = model(tokens[:, :-1])[chosen]  # (N, D)
         loss = F.cross_entropy(model.logits(hidden), tokens[:, 1:][chosen])
         optimizer.zero_grad()
         loss.backward()
@@ -768,13 +799,15 @@ def pretrain_toy(model, words, rng, steps=135):
 def toy_logprobs(model, words, chains):
     """Log-probs where the tool is named (B, V) and over the four sampled tokens of the final
     message (B, 4, V)."""
-    logp = model.logits(model(toy_batch(chains)[0])).log_softmax(-1)
+    logp = model.logits(model(toy_batch(chains)[0])).log_softmax(-1)  # (B, T, V)
+    # Behind the task stand the role token and <|call|>, which predicts the name; the message ends
+    # the row.
     return logp[:, len(chains[0].turns[0].tokens) + 1], logp[:, -5:-1]
 
 
 def distill_toy(model, words, rng, held_out, steps=20):
-    """Feedback alone, no reward. -> per step: probability of the phantom, of the offered tools, KL
-    of the final message"""
+    """Feedback alone, no reward. -> (steps + 1, 3), per step: probability of the phantom, of the
+    offered tools, and how far the final message has moved (KL)"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
     # Measured on tasks that no step has seen; the final message must stay what it was.
     teacher, curve = Teacher(model, "ema", 0.05), []
@@ -800,7 +833,7 @@ def distill_toy(model, words, rng, held_out, steps=20):
                 ids = hint_tokens(words, hint.text, chains[i].turns[hint.turn])
                 hinted.append((i, hint.turn, ids))
 
-        # The teacher re-scores the hinted turns, the student learns from it on these alone.
+        # The teacher re-scores the hinted turns; the student learns from it on these turns alone.
         targets = pack_hinted([chain.episodes[0] for chain in chains], hinted)
         tokens, _ = toy_batch(chains)
         student = logits_at(model, tokens, targets.student_row, targets.student_position)
@@ -818,13 +851,16 @@ def distill_toy(model, words, rng, held_out, steps=20):
 def kl_along_episode(model, words, chain, hint):
     """The hint's KL at every sampled token of an episode, those after the hinted turn included ->
     names, KL"""
-    # The same tokens twice, with the hint behind the task and without: positions shift by it.
-    (tokens,), (mask,) = toy_batch([chain])
+    # The same tokens twice, without the hint and with it behind the task, which shifts all later
+    # positions by its length.
+    (tokens,), (mask,) = toy_batch([chain])  # (T,) each
     above = len(chain.turns[0].tokens)
     hinted = torch.cat((tokens[:above], torch.tensor(hint), tokens[above:]))
-    at = mask.nonzero()[:, 0]
-    student = model.logits(model(tokens[None]))[0, at - 1]
-    teacher = model.logits(model(hinted[None]))[0, at - 1 + len(hint)]
+
+    # A token at position t is predicted at t - 1.
+    at = mask.nonzero()[:, 0]  # (N,)
+    student = model.logits(model(tokens[None]))[0, at - 1]  # (N, V)
+    teacher = model.logits(model(hinted[None]))[0, at - 1 + len(hint)]  # (N, V)
     return [words.names[i] for i in tokens[at]], divergence(student, teacher).numpy()
 
 

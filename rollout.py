@@ -71,8 +71,8 @@ class Tokenizer:
     """tiktoken.Encoding with this project's control tokens, and the form in which a conversation is
     written with them. Text never encodes to a control token. ranks: {bytes: id}.
 
-    The tokenizer of a published model is a subclass with other control tokens and another form: all
-    that a turn looks like is asked of the tokenizer."""
+    The tokenizer of a published model is a subclass with other control tokens and another form of
+    the conversation. So all other code asks the tokenizer what a turn looks like."""
 
     def __init__(self, ranks, pattern=SPLIT):
         self.ranks = ranks
@@ -101,32 +101,33 @@ class Tokenizer:
     # ---- the form of a conversation: [role] body <|end|>
 
     def generation_prompt(self, after):
-        """What the harness writes before the policy's turn behind one of the role `after`"""
+        """The tokens that the harness writes to begin a turn of the policy. after: the role of the
+        turn before it"""
         return [self.id["<|assistant|>"]]
 
     def wrap_turn(self, role, tokens, text):
-        """A turn that was not sampled, of these very tokens"""
+        """A turn that was not sampled: these tokens, between the control tokens of the form"""
         return Turn(role, [self.id[f"<|{role}|>"], *tokens, self.id["<|end|>"]], text)
 
     def write_turn(self, role, tokens, text, answers=("", 0, 1, "")):
-        """A turn that was not sampled and says `text`, of which `tokens` is what there is room for.
-        answers: of a tool's, which tool was called, that it was call i of n in one turn, and the
-        call's id where it has one."""
+        """A turn that was not sampled. text: what it says; tokens: as much of it as there is room
+        for. answers: for a tool's output, the call that it answers, as (name of the tool, i, n, id
+        or ""), where the call is number i, from 0 on, of the n calls of one turn."""
         return self.wrap_turn(role, tokens, text)
 
     def written_text(self, turn):
-        """What a turn says that was not sampled"""
+        """The text of a turn that was not sampled"""
         return self.decode(turn.tokens[1:-1])
 
     def declare_tools(self, tools):
-        """What stands before the task of a conversation: tokens that say which tools there are.
-        Here the task itself says it."""
+        """Tokens that stand before the task of a conversation and say which tools there are. Here
+        there are none: the task itself says it."""
         return []
 
     def write_action(self, text, calls, number=0):
         """The body of an assistant turn, <|end|> included: text, then <|call|>name<|arg|>argument
-        ... per call. Only for text of our own: where an expert writes SUMMARIZE, the control token
-        is meant. number: of the first call, where a family of models numbers them through the
+        ... per call. Only for text of our own, since SUMMARIZE in it becomes the control token.
+        number: the first call's number, for families of models that number the calls of a
         conversation."""
         thought, *carried = text.split(SUMMARIZE)
         body = self.encode(thought)
@@ -139,9 +140,11 @@ class Tokenizer:
         return body + [self.id["<|end|>"]]
 
     def read_action(self, body, start=0):
-        """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it reads as
-        its own name. start: no call begins before it."""
+        """Sampled tokens -> (text, calls). Any other control token inside ends nothing: it is read
+        as text, by its name. start: before this place of the body no call begins, all is text."""
         call, arg = self.id["<|call|>"], self.id["<|arg|>"]
+
+        # The stop token is no part of the text or of the last argument.
         if body and body[-1] in self.ends:
             body = body[:-1]
 
@@ -165,9 +168,9 @@ class Tokenizer:
         return text, calls
 
     def number_calls(self, calls, number):
-        """Where a family of models numbers its calls through the conversation, give a number to
-        those that were sampled without; -> the next one. number: of the first call that none was
-        given to."""
+        """For families of models that number the calls of a conversation: gives a number to each
+        sampled call that has none. number: the next free one -> the next free one afterwards. Our
+        own form numbers nothing."""
         return number
 
     def find_call(self, body, n):
@@ -197,6 +200,7 @@ class Tokenizer:
         def written_length(i):
             return len(self.decode(body[first : i + 1]))
 
+        # The first token with which more than `place` characters are written holds that character.
         token = first + bisect(range(first, len(body)), place, key=written_length)
         return token, token + 1
 
@@ -206,43 +210,49 @@ class Tokenizer:
 
 @dataclass
 class Call:
+    """A tool call of the policy, and the tool's answer to it."""
+
     name: str
     args: list
     output: str = ""
     error: str = ""  # "", "unknown_tool", "bad_arguments" or "failed"
-    # where in the turn's body it begins, what stands before all calls included
+    # index in the turn's body of its first token (of the first call: of what opens all calls, where
+    # a form has such an opening)
     start: int = field(default=0, compare=False)
-    # as sampled, where a family numbers its calls: the answer repeats it
+    # where a family of models numbers its calls: the number, which the answer repeats
     id: str = field(default="", compare=False)
-    # published forms: the arguments by the names that they came under
+    # in a published form, where arguments have names: {name: value}
     given: dict = field(default=None, compare=False)
 
 
 @dataclass
 class Turn:
-    """Of an assistant turn the first `head` tokens are the harness's (the role's control token);
-    all others were sampled.
+    """One turn of a conversation. The first `head` tokens of an assistant turn are the harness's
+    (the role's control token); all others were sampled.
 
     The role decides what is trained on: the sampled tokens of every turn of the role assistant, in
-    each episode that it stands in. A turn that comes again as context has another role (recent)."""
+    each episode that it stands in. An old turn that a later episode repeats as context has another
+    role there (recent), so that it is not trained on twice."""
 
-    # user, assistant, tool, query, summary, hint; where old turns go: recent, recent output
+    # user, assistant, tool, query, summary, hint; for turns repeated as context: recent, recent
+    # output
     role: str
     tokens: list
     text: str = ""
     calls: list = field(default_factory=list)
     thinking: int = 0  # assistant: tokens before the first call
     logprobs: np.ndarray = None  # assistant: one per sampled token
-    # assistant: of the policy, per sampled token: new weights arrive in the middle of a turn
+    # assistant: the policy's version, per sampled token: new weights may arrive in the middle of a
+    # turn
     versions: np.ndarray = None
     head: int = 1
-    # behind it the policy goes on at once, without a token of the harness between
+    # the policy goes on right behind this turn: the harness writes no token between the two
     open: bool = False
 
 
 @dataclass
 class Episode:
-    """One segment = one training sequence."""
+    """The turns that share one context = one training sequence."""
 
     turns: list
     experts: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
@@ -260,13 +270,14 @@ class Chain:
     episodes: list
     reward: float = 0.0
     solved: bool = False
-    # what the machine failed at: then nothing above says anything about the policy
+    # how the machine failed, "" if it did not. After a failure the reward says nothing about the
+    # policy
     failure: str = ""
     finished: bool = False  # ended by its own final message, not by a limit
-    steps: int = 0  # decoding steps it took: right drafts save some
+    steps: int = 0  # decoding steps that it took; accepted drafts save some
     stats: dict = field(default_factory=dict)
-    files: dict = field(default_factory=dict)
-    # what the world recorded of its tool calls (world.audit.Seen); None: nobody looked on
+    files: dict = field(default_factory=dict)  # path -> text at its end: what is submitted
+    # what the world recorded of its tool calls (world.audit.Seen); None: nothing was recorded
     facts: list = None
     findings: list = None  # the audit's; None: not audited yet
 
@@ -296,19 +307,20 @@ def flatten(episode):
 
 
 def make_turn(tokenizer, role, text, most=10**9, answers=("", 0, 1, "")):
-    """A turn that was not sampled; of a text beyond `most` tokens the middle is cut, with a note.
+    """A turn that was not sampled. In a text of more than `most` tokens a note replaces the middle.
     answers: see Tokenizer.write_turn"""
     tokens = without_middle_tokens(tokenizer, tokenizer.encode(text), most)
     return tokenizer.write_turn(role, tokens, text, answers)
 
 
 def without_middle_tokens(tokenizer, tokens, most):
-    """The tokens, or of more than `most` the beginning and the end, since the end of a test run
-    says what failed, and between them a line that says how many are missing. The line counts
-    against the limit; where it has no room, a shorter one stands there."""
+    """At most `most` of these tokens: all, or the beginning and the end with a line between them
+    that says how many are missing. The end stays because the end of a test run says what failed.
+    The line counts against the limit; where it has no room, a shorter one stands there."""
     if len(tokens) <= most:
         return tokens
-    # The number in the line depends on how long the line is: the longest it can be is assumed.
+
+    # The number in the line depends on the length of the line, so we keep room for the longest.
     longest_note = tokenizer.encode(f"\n[{len(tokens)} tokens cut]\n")
     room = most - len(longest_note)
     if room < 2:
@@ -318,6 +330,7 @@ def without_middle_tokens(tokenizer, tokens, most):
     else:
         note = tokenizer.encode(f"\n[{len(tokens) - room} tokens cut]\n")
         room = min(room, most - len(note))
+
     # Half of the room is for the beginning, the rest for the end.
     half = room // 2
     return tokens[:half] + note + tokens[len(tokens) - (room - half) :]
@@ -364,21 +377,21 @@ class Limits:
 
 @dataclass
 class Request:
-    """What an agent asks of a sampler: append `tokens` to its context (a fresh one if restart),
+    """What an agent asks of a sampler: append `tokens` to its context (a new one if restart),
     then sample a turn."""
 
     tokens: list
     restart: bool
     room: int  # sampled tokens at most
     summary: bool = False  # the turn asked for is a summary
-    # of the turn's first call, where a family numbers them: so many stand in the context
+    # number of the turn's first call, for families of models that number their calls
     number: int = 0
 
 
 @dataclass
 class Work:
-    """Tools to run outside the model. slow: a process is started, so that others may be sampled
-    meanwhile."""
+    """Tool calls to run outside the model. slow: they start a process, so the sampler may go on
+    with other agents meanwhile."""
 
     calls: list
     run: callable
@@ -396,13 +409,14 @@ def agent(task, tokenizer, workspace, limits, compact=None):
     one number for all of a body.
 
     `compact(tokenizer, chain)` is summarize.py's hook: after each turn it may return a query turn;
-    the summary is then sampled in the same context, and a new episode starts from task + summary
-    (or, where it truncates, at once from task + newest turns)."""
+    the summary is then sampled in the same context, and a new episode starts from task + summary.
+    With compact.truncate no summary is sampled: a new episode starts at once from task + newest
+    turns."""
     chain = Chain(task, [Episode([opening_turn(tokenizer, task)])])
     restart = True  # the episode begins a new context
-    added = []  # else: its turns that the sampler has not read yet
+    added = []  # in a context that goes on: the turns that the sampler has not read yet
     summarizing = False  # the next turn is a summary
-    call_number = commands_run = 0  # calls that stand in the context, commands in all
+    call_number = commands_run = 0  # the next call's number in its context; commands of the chain
     for _ in range(limits.turns):
         # 1) Is there room for a turn, two tokens at least? A sampler (or the expert) reads what is
         #    new and writes the turn, which is kept token for token.
@@ -437,8 +451,8 @@ def agent(task, tokenizer, workspace, limits, compact=None):
             chain.finished = True
             break
 
-        # 5) The tools run outside the model. Where the machine fails at one, what the tools say is
-        #    not what this agent's work does.
+        # 5) The tools run outside the model. After a failure of the machine their outputs say
+        #    nothing about this agent's work, so the chain ends.
         call_number = tokenizer.number_calls(turn.calls, call_number)
         commands = refuse_calls(task, limits, turn.calls, commands_run)
         commands_run += commands
@@ -475,11 +489,13 @@ def sampled_turn(tokenizer, prompt, room, body, logprobs, versions):
 
 
 def output_turns(tokenizer, chain, limits, compact):
-    """A turn for the output of each call of the last turn. All together have a third of the window
-    at most, and each an equal share."""
+    """One turn per call of the last turn, with the call's output. Together they have at most a
+    third of the window, in equal shares."""
     room = limits.window // 3
+    # With summaries, the query and the summary need room, too.
     if compact:
         room = min(room, compact.room_for_outputs(tokenizer, chain))
+
     turns = []
     calls = chain.episodes[-1].turns[-1].calls
     for i, call in enumerate(calls):
@@ -497,15 +513,18 @@ def context_tokens(tokenizer, turns):
 
 
 def refuse_calls(task, limits, calls, commands_run):
-    """Marks the calls of a turn that are not to run: commands beyond the limit -> how many commands
-    the turn holds"""
+    """Answers the commands of a turn that are beyond limits.commands, so that they do not run.
+    Returns how many commands the turn holds. commands_run: commands of the earlier turns"""
     commands = []
     for call in calls:
-        # How it was called no longer matters: there is no such tool, and its answer will say so.
+        # A tool that is not offered. An error found in reading the call is cleared, so that the
+        # call runs and its answer says that there is no such tool.
         if call.name and call.name not in task.tools:
             call.output, call.error = "", ""
         elif call.name == "run_command":
             commands.append(call)
+
+    # The first ones may run until the limit is reached.
     if limits.commands:
         allowed = max(0, limits.commands - commands_run)
         for call in commands[allowed:]:
@@ -520,10 +539,13 @@ def end_chain(chain, workspace, limits):
     for episode in chain.episodes:
         while len(episode) > limits.window and len(episode.turns) > 1:
             episode.turns.pop()
-    # Where the last turn allowed was a summary, nothing came of it.
+
+    # If the last turn allowed was a summary, the policy never acted in the episode that it began.
     roles = [turn.role for turn in chain.episodes[-1].turns]
     if len(chain.episodes) > 1 and "assistant" not in roles:
         chain.episodes.pop()
+
+    # What is submitted. The machine may fail at reading it, too.
     try:
         chain.files = workspace.files()
     except MachineFailure as failure:
@@ -535,8 +557,8 @@ def end_chain(chain, workspace, limits):
 
 def sample_from_logits(logits, uniform, temperature=1.0):
     """logits (B, V), uniform (B,) in [0, 1) -> tokens (B,), log-probs (B,) of the distribution that
-    was sampled from, in fp32. temperature from 0 (the largest logit) on, finite: else a
-    ValueError."""
+    was sampled from, in fp32. temperature: finite and not negative, else a ValueError; 0 takes the
+    largest logit."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be a finite number from 0 on")
     if temperature == 0:
@@ -545,8 +567,8 @@ def sample_from_logits(logits, uniform, temperature=1.0):
 
     # The inverse of the cumulative distribution turns a uniform number into a token. (A draw just
     # below 1 rounds to 1 in fp32.)
-    mass = p.cumsum(-1)
-    draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]
+    mass = p.cumsum(-1)  # (B, V)
+    draw = uniform.clamp(max=1 - 2**-24) * mass[:, -1]  # (B,)
     tokens = torch.searchsorted(mass, draw[:, None], right=True)  # (B, 1)
     tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], p.gather(-1, tokens)[:, 0].log()
@@ -573,7 +595,7 @@ class Context:
 
 
 class Sampler:
-    """The plain form of sampling: one agent after the other, one token at a time, from a cache.
+    """The plain form of sampling: one agent after the other, one token at a time, with a KV cache.
 
     Each agent draws with random numbers of its own, one per token: what it samples does not depend
     on who else is sampled. What the plain form costs is time. A step that decodes one token reads
@@ -609,17 +631,20 @@ class Sampler:
             except StopIteration as end:
                 chain = end.value
                 break
+
             # Tools need no model.
             if isinstance(request, Work):
                 request.run()
                 answer = None
                 continue
+
             # A turn is sampled behind what the model has read, or in a new context.
             if request.restart:
                 contexts.append(Context(self.model, self.window))
             contexts[-1].tokens += request.tokens
             answer = self.sample_turn(contexts[-1], request.room, rng)
             steps += len(answer[0])
+
         # The experts that each token took are part of the record: training replays them.
         chain.steps = steps
         for episode, context in zip(chain.episodes, contexts):
@@ -630,7 +655,7 @@ class Sampler:
         """-> (tokens, log-probs, versions) of a turn of at most `room` tokens"""
         body, logprobs = [], []
         while len(body) < room:
-            # A number per token, drawn by this agent alone.
+            # One random number per token, from this agent's own generator.
             logits = self.next_token_logits(context)
             uniform = torch.tensor([rng.random()], dtype=torch.float32, device=self.device)
             token, logprob = sample_from_logits(logits, uniform, self.temperature)
@@ -672,7 +697,7 @@ def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
 
 def grade_chain(chain, sandbox):
     """The hidden tests of the task judge what was submitted: chain.solved, and chain.reward, 1 or
-    0. The audit looks for cheats. (Training makes its reward of both from chain.solved:
+    0. The audit looks for cheats. (Training computes another reward from chain.solved:
     compute_reward in train.py.)"""
     chain.stats = count_effort(chain)
     if chain.failure:
@@ -680,7 +705,7 @@ def grade_chain(chain, sandbox):
     try:
         verdict = judge(chain.task, chain.files, sandbox)
         chain.solved, chain.reward = verdict.solved, float(verdict.solved)
-        # Here the audit runs beside the sampling, and in the processes that sample.
+        # Audited here, not later: here it runs beside the sampling, in the processes that sample.
         audit_chain(chain, verdict)
     except (MachineFailure, OSError, MemoryError) as failure:
         if not is_machine_failure(failure):
@@ -689,11 +714,11 @@ def grade_chain(chain, sandbox):
 
 
 def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers=None):
-    """`group` chains per task -> list of groups, graded. The chance of chain j of a task is drawn
-    from (seed, the task's number, j). A chain that the machine failed is played once more; where it
-    fails again, chain.failure says why, and it is neither right nor wrong: leave it out (see
-    drop_failed)."""
-    # Tests of a real repository take long, so nobody waits for them but who asked.
+    """`group` chains per task -> list of groups, graded. Chain j of a task draws its random numbers
+    from the seed (seed, the task's number, j); numbers: those of the tasks (default: 0, 1, ...). A
+    chain that the machine failed is played once more. Where it fails again, chain.failure says why,
+    and it is neither right nor wrong: leave it out (see drop_failed)."""
+    # Tests of a real repository take long: only the agent that runs them waits, and no other.
     patient = not any("repo" in task.meta for task in tasks)
 
     def judge_it(chain):
@@ -707,10 +732,11 @@ def rollouts(sampler, tasks, group, seed, limits, sandbox, compact=None, numbers
         try:
             return sampler.run(agents, seeds, judge_it, patient=patient)
         finally:
-            # After an error, agents are under way: their workspaces go.
+            # After an error some agents have not ended; closing them removes their workspaces.
             for one in agents:
                 one.close()
 
+    # One place (task's number, task, j) per chain; the chains of a task stand side by side.
     places = []
     for number, task in zip(numbers or range(len(tasks)), tasks):
         places += [(number, task, j) for j in range(group)]
@@ -752,8 +778,8 @@ def play_moves(task, tokenizer, moves, limits, compact=None):
             body = tokenizer.write_action(action.text, action.calls, asked.number)
             asked = play.send((body, np.zeros(len(body), dtype=np.float32), 0))
 
-            # 2) It sees what the tools answer. Where a summary is asked for, it hears that first,
-            #    and behind the summary it sees the same outputs again.
+            # 2) It sees what the tools answer. Where the agent asks for a summary, SUMMARIZE stands
+            #    before the outputs, and after the summary the expert sees the same outputs again.
             if isinstance(asked, Work):
                 asked.run()
                 outputs = [call.output for call in asked.calls]
@@ -779,8 +805,8 @@ def advantages(rewards):
 
 
 def predictable_tokens(episode):
-    """(T,) 1 = this token may be predicted by the one before it, 0 = the policy itself would speak
-    there, and another does"""
+    """(T,) 1 = the token before may be trained to predict this one, 0 = it may not: the policy
+    itself would go on here, and this token is someone else's"""
     known = np.ones(len(episode))
     start = 0  # where the following turn begins
     for turn, following in zip(episode.turns, episode.turns[1:]):
@@ -794,8 +820,10 @@ def pack(episodes, advantage, multiple=1):
     """Episodes and one number each -> tensors (B, T), aligned so that position t predicts
     targets[t] = tokens[t + 1]: tokens (-1 = padding), targets, mask (1 = the target was sampled),
     logprobs, advantage, inside (1 = there is a target); experts (B, T, L, K) or None. T is a
-    multiple of `multiple`. Where the policy would go on by itself and a user's word stands (a
-    query, a hint), there is no target: it would be learnt as the policy's own."""
+    multiple of `multiple`.
+
+    There is no target where the policy would go on by itself but the harness has put another turn
+    (a query, a hint): the policy would learn to write that turn's first token itself."""
     T = -(-max(len(episode) for episode in episodes) // multiple) * multiple
 
     # One row per episode, with zeros behind its end.
@@ -816,7 +844,7 @@ def pack(episodes, advantage, multiple=1):
     for name in ("targets", "mask", "logprobs", "inside"):
         values = stack(name, np.int64 if name == "targets" else np.float32)
         batch[name] = F.pad(values[:, 1:], (0, 1))
-    weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)
+    weights = torch.tensor(np.asarray(advantage), dtype=torch.float32)  # (B,)
     batch["advantage"] = batch["mask"] * weights[:, None]
 
     # Router replay. An episode without a record routes freely.
@@ -828,20 +856,20 @@ def pack(episodes, advantage, multiple=1):
         for row, episode in zip(experts, episodes):
             if episode.experts is not None:
                 row[: len(episode.experts)] = episode.experts
-        batch["experts"] = torch.from_numpy(experts)
+        batch["experts"] = torch.from_numpy(experts)  # (B, T, L, K)
     return batch
 
 
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
-    """-J of the batch, summed. logp (B, T) with gradient; normaliser: (rollouts) x L over all ranks
-    and micro-batches; reference (B, T): log-probs under the reference policy.
+    """This batch's part of -J. logp (B, T) with gradient; normaliser: L times the number of
+    rollouts of all ranks and micro-batches; reference (B, T): log-probs under the reference policy.
 
     There is no ratio and no clip: one update per batch. The gradient of A log pi is the policy
     gradient."""
-    advantage = batch["advantage"]
+    advantage = batch["advantage"]  # (B, T)
     # The k1 penalty is part of the reward, token by token, so it has no gradient of its own.
     if beta:
-        k1 = logp.detach() - reference
+        k1 = logp.detach() - reference  # (B, T)
         advantage = advantage - beta * k1 * batch["mask"]
     return -(advantage * logp * batch["mask"]).sum() / normaliser
 
@@ -850,7 +878,8 @@ def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
 
 
 def random_model(tokenizer, **sizes):
-    """A random model, its head too: an untrained one would give all tokens alike."""
+    """A model with random weights. Matrices that are zero in a new model become random, too: with
+    a head of zeros all tokens would be equally likely."""
     torch.manual_seed(0)
     model = Model(ModelConfig(vocab=tokenizer.vocab, **sizes))
     for p in model.parameters():

@@ -87,17 +87,18 @@ from world.workspace import Workspace
 
 # ---------------------------------------------------------------- deletion, of any codebase
 def delete_feature(files, chosen, dials, found):
-    """(files without the feature, the dead helpers that went with it).
+    """Returns (files without the feature, helpers). The helpers are functions that only the feature
+    used; they are deleted with it.
 
     files: path -> text; chosen: the definitions that make the feature; found: all definitions of
     the codebase. dials["kind"] is "gone" if the feature goes as a whole, signature and all; for
     other kinds a stub stays, with its docstring if dials["docstring"]."""
     if dials["kind"] != "gone":
-        # The names stay, so nothing that imports them breaks: a body alone is replaced.
+        # Only the bodies are replaced. The names stay, so nothing that imports them breaks.
         stubs = stub_bodies(files, chosen, dials["docstring"])
         helpers = find_dead_helpers(files, stubs, chosen, found)
         rest = remove_definitions(files, helpers)
-        # Other lines are gone, so the definitions stand elsewhere in their files now.
+        # The helpers' lines are gone, so the definitions have moved in their files.
         return stub_bodies(rest, find_again(rest, chosen), dials["docstring"]), helpers
 
     # The definitions go, with their names in imports and in __all__.
@@ -105,15 +106,17 @@ def delete_feature(files, chosen, dials, found):
     helpers = find_dead_helpers(files, rest, chosen, found)
     if helpers:
         rest = remove_definitions(files, chosen + helpers)
-    # So does any file that still knows them and is no source: a cache, an index, bytecode.
+
+    # Any other file that still knows a deleted name goes, too: a cache, an index, bytecode.
     for path in telltales(rest, {one.name for one in chosen + helpers}):
         del rest[path]
     return rest, helpers
 
 
 def tests_lost(stable, outcomes, own):
-    """The tests of a green suite that fail without a feature, or the reason why it makes no task:
-    some test has to fail, and each that fails has to be one of the feature's `own`."""
+    """The set of tests that fail without a feature, or the reason (a string) why the deletion makes
+    no task: some test has to fail, and each that fails has to be one of the feature's `own` tests.
+    stable: the tests that pass with the feature; outcomes: test -> outcome without it."""
     broken = {test for test in stable if outcomes.get(test) != "passed"}
     if not broken:
         return "no test fails"
@@ -123,8 +126,9 @@ def tests_lost(stable, outcomes, own):
 
 
 # ---------------------------------------------------------------- generated codebases
-# level -> number of steps, deletions, and where the specification is ("prompt", "docs", "tests");
-# named: prompt names the target
+# One row per level. steps: least and most operations of a deleted function; deletions: number of
+# deleted functions; where: what states their specification (prompt, docs or tests); named: the
+# prompt names the deleted function
 LEVELS = [
     dict(steps=(1, 1), deletions=1, where="prompt", named=True),
     dict(steps=(1, 2), deletions=1, where="docs", named=True),
@@ -132,7 +136,7 @@ LEVELS = [
     dict(steps=(1, 1), deletions=2, where="docs", named=False),
     dict(steps=(1, 2), deletions=2, where="docs", named=False),
     dict(steps=(1, 1), deletions=3, where="docs", named=False),
-    # 6 and 7: made when 5 is won
+    # 6 and 7 are harder: a curriculum may open them when the levels before are nearly mastered
     dict(steps=(1, 2), deletions=4, where="docs", named=False),
     dict(steps=(1, 1), deletions=6, where="docs", named=False),
 ]
@@ -154,7 +158,7 @@ def make_task(level, seed, split="train"):
 
 
 def draw_task(rng, level, split):
-    """One draw of a codebase and a deletion; None where a gate refuses it."""
+    """Draws a codebase and a deletion once -> the task, or None where a gate refuses it."""
     dials = LEVELS[level]
 
     # Draw the modules, how many functions each holds, and which of the functions will be deleted.
@@ -187,13 +191,14 @@ def draw_task(rng, level, split):
 
 
 def delete_and_verify(rng, level, functions, cases, chosen):
-    """The task of these functions without the chosen ones (their numbers); None where a gate
-    refuses it. cases: (visible inputs, hidden inputs) of each function."""
+    """The task: these functions as a codebase, without the chosen ones. None where a gate refuses
+    it. cases: (visible inputs, hidden inputs) of each function; chosen: indices of functions."""
     dials = LEVELS[level]
+    # The order of the tests in their file.
     order = rng.sample(range(len(functions)), len(functions))
     original = write_codebase(rng, dials, functions, cases, chosen, order)
 
-    # Delete the feature as from any repository.
+    # Delete the feature, in the same way as from any repository.
     deleted = [functions[number] for number in order if number in chosen]
     names = {(f"{function.module}.py", function.name) for function in deleted}
     modules = sorted({function.module for function in functions})
@@ -216,6 +221,7 @@ def delete_and_verify(rng, level, functions, cases, chosen):
         hidden += judged_cases(functions[number], cases[number][1])
     for number in order:
         visible += judged_cases(functions[number], cases[number][0])
+
     tools = draw_tools(rng, dials)
     return Task(
         instance_id="",
@@ -238,14 +244,16 @@ def judged_cases(function, inputs):
 
 
 def write_codebase(rng, dials, functions, cases, chosen, order):
-    """path -> text of modules, tests, docs. order: in which the tests stand."""
+    """{path: text} of modules, docs and tests. order: the order of the tests in their file."""
+    # The modules, each with the code of its functions.
     modules = sorted({function.module for function in functions})
     files = {}
     for module in modules:
         code = [function.code() for function in functions if function.module == module]
         files[f"{module}.py"] = "\n\n".join(code)
 
-    # The docs say what functions do: of the deleted ones only if the specification is there.
+    # The docs say what each function does; a deleted function is in them only if the level puts
+    # its specification there.
     known = []
     for number, function in enumerate(functions):
         if number not in chosen or dials["where"] == "docs":
@@ -262,6 +270,7 @@ def write_codebase(rng, dials, functions, cases, chosen, order):
             call = f"{function.module}.{function.name}({xs})"
             lines.append(f"    assert {call} == {function.value(xs)}\n")
         tests.append("".join(lines))
+
     imports = "".join(f"import {module}\n" for module in ("check", *modules))
     files["tests.py"] = imports + "\n\n" + "\n\n".join(tests) + "\n\ncheck.run(globals())\n"
     files["check.py"] = CHECK
@@ -271,8 +280,9 @@ def write_codebase(rng, dials, functions, cases, chosen, order):
 def micro_outcomes(files, tests):
     """{test: "passed" or "failed"} of a generated codebase, by what its own suite prints."""
     result = run_trusted(files)
-    # check.py names each function that a test misses or finds wrong. A suite that breaks counts
-    # none.
+
+    # check.py prints the name of each function that is missing or gives a wrong value, and then the
+    # counts. Without the counts the suite itself broke, and every test has failed.
     if not re.search(r"^\d+ passed, \d+ failed$", result.output, re.M):
         return dict.fromkeys(tests, "failed")
     failed = {f"test_{name}" for name in re.findall(r"^\w+\.(\w+)[:(]", result.output, re.M)}
@@ -309,9 +319,11 @@ def micro_prompt(dials, deleted, tools, modules):
 
 # ---------------------------------------------------------------- inputs that tell right from wrong
 def near_misses(function, rng):
-    """The mistakes the tests have to see: a step forgotten, a constant off, another operation,
-    another reduction. Five for each step, the forgotten one first, and one more."""
+    """Yields the mistakes that the tests have to see, as functions: a step forgotten, a constant
+    off by one, another operation, another constant; at the end another reduction. That is five for
+    each step, the forgotten step first, and one more."""
     for number, (op, k) in enumerate(function.steps):
+        # What may stand in the place of this step: nothing, or a wrong step.
         before, after = function.steps[:number], function.steps[number + 1 :]
         mistakes = [
             [],
@@ -322,12 +334,13 @@ def near_misses(function, rng):
         ]
         for mistake in mistakes:
             yield Function("", "", before + mistake + after, function.reduction)
+    # The right steps with a reduction drawn at random.
     yield Function("", "", function.steps, rng.choice(list(REDUCTIONS)))
 
 
 def draw_inputs(function, rng, number=10):
-    """(two visible inputs, up to six hidden ones), or None if no two inputs tell the function from
-    its near misses."""
+    """(two visible inputs, up to six hidden ones), or None if no two of the inputs tell the
+    function from all of its near misses. number: how many inputs are drawn to choose from."""
     inputs = []
     for _ in range(number):
         inputs.append([rng.randint(0, 12) for _ in range(rng.randint(3, 4))])
@@ -335,17 +348,20 @@ def draw_inputs(function, rng, number=10):
     if len({repr(value) for value in right}) < 4:
         return None  # almost constant: a trivial body would pass
 
-    # For each near miss: the inputs (their numbers) that show it.
+    # For each near miss: the indices of the inputs for which it gives a wrong value.
     shown_by = []
     for miss in near_misses(function, rng):
         values = [miss.value(xs) for xs in inputs]
         shown_by.append({i for i in range(number) if values[i] != right[i]})
+    # Every fifth near miss forgets a step.
     forgotten_steps = shown_by[0 : 5 * len(function.steps) : 5]
     if not all(forgotten_steps):
         return None  # a step that does nothing
-    shown_by = [shows for shows in shown_by if shows]  # the rest is equivalent on these inputs
+    # A near miss that no input shows is equivalent on all of them, and no test could tell it.
+    shown_by = [shows for shows in shown_by if shows]
 
-    # The first shows most near misses, the second most of those that the first does not show.
+    # The first visible input shows as many near misses as any, the second as many as any of those
+    # that the first does not show. Together they have to show all.
     first = most_frequent(shown_by, range(number))
     not_shown = [shows for shows in shown_by if first not in shows]
     second = most_frequent(not_shown, [i for i in range(number) if i != first])
@@ -357,7 +373,7 @@ def draw_inputs(function, rng, number=10):
 
 
 def most_frequent(sets, members):
-    """The first of those members that are in most of the sets."""
+    """The member that is in most of the sets; the first of them where several are."""
     counts = Counter()
     for one in sets:
         counts.update(one)
@@ -373,14 +389,14 @@ def trivial_body_passes(function, inputs):
 
 
 def example_texts(number, seed):
-    """What is said in demonstrations, as plain texts (a tokenizer is trained on them)."""
+    """Demonstrations as plain texts, one per task: a tokenizer is trained on them."""
     texts = []
     for i in range(number):
         # An expert at work on a task of each level in turn.
         rng = random.Random(f"{seed}/text/{i}")
         task = make_task(i % 6, (seed << 24) + i)
         story, files = record_expert(task, rng)
-        # All that a transcript can hold: the prompt, the files, what is said, called and answered.
+        # All that a transcript can hold: the prompt, the files, thoughts, tool calls, outputs.
         parts = [task.problem_statement, *files.values()]
         for action, outputs in story:
             parts.append(action.text)
@@ -393,14 +409,15 @@ def example_texts(number, seed):
 
 # ---------------------------------------------------------------- the curriculum
 class Curriculum:
-    """Selects levels that are neither always won nor never, and opens a harder one when the hardest
-    is won.
+    """Selects levels that are neither always solved nor never, and opens a harder one when the
+    hardest is nearly mastered.
 
-    Per level a Beta posterior over the solve rate, with forgetting since the policy moves: `forget`
-    is what remains of a count after eight rollouts, however they are grouped. A level is drawn with
-    weight p (1 - p), p a sample of its posterior: the variance of its reward, which is what a group
-    can learn from. Not `on`: a fixed mix of all levels alike. Tasks are made as they are drawn,
-    never one twice, or come from a file with `sizes` (level -> number of tasks in it)."""
+    Each level has a Beta posterior over its solve rate. It forgets, since the policy changes:
+    `forget` is the fraction of a count that remains after eight rollouts, however they are grouped.
+    A level is drawn with weight p (1 - p), where p is a sample of its posterior. That weight is the
+    variance of a 0/1 reward, and a group without variance teaches nothing. With on=False all levels
+    are drawn alike. Tasks are made as they are drawn, never one twice, or come from a file with
+    `sizes` (level -> number of tasks in it)."""
 
     def __init__(
         self, levels=range(6), seed=0, on=True, hardest=len(LEVELS) - 1, forget=0.9, sizes=None
@@ -413,12 +430,12 @@ class Curriculum:
         self.taken = {level: 0 for level in sizes or ()}
 
     def next(self, rng):
-        """(level, seed), or (level, index) of a task of the file, each once before any comes
-        again."""
+        """The next task: (level, seed) of one to generate, or (level, index) of one of the file.
+        Every task of the file comes once before any comes again."""
         self.drawn += 1
         if not self.sizes:
             return self.choose(rng, self.levels), self.task_number()
-        # Only levels that lag behind: those whose tasks have all been taken more often must wait.
+        # Rounds that each level has completed. A level that is a round ahead of another waits.
         rounds = {level: taken // self.sizes[level] for level, taken in self.taken.items()}
         fewest = min(rounds.values())
         level = self.choose(rng, [level for level in self.levels if rounds[level] == fewest])
@@ -427,7 +444,8 @@ class Curriculum:
         return level, index
 
     def task_number(self):
-        """Of a million for each run; the next run's begin beyond them."""
+        """The seed of the next generated task. A run has a million of them; those of a run with the
+        next seed begin beyond."""
         return self.seed * 1_000_003 + self.drawn % 10**6
 
     def choose(self, rng, levels):
@@ -441,15 +459,15 @@ class Curriculum:
         """Counts a group's outcome; opens the next level once the hardest one is nearly
         mastered."""
         won, lost = self.counts[level]
-        # By rollouts, not by groups: else the counts of small groups never reach what opens a
-        # level, and those of large ones would remember for longer. The prior's share comes back, so
-        # that no level is ever given up.
+        # Forgetting goes by rollouts, not by groups. By groups, the counts of small groups would
+        # never reach what opens a level, and large groups would remember more rollouts. What is
+        # forgotten of the prior (1, 1) is added again, so that no level is ever given up.
         keep = self.forget ** (total / 8)
         self.counts[level] = [
             keep * won + solved + 1 - keep,
             keep * lost + total - solved + 1 - keep,
         ]
-        # A level that is won in nearly all of some twenty rollouts opens the one after it.
+        # The hardest level opens the next one when nearly all of about twenty rollouts solved it.
         top = max(self.levels)
         if not self.on or level != top or top >= self.hardest:
             return
@@ -489,8 +507,8 @@ def make_repository_task(repository, chosen, level, rng, sandbox, prompt="short"
 
 
 def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
-    """A verified Task of a repository; Discard where there is none. The steps are those of a
-    generated codebase, with all that a real one may do otherwise."""
+    """A verified Task of a repository; raises Discard where there is none. The steps are those of a
+    generated codebase, with checks of what only real ones do."""
     dials, files, stable = REPO_LEVELS[level], repository.files, repository.stable
 
     # 1) Delete the feature, and what else holds its code.
@@ -522,6 +540,8 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
     inherited = inherited_tests(files, stable, groups)
     passed = [node for node in stable if outcomes.get(node) == "passed"]
 
+    # A test that runs one of these test functions again (inherited in a subclass, imported) cannot
+    # be hidden, so nothing is asked of it.
     solution, pristine = changed_files(files, base, visible)
     task = Task(
         instance_id=feature_id(repository, chosen, level),
@@ -548,14 +568,14 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
         },
     )
 
-    # 5) What anybody could write fails, and the original passes.
+    # 5) A body that anybody could write does not solve it, and the original does.
     check_trivial_bodies(files, chosen, task, sandbox, patient)
     return check_original(task, repository, patient)
 
 
 def break_tests(repository, stable, base, chosen, sandbox):
-    """(outcome of each stable test, the tests that fail) of a repository without a feature; Discard
-    where anything but the feature's own tests breaks."""
+    """(outcome of each stable test, the tests that fail) of a repository without a feature. Raises
+    Discard where anything but the feature's own tests breaks."""
     answer = run_suite(base, sandbox, stable, plan=repository.plan)
     check_collected(repository, answer.get("errors", {}))
     own = set().union(*(one.tests for one in chosen))
@@ -567,9 +587,9 @@ def break_tests(repository, stable, base, chosen, sandbox):
 
 
 def changed_files(files, base, visible):
-    """(originals of the files that the deletion changed, originals of those that the hidden tests
-    were taken out of). What was left out for what it gives away is in neither: the original, too,
-    has to pass without it."""
+    """Returns two dicts path -> original text: the files that the deletion changed, and the files
+    from which hidden tests were taken out. Files that were left out because they give the answer
+    away are in neither: the original, too, has to pass without them."""
     solution, pristine = {}, {}
     for path, text in files.items():
         if path in base and base[path] != text:
@@ -581,8 +601,8 @@ def changed_files(files, base, visible):
 
 # ---------------------------------------------------------------- real repositories: the commands
 def draw_features(repository, levels, rng):
-    """Yields (level, definitions, random numbers of its own): each time of the level with the
-    fewest features so far, until all are drawn."""
+    """Yields features, as (level, definitions, a random generator of its own), until none is left.
+    Each is of the level that has the fewest so far."""
     levels, drawn, taken = list(levels), Counter(), set()
     while levels:
         level = min(levels, key=lambda level: (drawn[level], level))
@@ -595,8 +615,9 @@ def draw_features(repository, levels, rng):
 
 
 def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, prompt="short"):
-    """Writes up to n verified tasks, one line each as soon as it is verified. Returns (tasks,
-    reasons for the discarded, seconds)."""
+    """Writes up to n verified tasks to the file `out`, each as one line as soon as it is verified.
+    Returns (tasks, {reason: number of features discarded for it}, seconds)."""
+    # Features are drawn from the study, which knows which test runs which definition.
     refuse_unwritable(out)
     repository = study(repo, None, time_limit)
     sandbox = repository_sandbox(repository.files, repository.patience)
@@ -607,7 +628,8 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
     with ThreadPoolExecutor(jobs) as pool:
 
         def submit_next():
-            """The next feature, handed to a worker: a set of one future, or of none."""
+            """Hands the next feature to a worker. Returns a set of one future, empty if no feature
+            is left."""
             feature = next(features, None)
             if feature is None:
                 return set()
@@ -617,10 +639,11 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
 
         waiting = set()
         try:
-            # One more than there are workers, so that none ever waits.
+            # One feature more than there are workers, so that no worker ever waits.
             for _ in range(jobs + 1):
                 waiting |= submit_next()
             while waiting and len(tasks) < n:
+                # What is done is kept or counted, and makes room for the next feature.
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
                     task = future.result()
@@ -628,7 +651,7 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
                         reasons[task] += 1
                     elif len(tasks) < n:
                         tasks.append(task)
-                        # what was there stays until there is a task
+                        # an older file of that name stays until the first task replaces it
                         with open(out, "a" if len(tasks) > 1 else "w") as file:
                             file.write(instance(task) + "\n")
                     waiting |= submit_next()
@@ -638,8 +661,10 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
             print(f"\nstopped: {out} holds the {len(tasks)} tasks verified so far", file=sys.stderr)
             raise
         finally:
+            # After enough tasks, or an error: features that no worker has begun are given up.
             for future in waiting:
                 future.cancel()
+
     if not tasks:
         why = dict(reasons) or "no test runs a definition of three lines"
         raise Refusal(f"{repo}: no task could be verified: {why}")
@@ -647,13 +672,13 @@ def generate(repo, out, n=50, level=None, seed=0, jobs=2, time_limit=60.0, promp
 
 
 def progress(text, start):
-    """Writes over the last such line on the terminal."""
+    """Shows the progress on the terminal, in one line that is written over each time."""
     print(f"\r{text} ({time.perf_counter() - start:.0f} s)   ", end="", file=sys.stderr, flush=True)
 
 
 def check(path, jobs=2, time_limit=60.0):
-    """(number of tasks of a file that hold from the file alone: unsolved as given, solved by the
-    original; number of tasks)."""
+    """Verifies the tasks of a file again, by nothing but the file. A task holds if it is unsolved
+    as it is given, and solved by its original. Returns (how many hold, how many there are)."""
     tasks, start = read_tasks(path), time.perf_counter()
     if not tasks:
         raise Refusal(f"{path}: holds no tasks: --check takes what --repo=PATH --out={path} wrote")
@@ -670,7 +695,8 @@ def check(path, jobs=2, time_limit=60.0):
             return f"its original does not solve it ({printable(verdict.reason)})"
         return ""
 
-    # In threads, since the work is done by the sandboxes' own processes; told in the file's order.
+    # Threads are enough, since the work is done in the sandboxes' processes. The results come in
+    # the order of the file.
     number_good = 0
     with ThreadPoolExecutor(jobs) as pool:
         for number, (task, why) in enumerate(zip(tasks, pool.map(why_not, tasks)), 1):
@@ -721,7 +747,7 @@ def demo():
 
 # ---------------------------------------------------------------- command line
 def main():
-    # What is done without making tasks: check a file, show the demo, install a repository.
+    # The commands that make no tasks: check a file, show the demo, install a repository.
     flags = read_flags()
     if flags.check is not None:
         good, total = check(flags.check, flags.jobs, flags.time_limit)
@@ -756,14 +782,15 @@ def main():
 
 
 def find_environment(flags):
-    """Installs what --repo needs into an environment, and says how tasks are made with it."""
+    """Installs what --repo needs into an environment, and prints the command that makes tasks with
+    it."""
     # Without --keep the environment stands beside the file of tasks.
     keep = flags.keep
     if not keep:
         name = f"{Path(flags.repo).resolve().name}-environment"
         keep = str(Path(flags.out).parent / name)
     autoinstall(flags.repo, flags.time_limit, flags.seed, keep=keep)
-    # The command that goes on runs in that environment's own Python.
+    # That command runs in the environment's own Python.
     words = [
         str(Path(keep).absolute() / "bin" / "python"),
         str(Path(__file__)),
@@ -778,7 +805,8 @@ def find_environment(flags):
 
 
 def main_or_one_line():
-    """The exit code of main; what a user or the machine got wrong is one line and no traceback."""
+    """The exit code of main. An error of the user or of the machine is printed as one line, without
+    a traceback."""
     try:
         return main()
     except Refusal as refusal:

@@ -284,8 +284,9 @@ STAGES = {
     ),
     "eval": dict(),
 }
-# Of a published model (ours): its weights are good, so all move at AdamW's rate of fine-tuning (0.2
-# * lr = adam_lr), and nothing teaches it to copy.
+# The defaults for a published model (ours). Its weights are good, so all of them move at AdamW's
+# fine-tuning rate (Muon's update has RMS 0.2 * lr, which is adam_lr here). There is no warm-up of
+# the sequence length, whose purpose is to teach copying.
 FINE = dict(lr=5e-5, adam_lr=1e-5, seq_len_warmup=0.0)
 FINE_TUNING = {
     "pretrain": FINE,
@@ -294,7 +295,7 @@ FINE_TUNING = {
     "rl": FINE | dict(lr=5e-6, adam_lr=1e-6),
     "eval": FINE,
 }
-# gpu: the standard library is read about eight times
+# Defaults of a stage at one scale. gpu: pretrain reads the standard library about eight times
 STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
     ("gpu", "pretrain"): dict(steps=300),
     ("gpu", "long"): dict(steps=40),
@@ -304,13 +305,15 @@ STAGE_SCALES = {("tiny", stage): dict(steps=4) for stage in ORDER} | {
 
 # the fields that are the model's shape
 SIZES = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(Config)} - {"vocab"}
-# Every field is a flag; what the tables above change in them, and what is typed.
+# Every field of Config is a flag. FLAGS merges the fields' defaults, the tables above and what the
+# user has typed.
 FLAGS = configuration.Flags(Config, SIZES, SCALES, STAGES, STAGE_SCALES, FINE_TUNING, about=__doc__)
 
-# The change of the recipe that is in force in this process, as module:function; none: "". It is
-# kept in every checkpoint, so that a run goes on with the change that it was begun with.
+# The change of the recipe that an experiment has made in this process, as module:function; "" for
+# the plain recipe. Every checkpoint keeps it, so that a run goes on with the change that it was
+# begun with.
 PATCH = ""
-# How this program is started; the patch of an experiment has a program of its own.
+# How this program is started. An experiment starts its patched recipe by another program.
 PROGRAM = [sys.executable, __file__]
 
 
@@ -322,13 +325,14 @@ def habits(config):
 
 
 def accumulate(sums, key, value):
-    """Adds to a sum of a step, over its micro-batches. value: a number, or a tensor that stays
-    where it is"""
+    """Adds a micro-batch's value to a sum over the step. value: a number, or a tensor, which stays
+    on its device"""
     sums[key] = sums.get(key, 0) + value
 
 
 def train_tokenizer(config):
-    """BPE on a sample of the pretraining text and of transcripts, so that both are short."""
+    """BPE on a sample of the pretraining text and of transcripts, so that both take few tokens."""
+    # The beginnings of random files, about 800,000 characters in all.
     rng = random.Random(config.seed)
     texts, _ = source_files.python_sources(config.data)
     rng.shuffle(texts)
@@ -342,9 +346,9 @@ def train_tokenizer(config):
 
 
 def seq_len_divisor(step, config):
-    """What the window is divided by: 4, then 2, then 1. Sequence-length warm-up (arXiv 2108.06084):
-    heads that look back and copy form several times sooner where there is less to look at; without
-    it they came late in some runs and in one not at all."""
+    """What the window is divided by in this step: 4, then 2, then 1. It is sequence-length warm-up
+    (arXiv 2108.06084). Attention heads that look back and copy form several times sooner in short
+    sequences; without the warm-up they came late in some runs, and in one not at all."""
     if not config.seq_len_warmup:
         return 1
     # 0 in the first half of the warm-up, 1 in the second, more after it
@@ -353,7 +357,7 @@ def seq_len_divisor(step, config):
 
 
 class Source:
-    """What the loop asks of a stage. Most stages need only some of it."""
+    """What the loop asks of a stage. A stage overrides what it needs."""
 
     def losses(self, step, log):
         """Yields the micro-batch losses of one step. They sum to the loss over the whole batch of
@@ -361,10 +365,10 @@ class Source:
         raise NotImplementedError
 
     def after_step(self):
-        """After each update of the weights"""
+        """Called after each update of the weights"""
 
     def validate(self):
-        """After the last step: numbers for the log, of held-out data"""
+        """Called after the last step -> numbers for the log, from held-out data"""
         return {}
 
     def state_dict(self):
@@ -388,7 +392,7 @@ class Text(Source):
         self.window = config.text_window
         train, held = source_files.python_sources(config.data)
         self.data_digest = source_files.digest_texts(train, held)
-        self.train, self.held = self.make_stream(train), self.make_stream(held)
+        self.train, self.held = self.make_stream(train), self.make_stream(held)  # (tokens,) each
         if min(len(self.train), len(self.held)) < 2 * self.window + 2:
             usage_error(
                 f"--data={config.data}: {len(self.train)} tokens are too few for windows of "
@@ -405,29 +409,29 @@ class Text(Source):
         """Yields the micro-batch losses of one step; their sum is the mean over the whole batch of
         all ranks."""
         config = self.run.config
-        # At first a quarter of the window, then half; rounded down to what the ranks of --cp can
-        # share, who cut a sequence in 2 * cp parts.
+        # At first a quarter of the window, then half. Rounded down to a multiple of 2 * cp, since
+        # context parallelism cuts a sequence into that many parts.
         parts = 2 * config.cp
         window = self.window // seq_len_divisor(step, config)
         window = window // parts * parts or self.window
 
-        # The windows begin anywhere in the stream.
+        # The windows begin at random places of the stream.
         rng = np.random.default_rng((config.seed, ORDER.index(config.stage), step))
         number = self.round_up_to_ranks(config.batch_tokens // window)
         starts = rng.integers(0, len(self.train) - window - 1, number)
         yield from self.cross_entropy(self.train, starts, window, log)
 
     def round_up_to_ranks(self, number):
-        """That many windows, or a few more: as many for each rank, since all have to run the same
-        number of forwards."""
+        """The number of windows, rounded up so that each rank has as many: all ranks have to run
+        the same number of forwards."""
         per_rank = max(1, -(-number // self.run.data_ranks))
         return per_rank * self.run.data_ranks
 
     def cross_entropy(self, stream, starts, window, log):
-        """Yields the losses of the windows of `stream` that begin at `starts`, a micro-batch at a
-        time."""
+        """Yields the loss of each micro-batch of the windows of `stream` that begin at `starts`."""
         run, total = self.run, len(starts) * window
-        # Each rank takes its share of the windows; ranks of --cp its part of each window.
+        # Each rank takes its share of the windows. Ranks that share sequences (--cp) take the same
+        # windows, and of each window a part.
         mine = run.share(starts)
         size = max(1, run.config.micro_tokens // window)
         for i in range(0, len(mine), size):
@@ -436,7 +440,8 @@ class Text(Source):
             rows = rows.to(run.device, non_blocking=True)
             batch = run.shard({"tokens": rows[:, :-1], "targets": rows[:, 1:]})  # (B, T) each
 
-            hidden = run.hidden(batch)
+            # This micro-batch's part of the mean over the whole batch of all ranks.
+            hidden = run.hidden(batch)  # (B, T, D)
             loss = -run.model.logprobs(hidden, batch["targets"]).sum() / total
             accumulate(log, "loss", loss.detach())
             accumulate(log, "tokens", batch["tokens"].numel())
@@ -448,12 +453,14 @@ class Text(Source):
     def validate(self):
         """Mean loss on held-out files, fixed windows."""
         self.run.model.eval()  # the routers count no load
+        # The windows lie at equal distances over the whole stream.
         number = self.round_up_to_ranks(max(8, 32768 // self.window))
         last = len(self.held) - self.window - 2
         starts = np.linspace(0, last, number).astype(int)
         log = {}
         for _ in self.cross_entropy(self.held, starts, self.window, log):
             pass
+
         found = {"held_out_loss": self.run.sum(log["loss"])}
         if self.run.config.mtp:
             places = len(starts) * (self.window - 1)
@@ -474,15 +481,16 @@ def padded_length(length):
 
 
 def length_groups(lengths, tokens, number, seed):
-    """Groups of indices of like length, `tokens` in each when padded: little padding, and few
-    different shapes."""
+    """-> `number` groups of indices. A group holds sequences of like length, as many as have up to
+    `tokens` tokens when padded: little padding, and few different shapes. lengths: (episodes,)"""
     rng, groups = np.random.default_rng(seed), []
-    # One round holds every index once; as many rounds as are needed.
+    # Each round of this loop uses every index once.
     while len(groups) < number:
-        # Shuffled into pools of about 32 groups, so that no two rounds are alike ...
+        # Shuffle into pools of about 32 groups, so that every round has other groups ...
         n_pools = max(1, lengths.sum() // (32 * tokens))
         for pool in np.array_split(rng.permutation(len(lengths)), n_pools):
-            # ... and within a pool the longest ones together, then the next ones.
+            # ... and cut each pool into groups, the longest sequences first. The groups of a pool
+            # then come in random order.
             pool = list(pool[np.argsort(lengths[pool], kind="stable")])
             cut = []
             while pool:
@@ -497,13 +505,14 @@ def agent_limits(config):
     return rollout.Limits(config.window, config.max_turns)
 
 
-# How often a level comes in the demonstrations; the others once. These levels hold functions of two
-# steps, whose constants are the hardest to copy: each has to stand behind its own operation.
+# How often a level comes in a cycle of demonstrations; other levels come once. These levels hold
+# functions of two steps, whose constants are the hardest to copy: each has to stand behind its own
+# operation.
 DEMO_SHARES = {1: 2, 2: 2, 4: 3}
 
 
 def demonstration_levels(levels):
-    """The levels of consecutive demonstrations, which begin anew when they are through."""
+    """The levels of consecutive demonstrations: a cycle, which is repeated."""
     cycle = []
     for level in range(levels):
         cycle += [level] * DEMO_SHARES.get(level, 1)
@@ -511,12 +520,12 @@ def demonstration_levels(levels):
 
 
 def make_demonstrations(config, tokenizer, compact, numbers, bar):
-    """-> (number, episodes) pairs, each task from its own seed; a summarised chain gives several
-    training sequences."""
+    """-> [(number of a demonstration, its episodes)], each task from its own seed. A chain with
+    summaries has several episodes, and each is a training sequence."""
     cycle, pairs = demonstration_levels(config.levels), []
     for i in bar(numbers, "demonstrations"):
         rng = random.Random(f"{config.seed}/demo/{i}")
-        # rl's begin at seed * 1000003
+        # Other seeds than those of rl's tasks, which begin at seed * 1000003.
         task_number = ((config.seed or 1 << 32) << 24) + i
         task = make_training_task(config, cycle[i % len(cycle)], task_number)
         pairs.append((i, make_demonstration(config, task, rng, tokenizer, compact)))
@@ -533,9 +542,9 @@ NEUTRAL_HINTS = 0.05
 
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
     """What the sloppy expert does with a task, with hints above some of its turns -> the episodes
-    that can be learned from: they fit the window, and something was done in them. more: see
+    to learn from: those that fit the window and hold a turn of the expert. more: see
     feedback_distill.demonstrate_with_hints."""
-    # Of a rule without a reminder a demonstration holds no hint.
+    # Demonstrations hold hints of those rules alone that have a reminder.
     known = feedback_distill.REMINDERS
     reminders = {habit: known[habit] for habit in habits(config) if habit in known}
     chain = feedback_distill.demonstrate_with_hints(
@@ -573,12 +582,12 @@ COPY_LOSS = 4.0
 
 
 class Demonstrations(Source):
-    """sft: the expert's transcripts. The loss reported is of the tokens that a policy would have
-    sampled."""
+    """sft: the expert's transcripts. The loss in the log is that of the tokens that the expert
+    wrote, which a policy would have to sample."""
 
     def __init__(self, run):
         self.run, config = run, run.config
-        # Every rank writes its share of the demonstrations, and gets those of all.
+        # Every rank makes a share of the demonstrations, and then gets all of them.
         numbers = run.share(range(config.demos))
         mine = make_demonstrations(config, run.tokenizer, run.compact, numbers, run.bar)
         made = sorted(run.gather(mine), key=lambda pair: pair[0])
@@ -587,19 +596,22 @@ class Demonstrations(Source):
             self.episodes += episodes
         if not self.episodes:
             usage_error(f"--window={config.window}: none of {config.demos} demonstrations fits")
+
+        # Some demonstrations may have no episode to learn from.
         left_out = sum(not episodes for _, episodes in made)
         if left_out:
             run.say(
                 f"--window={config.window}: {left_out} of {config.demos} demonstrations do not fit "
                 "and are left out"
             )
+        # The batch of each step, and which tokens of the vocabulary are names or constants.
         self.batches = self.plan_batches()
         self.names = self.mark_tokens(WORDS - CONSTANTS)
         self.constants = self.mark_tokens(CONSTANTS)
 
     def plan_batches(self):
-        """For each step two groups of indices of episodes, of half of the batch's tokens each.
-        While the window is short, episodes that fit it."""
+        """For each step two groups of indices of episodes, each with half of the batch's tokens.
+        While the window is short, they hold only episodes that fit it."""
         config, batches = self.run.config, []
         lengths = np.array([len(episode) for episode in self.episodes])
         divisors = [seq_len_divisor(step, config) for step in range(config.steps)]
@@ -626,9 +638,10 @@ class Demonstrations(Source):
         return marked.to(self.run.device)
 
     def losses(self, step, log):
-        """Yields the micro-batch losses of one step; their sum is the mean over the tokens that the
-        expert wrote, in the whole batch of all ranks, with what the other tokens add."""
+        """Yields the micro-batch losses of one step. Their sum is the weighted loss of all tokens,
+        divided by the number of tokens that the expert wrote in the batch of all ranks."""
         config, run = self.run.config, self.run
+        # The episodes of this step on all ranks, and how many tokens the expert wrote in them.
         short_window = seq_len_divisor(step, config) > 1
         groups = []
         for indices in self.batches[step]:
@@ -647,18 +660,18 @@ class Demonstrations(Source):
 
         # In a batch: mask is 1 where the expert wrote a token, inside where there is one at all.
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
-            hidden, targets = run.hidden(batch), batch["targets"]
+            hidden, targets = run.hidden(batch), batch["targets"]  # (B, T, D), (B, T)
             logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)  # (B, T)
 
-            # What the expert wrote weighs 1, names and constants more while the window is short;
-            # what it read weighs CONTEXT_LOSS.
-            mask = batch["mask"]
-            copied = (self.names | self.constants)[targets] & short_window
+            # What the expert wrote weighs 1; names and constants in it weigh COPY_LOSS while the
+            # window is short. What it read weighs CONTEXT_LOSS.
+            mask = batch["mask"]  # (B, T)
+            copied = (self.names | self.constants)[targets] & short_window  # (B, T)
             weight = torch.where(copied, COPY_LOSS, 1.0) * mask
             weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
             loss = -(logp * weight).sum() * batch["real"] / total
 
-            # The log has the plain loss of what the expert wrote.
+            # The log has the unweighted loss of what the expert wrote.
             accumulate(log, "loss", (logp.detach() * mask).sum() * batch["real"] / -total)
             accumulate(log, "tokens", batch["real_tokens"])
             if config.mtp:
@@ -668,12 +681,12 @@ class Demonstrations(Source):
 
     @torch.no_grad()
     def validate(self):
-        """Are names and constants copied? Their mean probabilities where a careful expert writes
-        them, in held-out tasks."""
+        """Does the model copy names and constants? -> the mean probability of each kind at the
+        places where an expert without mistakes writes them, in held-out tasks"""
         config, run = self.run.config, self.run
         run.model.eval()  # the routers count no load
 
-        # What the expert would do there without a mistake.
+        # This rank's share of the tasks, as the expert solves them without a mistake.
         limits, careful = agent_limits(config), 0.0
         episodes = []
         for task in run.share(eval.held_out(12, range(config.levels))):
@@ -683,16 +696,17 @@ class Demonstrations(Source):
                 if len(episode) <= config.window:
                     episodes.append((episode, 1.0))
 
-        # Of each kind of token: the sum of the probabilities, and the number of places.
+        # For each kind of token: (sum of the probabilities, number of places).
         kinds = {"names": self.names, "constants": self.constants}
         totals = {name: torch.zeros(2, dtype=torch.float64) for name in kinds}
         for batch in run.micro_batches(episodes, spare=(self.episodes[0], 1.0)):
             probability = run.model.logprobs(run.hidden(batch), batch["targets"]).exp()  # (B, T)
             for name, marked in kinds.items():
-                where = marked[batch["targets"]] & (batch["mask"] > 0)
+                where = marked[batch["targets"]] & (batch["mask"] > 0)  # (B, T)
                 counted = torch.stack([probability[where].sum(), where.sum()]).cpu()
                 totals[name] = totals[name] + counted * batch["real"]
 
+        # The means, over all ranks.
         found = {}
         for name, pair in totals.items():
             probability, places = [run.sum(x) for x in pair]
@@ -702,33 +716,33 @@ class Demonstrations(Source):
 
 
 class Reinforcement(Source):
-    """rl: sample groups of rollouts, reward them, one update per batch. Without workers the
-    sampling policy is the policy. With them the policy that sampled a token is up to `staleness`
-    updates older; that is kept small, not corrected (stated): no ratio, no clip either way."""
+    """rl: sample groups of rollouts, reward them, make one update per batch. Without workers the
+    policy that samples is the policy that learns. With workers it may be up to `staleness` updates
+    older. This lag is kept small and not corrected (stated): there is no ratio and no clip."""
 
     # The constant L by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
     # k and q of the price of effort, see length_penalty.cost; q = 0: linear
     penalty_k, penalty_q = 1.0, 0.5
-    # Whose weights the teacher has who reads the hints: ema, a moving average of the policy's, in
-    # which the new ones have the weight teacher_rate at each step; current or frozen, see Teacher
+    # The weights of the teacher, which reads the hints. ema: a moving average of the policy's, in
+    # which each step's weights have the share teacher_rate; current or frozen: see Teacher
     teacher_kind, teacher_rate = "ema", 0.1
-    divergence = "reverse"  # from that teacher: forward (KL), reverse (KL) or jsd
+    divergence = "reverse"  # of policy and teacher: forward (KL), reverse (KL) or jsd
     # The hardest level that the curriculum opens. Level 6, beyond the evaluation's, made a laptop's
     # RL a third longer.
     max_level = 5
 
     def __init__(self, run):
         self.run, config = run, run.config
-        # {step: what the samplers work on}, {step: (level, number) of its tasks}. With workers they
-        # run ahead of the training step by max_staleness steps.
+        # {step: the handle of its rollouts}, {step: [(level, number) of each of its tasks]}. With
+        # workers, sampling runs ahead of training by up to max_staleness steps.
         self.pending_rollouts, self.sampled_tasks = {}, {}
         self.max_staleness = config.staleness if config.workers else 0
         self.start_samplers()
         self.read_tasks()
         self.curriculum = self.make_curriculum()
 
-        # Who reads the hints, who the policy was when RL began, and what effort costs.
+        # The teacher that reads the hints, the policy that RL began with, and the price of effort.
         self.teacher = self.reference = None
         if config.feedback:
             self.teacher = feedback_distill.Teacher(run.model, self.teacher_kind, self.teacher_rate)
@@ -740,7 +754,9 @@ class Reinforcement(Source):
         )
 
     def start_samplers(self):
-        """workers: who plays the rollouts; publisher: who gives them the weights of each step"""
+        """Sets self.workers, which play the rollouts, and self.publisher, which gives them the
+        weights of each step."""
+        # What both forms need.
         run, config = self.run, self.run.config
         device = str(next(run.model.parameters()).device)
         self.folder = owned_directory("weights", tempfile.gettempdir())
@@ -751,11 +767,14 @@ class Reinforcement(Source):
             compact=run.compact,
             temperature=config.temperature,
         )
+        # The plain form samples in this process. It takes a second model, since the policy's own
+        # weights may be sharded over ranks.
         if config.plain:
-            # A second model samples, since the policy's own may be cut over ranks.
             policy = run.model.config.build_model().to(device).compute_in(run.dtype)
             self.workers = self.publisher = in_turn.InTurn(policy, **settings)
             return
+
+        # The fast form: each version of the weights goes through a folder to the workers.
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
         settings |= dict(
             folder=self.folder.name,
@@ -774,7 +793,7 @@ class Reinforcement(Source):
     # ---- the tasks
 
     def read_tasks(self):
-        """tasks: {level: tasks of the file --tasks}, empty where tasks are generated"""
+        """Sets self.tasks: {level: tasks of the file --tasks}, empty where tasks are generated."""
         config = self.run.config
         tasks = read_tasks(config.tasks) if config.tasks else []
         tasks = checks.tasks_with_room(
@@ -787,8 +806,8 @@ class Reinforcement(Source):
             self.tasks.setdefault(task.level, []).append(task)
 
     def make_curriculum(self):
-        """Chooses the level of each task. It begins with the levels of sft, and opens the next ones
-        itself unless the mix is fixed."""
+        """The curriculum, which chooses the level of each task. It begins with the levels of sft
+        and opens harder ones itself, unless --curriculum=0 fixes the mix."""
         config = self.run.config
         return synth_tasks.Curriculum(
             range(config.levels),
@@ -799,13 +818,15 @@ class Reinforcement(Source):
         )
 
     def sample_tasks(self, step):
-        """The tasks of a step (equal on all ranks), easy ones first. What was sampled ahead is
-        remembered, by a checkpoint too: the curriculum may have moved on."""
+        """The tasks of a step (the same on all ranks), easy ones first."""
         config = self.run.config
+        # A step's tasks are drawn once and kept, in checkpoints too. A second draw would differ,
+        # since the curriculum has moved on.
         if step not in self.sampled_tasks:
             rng = random.Random(f"{config.seed}/rl/{step}")
             sampled = [self.curriculum.next(rng) for _ in range(config.tasks_per_step)]
             self.sampled_tasks[step] = sorted(sampled)
+
         tasks = []
         for level, number in self.sampled_tasks[step]:
             given = (
@@ -821,6 +842,7 @@ class Reinforcement(Source):
     def losses(self, step, log):
         """Yields the micro-batch losses of one step: rollouts, their rewards, then what is learned
         from them."""
+        # 1) Rollouts and their rewards.
         start = time.time()
         groups = self.collect_rollouts(step, log)
         for group in groups:
@@ -834,7 +856,7 @@ class Reinforcement(Source):
         self.update_curriculum(groups)
         log["rollout_s"] = time.time() - start
 
-        # For the reader: statistics, and two of the rollouts in full.
+        # 2) For the reader: statistics, and two of the rollouts in full.
         self.log_staleness(groups, step, log)
         rows = self.run.gather(rollout_statistics.rollout_rows(groups, self.run.rank))
         log.update(rollout_statistics.describe_rows(rows))
@@ -844,6 +866,7 @@ class Reinforcement(Source):
                 path, step + 1, groups, self.run.tokenizer, self.run.say
             )
 
+        # 3) What is learned from them.
         yield from self.group_losses(groups, log)
 
     def collect_rollouts(self, step, log):
@@ -851,8 +874,9 @@ class Reinforcement(Source):
         run, config = self.run, self.run.config
         log.update(self.publisher.publish(step, run.full_state()))
 
-        # Rollouts of this step and the next ones are asked for now. Whoever samples them has
-        # weights at least as new as this step's, so no token is older than max_staleness updates.
+        # Ask now for the rollouts of this step and of the next max_staleness steps. They are
+        # sampled with weights at least as new as this step's, so when a step is trained, no token
+        # in it is older than max_staleness updates.
         last = min(step + self.max_staleness, config.steps - 1)
         for later in range(step, last + 1):
             if later not in self.pending_rollouts:
@@ -866,27 +890,30 @@ class Reinforcement(Source):
         return self.leave_out_failed(self.workers.collect(pending), log)
 
     def leave_out_failed(self, groups, log):
-        """-> the groups without the rollouts that the machine failed: no reward, no gradient, no
-        part in a mean. They are counted in the log and told in one line. Where nothing is left on
-        any rank, the run ends with the cause."""
+        """-> the groups without the rollouts that the machine failed. Those get no reward and no
+        gradient, and are in no mean. The log counts them, and one line tells their causes. Where
+        nothing is left on any rank, the run ends with the cause."""
         kept, lost = rollout.drop_failed(groups)
         causes = self.run.gather([chain.failure for chain in lost])
         total = self.run.config.tasks_per_step * self.run.config.group_size
         log["machine_failures"] = len(causes)
         self.num_rollouts = total - len(causes)
-        # for a rank that has nothing left to learn from
+        # A rank that has nothing left to learn from still runs the forwards, with this episode.
         self.spare_episode = groups[0][0].episodes[0] if groups else None
         failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
     def compute_reward(self, chain):
-        """The reward: hidden tests of what was submitted, minus the price of effort. A chain that a
-        limit cut short has submitted nothing."""
+        """The reward: 1 or 0 by the hidden tests of what was submitted, minus the price of effort.
+        A chain that a limit cut short has submitted nothing."""
         config = self.run.config
+        # Was it solved, and what effort did it take?
         chain.solved = chain.solved and chain.finished
         chain.stats["effort"] = float(
             length_penalty.compute_effort(chain.stats, self.effort_weights)
         )
+
+        # --length_penalty=0 turns the price off.
         reward = length_penalty.shaped_reward(
             float(chain.solved),
             chain.stats["effort"],
@@ -899,11 +926,13 @@ class Reinforcement(Source):
         chain.reward = float(reward)
 
     def pays_whole_budget(self, chain):
-        """Whatever a limit cut short does: so being cut off is never a bargain."""
+        """Does this chain pay for the whole budget, whatever it used? One that a limit cut short
+        does, so that being cut off is never cheaper than finishing."""
         return not chain.finished
 
     def update_curriculum(self, groups):
-        """Every rank's curriculum learns how many rollouts of every rank solved their task."""
+        """The curriculum learns how many rollouts of each group solved their task. It learns those
+        of all ranks, in the same order, so it stays the same on every rank."""
         results = []
         for group in groups:
             solved = sum(chain.solved for chain in group)
@@ -923,9 +952,10 @@ class Reinforcement(Source):
     def group_losses(self, groups, log):
         """Yields micro-batch losses: the policy gradient over all episodes and, on flagged turns,
         the divergence from the teacher that has read a hint. The divergence is summed over the
-        flagged tokens and divided by their number or that of the rollouts, whichever is larger, so
-        that the last few flagged turns do not drown the reward."""
+        flagged tokens and divided by their number, or by the number of rollouts if that is larger.
+        So a few last flagged turns do not outweigh the reward."""
         run, config = self.run, self.run.config
+        # The step's advantages and hints, and the numbers of all ranks by which it divides.
         items, hints = self.weigh_episodes(groups)
         flagged = 0
         for spliced in hints.values():
@@ -933,22 +963,22 @@ class Reinforcement(Source):
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
 
-        # Sums stay where they are until the step's end: reading one here would wait for the GPU.
+        # Sums stay on the device until the step's end: reading one here would wait for the GPU.
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
         spare = items[0] if items else (self.spare_episode, 0.0)
         for batch in run.micro_batches(items, spare):
-            # 1) What the teacher would say in the flagged turns, and what the policy said when RL
-            #    began.
+            # 1) The teacher's distributions in the flagged turns, and the log-probabilities of the
+            #    policy that RL began with.
             if config.feedback:
                 teacher_batch, teacher_logits = self.run_teacher(batch, hints)
                 accumulate(sums, "teacher_tokens", teacher_batch.real_tokens)
             reference = self.reference_logprobs(batch) if config.kl_coef else None
 
             # 2) The policy gradient.
-            hidden = run.hidden(batch)
+            hidden = run.hidden(batch)  # (B, T, D)
             logp = run.model.logprobs(
                 hidden, batch["targets"], config.temperature, batch["mask"] > 0
-            )
+            )  # (B, T)
             loss = batch["real"] * self.policy_objective(logp, batch, normaliser, reference)
             mismatch = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
             accumulate(sums, "mismatch", batch["real"] * mismatch.double())
@@ -963,13 +993,14 @@ class Reinforcement(Source):
             accumulate(log, "tokens", batch["real_tokens"])
             yield loss
 
+        # The log. mismatch: mean absolute difference of the trainer's log-probs from the sampler's.
         sampled = sum(chain.stats["sampled"] for group in groups for chain in group)
         log["mismatch"] = run.sum(sums["mismatch"]) / max(1, run.sum(sampled))
         log["feedback_kl"] = run.sum(sums["feedback_kl"])
         log["flagged"] = flagged
         log["teacher_tokens"] = run.sum(sums["teacher_tokens"])
-        # By how many nats a hint makes a flagged token less likely. Where that is nothing, nothing
-        # can be distilled.
+        # By how many nats a hint makes a flagged token less likely, on average. Where it is zero,
+        # there is nothing to distil.
         log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
 
     def weigh_episodes(self, groups):
@@ -979,9 +1010,12 @@ class Reinforcement(Source):
         items, hints = [], {}
         for group in groups:
             for chain, advantage in zip(group, self.group_advantages(group)):
+                # The bad habits that the rules find, at most one per turn.
                 found = []
                 if config.feedback:
                     found = feedback_distill.detect(chain, habits(config))
+
+                # All episodes of a rollout have its advantage; a hint belongs to one of them.
                 for number, episode in enumerate(chain.episodes):
                     items.append((episode, advantage))
                     here = [hint for hint in found if hint.episode == number]
@@ -1001,8 +1035,8 @@ class Reinforcement(Source):
         return hint.text
 
     def splice_hint(self, chain, hint):
-        """-> the flagged turn's number, the hint's ids, which of the turn's tokens it speaks about
-        (first, end), and which token it never does"""
+        """-> what feedback_distill.pack_hinted needs: (index of the flagged turn, the hint's ids,
+        (first, end) of the turn's tokens that it speaks about, the token to leave out or -1)"""
         tokenizer = self.run.tokenizer
         turn = chain.episodes[hint.episode].turns[hint.turn]
         return (
@@ -1015,6 +1049,7 @@ class Reinforcement(Source):
     def run_teacher(self, batch, hints):
         """-> the hinted contexts of a micro-batch's flagged turns, packed; the teacher's logits
         (N, V) for each of their N flagged tokens"""
+        # A spare batch has no hints.
         hinted = []
         if batch["real"]:
             for i, episode in enumerate(batch["episodes"]):
@@ -1026,17 +1061,18 @@ class Reinforcement(Source):
 
     def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
         """The divergence of the policy, which reads no hint, from the teacher, which has read one:
-        summed over the flagged tokens of a micro-batch, over `number`."""
+        summed over the flagged tokens of a micro-batch and divided by `number`."""
         model = self.run.model
+        # The forward of the policy gradient is reused, at the places of the flagged tokens.
         flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
-        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)
+        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)  # (N, V)
         distance = feedback_distill.feedback_loss(
             student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
         )
         accumulate(sums, "feedback_kl", distance.detach().double())
 
-        # How likely the tokens were that were flagged, without and with the hint.
-        tokens = teacher_batch.token[:, None]
+        # For the log: how likely the flagged tokens are without and with the hint.
+        tokens = teacher_batch.token[:, None]  # (N, 1)
         without = student_logits.detach().log_softmax(-1).gather(1, tokens).sum()
         hinted = teacher_logits.detach().log_softmax(-1).gather(1, tokens).sum()
         accumulate(sums, "hint_logprob_gap", (without - hinted).double())
@@ -1072,7 +1108,7 @@ class Reinforcement(Source):
 
     def tensors(self):
         """What belongs in a checkpoint beside the model: the weights of the teacher and of the
-        reference, cut as the model's."""
+        reference, sharded like the model's."""
         found = {}
         for role, held in (("teacher", self.teacher), ("reference", self.reference)):
             for name, weight in held.weights.items() if held else ():
@@ -1083,23 +1119,26 @@ class Reinforcement(Source):
 # ---------------------------------------------------------------- what the stages share
 
 
-# Least dimensions of a head's query and key with rotary embedding. To copy, a head has to find the
-# token before another; with 16 the laptop model learns that hundreds of steps later, or in part.
+# A head's query and key have at least so many dimensions with rotary embedding. To copy, a head has
+# to find the token before another; with 16 the laptop model learns that hundreds of steps later, or
+# only in part.
 MIN_QK_ROPE = 32
 
 
 def model_config(config, vocab, made=None):
-    """The model of a run from noise. With one expert per token a gate over the sum of the gates
-    would always be 1, and the loss would teach the router nothing: then the gate is the router's
-    score itself. made: the shape of the model that a checkpoint holds"""
+    """The shape of a model that starts from random weights. made: the shape of the model that a
+    checkpoint holds"""
     sizes = {name: getattr(config, name) for name in SIZES}
     head = config.dim // config.heads
     sizes.update(qk_nope=head, qk_rope=max(head // 2, MIN_QK_ROPE), v_dim=head)
     if made:
-        # In an earlier version these were flags.
+        # In an earlier version these sizes were flags, so a checkpoint may hold other values.
         sizes.update({name: made[name] for name in ("qk_nope", "qk_rope", "v_dim")})
     sizes["precision"] = "" if config.precision == "dtype" else config.precision
     sizes["mtp"] = int(config.mtp)
+
+    # Gates are divided by their sum, except with one expert per token: there the quotient would
+    # always be 1, and the loss would teach the router nothing. Then the gate is the router's score.
     return ModelConfig(vocab=vocab, norm_gates=config.num_experts_per_tok > 1, **sizes)
 
 
@@ -1107,10 +1146,11 @@ STAGE = {"pretrain": Text, "long": Text, "sft": Demonstrations, "rl": Reinforcem
 
 
 class Run:
-    """What the stages share: where this process stands among the ranks, the model, the tokenizer,
-    the window's rules."""
+    """What the stages share: the place of this process among the ranks, the tokenizer, the model,
+    and the hook that asks the agent for summaries."""
 
     def __init__(self, config):
+        # The device, the ranks, and how they share data and weights.
         self.config, self.out = config, Path(config.out)
         self.device = hardware.device_of(config)
         self.rank, self.world = hsdp.join_process_group(self.device, seconds=1800)
@@ -1126,7 +1166,7 @@ class Run:
         except ValueError as error:
             usage_error(str(error))
         self.data_ranks = self.meshes.layout.data
-        # nothing is cut: every rank holds all
+        # True: no weight is sharded, every rank holds the whole model.
         self.replicas = self.meshes.layout.shard == 1 and config.ep == 1
         self.dtype = hardware.dtype_of(config)
         self.compact = summarize.make_compaction(asdict(config))
@@ -1145,7 +1185,7 @@ class Run:
     # ---- ranks
 
     def share(self, rows):
-        """What of a list belongs to this data rank; the ranks take turns."""
+        """This data rank's part of a list: every data_ranks-th item, beginning at its own number"""
         return rows[self.meshes.data_rank :: self.data_ranks]
 
     def sum(self, number):
@@ -1159,14 +1199,14 @@ class Run:
             return items
         lists = [None] * self.world
         dist.all_gather_object(lists, items)
-        # The ranks of --cp hold the same items: those of every cp-th rank are all of them.
+        # Ranks that share sequences (--cp) hold the same items, so every cp-th rank's are enough.
         gathered = []
         for part in lists[:: self.config.cp]:
             gathered += part
         return gathered
 
     def shard(self, batch):
-        """This rank's part of the sequence, and where it stands in it."""
+        """A batch -> this rank's part of its sequences, with the positions of the part in them"""
         part = dict(batch)
         for name, value in batch.items():
             if torch.is_tensor(value):
@@ -1177,9 +1217,9 @@ class Run:
         return part
 
     def micro_batches(self, items, spare):
-        """(episode, number) pairs of this rank -> packed batches of about micro_tokens tokens,
-        short episodes together. Every rank makes as many: one that has fewer goes on with `spare`
-        at weight zero."""
+        """This rank's (episode, number) pairs -> packed batches of about micro_tokens tokens, with
+        episodes of like length together. Every rank yields the same number of batches: one that
+        has fewer goes on with `spare` at weight zero."""
         # The longest ones first, as many as fit when padded to the longest.
         items = sorted(items, key=lambda item: len(item[0]))
         batches = []
@@ -1197,11 +1237,11 @@ class Run:
             episodes = [episode for episode, _ in part]
             numbers = [number * real for _, number in part]
             batch = rollout.pack(episodes, numbers, 64 * self.config.cp)
-            # a spare: its tokens are computed and count nowhere
+            # A spare is computed like any batch, but its tokens count as padding.
             if not real:
                 batch["tokens"] = torch.full_like(batch["tokens"], -1)
-            # The ranks of a sequence count an equal share of it each, so that the sum over all
-            # ranks is right.
+            # Each rank that shares a sequence (--cp) counts an equal share of its tokens, so that
+            # the sum over all ranks is right.
             real_tokens = sum(map(len, episodes)) / self.config.cp if real else 0
             batch = self.shard(batch)
             batch.update(episodes=episodes, real=real, real_tokens=real_tokens)
@@ -1210,13 +1250,15 @@ class Run:
     # ---- the model
 
     def hidden(self, batch):
-        """(B, T, D) Hidden states; with the experts of sampling where these are replayed"""
+        """(B, T, D) Hidden states. With router replay, tokens go to the experts that were recorded
+        at sampling."""
         replay = batch.get("experts") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def draft_loss(self, batch, hidden, places, log):
-        """What the head that drafts learns from a micro-batch: the divergence from the model's own
-        choice, over the `places` of the whole batch. Its gradient stays in the head."""
+        """The loss of the draft head (--mtp) for a micro-batch: its KL divergence from the model's
+        own predictions, summed and divided by the `places` of the whole batch. Its gradient reaches
+        the draft head alone."""
         loss = mtp_loss(self.model, batch["tokens"], hidden, places)
         accumulate(log, "draft_kl", loss.detach())
         if not self.model.training:
@@ -1225,9 +1267,9 @@ class Run:
         return loss
 
     def clip_gradients(self):
-        """Scales the gradient down to the norm --grad_clip -> its norm before. The head that drafts
-        has another loss and is clipped by itself: together, its gradient would shorten the
-        model's."""
+        """Scales the gradient down to the norm --grad_clip -> the model's norm before. The draft
+        head has a loss of its own and is clipped by itself: in a common norm, its gradient would
+        make the model's smaller."""
         model, limit = self.model, self.config.grad_clip
         if not self.config.mtp:
             return hsdp.clip_grad_norm(model, limit)
@@ -1251,8 +1293,8 @@ class Run:
             self.build(train_tokenizer(config))
 
     def build(self, tokenizer, made=None):
-        """The same weights on every rank and in every layout, drawn on the CPU from the seed. made:
-        see model_config"""
+        """Makes the model. Its weights are drawn on the CPU from the seed, so they are the same on
+        every rank and in every layout. made: see model_config"""
         torch.manual_seed(self.config.seed)
         self.tokenizer = tokenizer
         model = model_config(self.config, tokenizer.vocab, made).build_model()
@@ -1261,8 +1303,8 @@ class Run:
         self.model = self.prepare_model(model.to(self.device))
 
     def prepare_model(self, model):
-        """Puts a model in the form that trains: the fast twins of its parts, the dtypes, compiled
-        blocks, and its weights cut over the ranks."""
+        """Puts a model in the form that is trained: the fast twins of its parts, the dtypes,
+        compiled blocks, and weights that are sharded over the ranks."""
         config = self.config
         if not config.plain:
             fast.accelerate(model)
@@ -1270,14 +1312,15 @@ class Run:
         # The dtype of the products, and that of the weights.
         model.compute_in(self.dtype).recompute = config.recompute
         if config.weight_dtype == "bfloat16":
-            # not model.bfloat16(): the routers' counts are numbers, too
+            # Not model.bfloat16(), which would also convert the buffers: the routers' counts.
             for p in model.parameters():
                 p.data = p.data.bfloat16()
 
-        # In sft and rl every batch has another shape, and would be compiled anew.
+        # Not in sft and rl, where batches have many shapes and each would be compiled anew.
         if config.compile and config.stage in ("pretrain", "long"):
             fast.compile_blocks(model)
 
+        # Every rank holds all weights, or a shard of each.
         if self.replicas:
             return hsdp.same_weights(model)
         comm_dtype = None if self.dtype == torch.float32 else self.dtype
@@ -1286,6 +1329,7 @@ class Run:
     def make_optimizer(self):
         """Muon takes every matrix and stack of matrices, per head and per expert; AdamW the
         embedding, the head, the gains and the routers."""
+        # outputs: the output projections of attention, which Muon treats apart
         config, matrices, outputs, rest = self.config, [], [], []
         for name, p in self.model.named_parameters():
             plain = p.ndim < 2 or any(word in name for word in ("embed", "head", "router"))
@@ -1297,13 +1341,14 @@ class Run:
                 matrices.append((name, p))
 
         groups = [dict(params=rest, algorithm="adamw", lr=config.adam_lr, weight_decay=0.0)]
-        # Stacks (heads of a projection, experts) are orthogonalised one by one (stated). So are the
-        # heads of the output projection, which lie side by side in its columns.
+        # In a stack, the matrix of each head or expert is orthogonalised by itself (stated). So is
+        # each head of the output projection, where the heads lie side by side in the columns.
         muon = dict(algorithm="muon", lr=config.lr, weight_decay=config.weight_decay)
         if matrices:
             groups.append(dict(params=matrices, **muon))
             heads = self.model.config.heads
             groups.append(dict(params=outputs, column_blocks=heads, **muon))
+
         optimizer = Muon(
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
@@ -1312,6 +1357,7 @@ class Run:
         )
         checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
+        # The schedule multiplies these.
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
         return optimizer
@@ -1324,7 +1370,7 @@ def train(config, interrupted, sources=None):
     """One stage: build, load, loop, save. True if it ran to its end, False if a signal ended it.
     interrupted: the list of signals that have come; sources: where the values of config come from,
     see FLAGS.merge"""
-    # 1) It goes on with its own checkpoint (begun), or starts from that of the stage before
+    # 1) The stage goes on from its own checkpoint (begun), or starts from that of the stage before
     #    (previous). Either must fit what was asked for.
     stage = config.stage
     out, origin = checkpoints.checkpoint_paths(stage, config.out, config.start_from)
@@ -1387,23 +1433,23 @@ def loop(run, source, optimizer, step, interrupted, out):
             if run.replicas:
                 hsdp.sum_gradients(run.model)
 
-            # 3) The update. A gradient of zero has nothing to teach: AdamW's and Muon's memories
-            #    would move on.
+            # 3) The update. It is skipped where the gradient is zero: there is nothing to learn,
+            #    but the momentum of AdamW and Muon would change and still move the weights.
             norm = run.clip_gradients()
             if norm != 0:
                 optimizer.step()
             optimizer.zero_grad()
 
-            # 4) The routers' biases follow the load, a teacher follows the policy.
+            # 4) The routers' biases follow the load, and in rl the teacher follows the policy.
             max_load_ratio = update_router_bias(run.model, bias_rate(run), hsdp.all_reduce_sum)
             source.after_step()
             step += 1
 
-            # 5) The log, at the end with numbers of held-out data.
+            # 5) The log; after the last step with numbers from held-out data.
             log = complete_log(run, optimizer, log, step, start)
             log.update(norm=float(norm), load=max_load_ratio)
             if step == config.steps:
-                # once: without gradients a block would be compiled again
+                # Not compiled: for this one use, without gradients, a block would be compiled anew.
                 with torch.compiler.set_stance("force_eager"):
                     log.update(source.validate())
             problem = step_log.report(run, bar, log, log_file)
@@ -1426,9 +1472,9 @@ def schedule(step, config):
     return min(1.0, rising, max(0.1, falling))
 
 
-# numbers of the log to which each rank adds its part
+# The numbers of the log of which each rank has a part; they are summed over the ranks.
 SUMMED = {"loss", "tokens", "draft_kl"}
-# the flag with the peak rate of a group of parameters, by the group's algorithm
+# {algorithm of a parameter group: the flag of its peak learning rate}, a key of the log
 RATE_FLAGS = {"muon": "lr", "adamw": "adam_lr"}
 
 
@@ -1447,7 +1493,7 @@ def complete_log(run, optimizer, log, step, start):
 
 
 def save_checkpoint(run, source, optimizer, step, out):
-    """All that the next step depends on"""
+    """Writes all that the next step depends on."""
     extra = {
         "config": asdict(run.config),
         "model": vars(run.model.config),
@@ -1463,10 +1509,10 @@ BALANCE_RATE = 2e-3  # change of a router's bias per step, to balance the expert
 
 
 def bias_rate(run):
-    """How far a step moves the routers' biases. Not at all in a published model, whose biases are
-    good or, with softmax routers, not there; nor where the experts of sampling are replayed: what
-    is counted then is what was sampled, for the log; moving the bias would part the trainer from
-    the sampler."""
+    """How far a step moves the routers' biases. It is 0 in two cases. A published model's biases
+    are good already, and softmax routers have none. Under router replay the load counts the
+    experts of sampling, for the log alone; a new bias would make the trainer's routing differ from
+    the sampler's."""
     config = run.config
     replayed = config.stage == "rl" and config.router_replay
     return 0.0 if config.init_from or replayed else BALANCE_RATE
@@ -1494,11 +1540,13 @@ def main(argv):
 
 def run_stages(argv, configs, given):
     """The stages, one after the other, in as many processes as they want."""
+    # Start the other processes, and check how the ranks share the work.
     for stage, config in configs.items():
         configs[stage] = launch.launch_local_ranks(argv, config, PROGRAM)
     checks.check_layout(configs)
     idle_flags.say_idle_flags(configs, given)
 
+    # A signal ends training after the current step, with a checkpoint; it ends evaluation at once.
     interrupted = launch.stop_after_step()
     for stage, config in configs.items():
         _, sources = FLAGS.merge(given, stage)
@@ -1507,7 +1555,7 @@ def run_stages(argv, configs, given):
             evaluate_run(config, given, sources)
         elif not train(config, interrupted, sources):
             failures.end_stopped(config, argv, max(interrupted, default=0))
-        # what a stage held, before the next one begins
+        # Release a stage's memory before the next one begins.
         gc.collect()
         hardware.release_memory()
     launch.leave_ranks()
