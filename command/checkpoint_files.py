@@ -159,6 +159,7 @@ class CheckpointReader(dcp.FileSystemReader):
     def check(self, metadata):
         """UnpicklingError unless the metadata describes tensors alone, by name, and in files that
         the manifest names"""
+        # {name: what is known of the tensor}, {piece of a tensor: where its bytes stand}
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         for name, tensor in tensors.items():
             if type(name) is not str or type(tensor) is not dcp.metadata.TensorStorageMetadata:
@@ -200,6 +201,7 @@ class MetadataUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module, name):
+        """Called by pickle for each name in the file -> the class, or UnpicklingError"""
         if (module, name) in self.ALLOWED:
             return self.ALLOWED[module, name]
         # A dtype is pickled under its name, such as torch.float32.

@@ -149,6 +149,8 @@ def check_same_values(config, out, origin, saved, digest):
         before = made.get(name, BEFORE_THE_FLAG.get(name))
         if before == value:
             continue
+
+        # How it was made, and, where there is a stage before it, how to begin anew from that one.
         how = f"by a version without --{name}"
         if before is not None:
             how = f"with {name}={before}, not {value}"
@@ -240,6 +242,8 @@ def check_positions(configs):
     for stage, config in configs.items():
         if not config.init_from or stage == "eval":
             continue
+
+        # The sizes are those in the checkpoint, or, before there is one, those of the folder.
         path = find_checkpoint(stage, config.out, config.start_from)
         saved = open_checkpoint(path) if path else None
         if saved and saved["config"].get("init_from", "") != config.init_from:

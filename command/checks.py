@@ -183,6 +183,7 @@ def check_together(config, given, stage, sizes):
             "products in no other dtype"
         )
 
+    # Sizes against each other.
     check_windows(config, stage)
     if config.num_experts_per_tok > config.experts:
         usage_error(
@@ -207,6 +208,7 @@ def check_optimizer_flags(config, given, stage, optimizers):
     """--lr and --weight_decay belong to Muon's matrices. Where AdamW moves all weights they would
     change nothing. They are refused there, unless another stage of the same command has Muon.
     optimizers: those of all the stages of the command that train"""
+    # An evaluation trains nothing: command/idle_flags.py names such flags there.
     if config.optimizer == "adamw" and "muon" not in optimizers and stage != "eval":
         if "lr" in given:
             usage_error(
@@ -231,6 +233,8 @@ def check_tasks(config):
         usage_error(refusal)
     if not tasks:
         usage_error(f"{config.tasks}: holds no tasks")
+
+    # A task may name the styles that its code is checked for: feedback must know them.
     for number, task in enumerate(tasks, 1):
         if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
             usage_error(

@@ -19,6 +19,7 @@ class CommCounter(TorchDispatchMode):
     """`with CommCounter() as counter`: counter.bytes are the bytes that this rank receives, by
     collective, whoever calls it."""
 
+    # {name of torch's operator behind "c10d::": what the field calls it}
     KINDS = {
         "_allgather_base_": "all-gather",
         "_reduce_scatter_base_": "reduce-scatter",
@@ -31,6 +32,7 @@ class CommCounter(TorchDispatchMode):
         self.bytes = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        """Called by torch in place of every operator: counts a collective, then runs it"""
         if DTensor in types:
             return NotImplemented  # DTensor handles it, and it comes back with plain tensors
         kind = self.KINDS.get(op._schema.name.removeprefix("c10d::"))

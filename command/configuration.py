@@ -81,6 +81,7 @@ class Flags:
 
         # A scale of "auto" that was typed would hide the one that the machine chose.
         typed = {name: value for name, value in given.items() if (name, value) != ("scale", "auto")}
+        # (where values come from, the values): the last layer that has a field decides.
         layers = [
             (f"scale {scale}", self.scales[scale]),
             (f"stage {stage}", self.stages.get(stage, {})),

@@ -53,7 +53,7 @@ def make_eval_parser(default_levels):
 
 
 def parse_eval_flags(argv, default_levels):
-    """-> the values of all flags"""
+    """-> the values of all flags, checked"""
     # What this flag did in an earlier version has a command of its own.
     for word in argv:
         flag, _, name = word.partition("=")
@@ -61,6 +61,7 @@ def parse_eval_flags(argv, default_levels):
             usage_error(
                 f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
             )
+
     args, others = make_eval_parser(default_levels).parse_known_args(argv)
     if others:
         usage_error(f"unknown flag {others[0]!r}")

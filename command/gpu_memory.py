@@ -102,6 +102,7 @@ def memory(config, shapes, layout, step, recompute=False):
     # With recomputation every layer keeps its input alone (4 bytes per number, added below), and
     # one layer at a time keeps all of its activations.
     kept = max(layers) if recompute else sum(layers)
+
     # The scores over the vocabulary are made for a stretch of rows at a time (moe.TargetLogprobs).
     scores = 8 * min(step.tokens * c.vocab, 1 << 26)
     kinds["activations (estimate)"] = step.tokens * (kept + 4 * c.dim * c.layers) + scores

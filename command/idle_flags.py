@@ -73,6 +73,8 @@ def idle_flags(config, given):
             else ""
         ),
     }
+
+    # Only flags that were given are named.
     for names, why in reasons.items():
         idle |= {name: why for name in names.split() if why and name in given}
     return idle

@@ -39,7 +39,7 @@ class InTurn:
         return tasks, numbers, seed
 
     def collect(self, submitted):
-        """-> a group of chains per task"""
+        """Samples what submit() returned. -> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers

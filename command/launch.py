@@ -33,6 +33,8 @@ def run_lock(folder):
     """A context in which no other run may work in the folder. Two runs would write over each
     other's checkpoints, so the second one is refused."""
     with open(Path(folder, ".lock"), "w") as file:
+        # The first rank locks for all. The system lifts the lock when the file is closed, also
+        # where a run was killed.
         if is_first_rank():
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +59,7 @@ def launch_local_ranks(argv, config, program):
     if not launched and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
         return config
 
-    # As many processes as there are threads; a process that was started here knows the number.
+    # No more processes than torch has threads. A process that was started here knows the number.
     n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
         return config
@@ -104,10 +106,12 @@ child_processes = []  # started by launch_local_ranks
 def stop_after_step():
     """From now on a first Ctrl-C or SIGTERM ends a run after its step. A second one ends it at
     once. -> the list in which the signal's number will stand"""
+    # The loop looks into this list between two steps.
     interrupted = []
 
     def note_signal(number, frame):
         interrupted.append(number)
+        # Back to the system's own handling: the same signal again ends the process.
         signal.signal(number, signal.SIG_DFL)
         if is_first_rank():
             print("stopping after this step; a second time stops at once", file=sys.stderr)

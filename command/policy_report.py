@@ -147,7 +147,6 @@ def draw_effort(levels, path):
     figure, ax = drawing.make_axes(
         "Effort follows difficulty?", "level of the task", "sampled tokens per task"
     )
-    # A line for each policy.
     for name, rows in levels.items():
         ax.plot(list(rows), [numbers["tokens"] for numbers in rows.values()], "o-", label=name)
         # A number stands above its point where it is the highest of its level, else below.
@@ -205,11 +204,13 @@ def draw_mismatch(found, path):
 def report_mismatch(models, tasks, path):
     """--mismatch: a line for each run and setting, and a figure. models: {run: (model, tokenizer,
     configuration)}; path: of the figure"""
+    # One label for each run and each setting of dtype and experts.
     found = {}
     for run, (model, tokenizer, config) in models.items():
         for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
             found[f"{run}, {name}"] = gaps
 
+    # What few tokens do is seen at the 99th percentile and at the largest, not at the median.
     for name, gaps in found.items():
         print(
             f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "

@@ -83,6 +83,8 @@ def describe_chain(chain, tokenizer, flags=None, **about):
         messages = []
         for i, turn in enumerate(episode.turns):
             messages.append(describe_turn(turn, tokenizer, flags.get((e, i), []), ids))
+
+        # What is known of the whole chain stands in the line of each of its episodes.
         line = {
             **about,
             "task": chain.task.instance_id,
