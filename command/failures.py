@@ -55,7 +55,7 @@ def explain_failures(config, argv):
             f"{how_to_go_on(config, argv)}"
         )
     except torch.OutOfMemoryError as error:
-        # Any rank prints this, the one whose GPU is full; usage_error speaks on the first rank alone.
+        # Printed by the rank whose GPU is full. usage_error would speak on the first rank alone.
         print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
