@@ -15,26 +15,30 @@ from rollout import CONTROLS, SPLIT, Tokenizer
 
 
 def fit_tokenizer(texts, vocab):
+    """-> a Tokenizer with `vocab` entries, learned from the texts"""
     return Tokenizer(train_bpe(texts, vocab))
 
 
 def train_bpe(texts, vocab):
-    """Byte-pair encoding by counting: merge the most frequent neighbours until 256 + merges +
-    controls = vocab. -> {bytes: rank}. Pairs are counted once per distinct word and updated only
-    where a merge touched them."""
+    """Byte-pair encoding by counting -> {bytes: rank}. The most frequent pair of neighbours is
+    merged, again and again, until 256 bytes, the merges and the control tokens make `vocab`
+    entries. Pairs are counted once per distinct word. After a merge only the words that it touched
+    are counted again."""
+    # No merge crosses the border of a word, so each distinct word is kept once, with its number.
     word_counts = Counter()
     for text in texts:
         word_counts.update(regex.findall(SPLIT, text))
     pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
     numbers = list(word_counts.values())
 
-    # How often each pair of neighbours occurs, and in which words
+    # How often each pair of neighbours occurs, and in which words.
     counts, where = Counter(), defaultdict(set)
     for i, piece in enumerate(pieces):
         for pair in zip(piece, piece[1:]):
             counts[pair] += numbers[i]
             where[pair].add(i)
 
+    # All single bytes are tokens, so that any text can be encoded.
     ranks = {bytes([b]): b for b in range(256)}
     while len(ranks) < vocab - len(CONTROLS) and counts:
         # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
@@ -42,7 +46,10 @@ def train_bpe(texts, vocab):
         if counts[best] <= 0:
             # The text has no neighbours left to merge.
             break
+        # Two pairs may spell the same bytes: the rank of the first one stays.
         ranks.setdefault(best[0] + best[1], len(ranks))
+
+        # In the words that hold the pair, the old pairs go and the new ones come.
         for i in where.pop(best):
             merged = merge_pair(pieces[i], best)
             for pair in zip(pieces[i], pieces[i][1:]):
@@ -51,6 +58,7 @@ def train_bpe(texts, vocab):
                 counts[pair] += numbers[i]
                 where[pair].add(i)
             pieces[i] = merged
+        # No word holds this pair any more.
         del counts[best]
     return ranks
 

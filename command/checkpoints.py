@@ -19,10 +19,11 @@ from command.old_flags import changed_flags
 from command.output_files import digest_file
 from command.published_model import published_config
 
+# {stage: the one whose checkpoint it starts from}
 PREVIOUS_STAGE = {"long": "pretrain", "sft": "long", "rl": "sft", "eval": "rl"}
-# What may change when a stage goes on: where and how it is computed, not what.
 
 
+# Flags that may change when a stage goes on: they say where and how it is computed, not what.
 NOT_COMPARED = {
     "processes",
     "out",
@@ -47,7 +48,7 @@ NOT_COMPARED = {
 }
 
 
-# Flags younger than some checkpoints, and what was done before there was such a flag.
+# Flags that older checkpoints do not have: {flag: the value that describes what was done then}
 BEFORE_THE_FLAG = {"precision": "dtype", "mtp": False}
 
 
@@ -65,15 +66,15 @@ def open_checkpoint(path):
 
 
 def checkpoint_paths(stage, out, start_from):
-    """Where the stage's checkpoint stands and where that of the one before, from which it starts
-    (None: it is the first)"""
+    """-> the path of the stage's own checkpoint, and the path of the checkpoint from which it
+    starts: that of the stage before, or None for the first stage"""
     before = PREVIOUS_STAGE.get(stage)
     return Path(out, stage), Path(start_from or out, before) if before else None
 
 
 def find_checkpoint(stage, out, start_from):
-    """The path of the checkpoint with which a stage goes on: its own or that of the stage before;
-    None where neither is there"""
+    """The path of the checkpoint that a stage continues: its own or, where there is none, that of
+    the stage before. None where neither is there"""
     for path in checkpoint_paths(stage, out, start_from):
         if path and hsdp.checkpoint_exists(path):
             return path
@@ -81,19 +82,22 @@ def find_checkpoint(stage, out, start_from):
 
 
 def find_init_from(stage, out, start_from):
-    """The published model that stands behind the checkpoint with which this stage goes on: what
-    began from one stays one, also where --init_from is not said again."""
+    """The --init_from of the checkpoint that this stage continues, or an empty text. A run that
+    began from a published model goes on with it, also where the flag is not typed again."""
     path = find_checkpoint(stage, out, start_from)
     return open_checkpoint(path)["config"].get("init_from", "") if path else ""
 
 
 def check_same_model(config, origin, saved, sizes):
-    """A stage goes on with the weights of the one before: in the same model, or it would be another
-    function of them. saved: what the checkpoint in `origin` says; sizes: the fields that are the
-    model's shape"""
+    """A stage takes over the weights of the stage before, so its model must have the same shape. In
+    another model the same weights would compute another function. saved: what the checkpoint in
+    `origin` says; sizes: the fields that are the model's shape"""
+    # The stage `long` sets yarn. All other stages keep the value of the stage before.
     made, names = saved["config"], sizes | {"vocab"}
     if config.stage != "long":
         names = names | {"yarn"}
+
+    # What differs. A field that the checkpoint does not know cannot be compared.
     other = {}
     for name in sorted(names):
         before = made.get(name, BEFORE_THE_FLAG.get(name))
@@ -101,6 +105,8 @@ def check_same_model(config, origin, saved, sizes):
             other[name] = before
     if not other:
         return
+
+    # The flags that bring the model back. Where the scales differ, one flag brings back all sizes.
     words = [f"--{name}={write_value(value)}" for name, value in other.items()]
     if made["scale"] != config.scale:
         words = [f"--scale={made['scale']}"]
@@ -111,8 +117,9 @@ def check_same_model(config, origin, saved, sizes):
 
 
 def check_same_gates(config, path, saved):
-    """Of a version that divided a single gate by itself: the same weights with other gates would be
-    another function."""
+    """Refuses a checkpoint whose gates were computed in another way. With one expert per token, an
+    earlier version divided the gate by itself, so that it was always 1; now it is not divided. The
+    same weights with other gates would compute another function."""
     if saved["model"].get("norm_gates", True) != (config.num_experts_per_tok > 1):
         usage_error(
             f"{path} was made with --num_experts_per_tok=1 and a gate that is always 1, "
@@ -121,9 +128,9 @@ def check_same_gates(config, path, saved):
 
 
 def check_same_data(config, state, now):
-    """Refuses to go on with other texts than those the stage began with. state: of its source; now:
-    their digest"""
-    # a version before this one kept none
+    """Refuses to go on with other texts than those the stage began with. state: what the stage's
+    checkpoint keeps of its data; now: the digest of the texts that are there now"""
+    # A checkpoint of an earlier version has no digest, and is not compared.
     if state.get("data", now) != now:
         folder = config.data or "this Python's standard library"
         usage_error(
@@ -136,11 +143,14 @@ def check_same_values(config, out, origin, saved, digest):
     """A stage that was begun goes on with the values it was begun with, and with the same tasks.
     saved: what its checkpoint in `out` says; origin: where the stage before stands; digest: of the
     file of tasks, now"""
+    # The first value that differs ends the command, with a way to begin again.
     made = saved["config"]
     for name, value in compared_values(config).items():
         before = made.get(name, BEFORE_THE_FLAG.get(name))
         if before == value:
             continue
+
+        # How it was made, and, where there is a stage before it, how to begin anew from that one.
         how = f"by a version without --{name}"
         if before is not None:
             how = f"with {name}={before}, not {value}"
@@ -149,6 +159,8 @@ def check_same_values(config, out, origin, saved, digest):
             begun = made["start_from"] or config.out
             again = f" (--stage={config.stage} --start_from={begun} begins from its stage before)"
         usage_error(f"{out} was made {how}: take another --out{again}")
+
+    # The path of the tasks may be the same, and the file another.
     if saved["source"].get("file", digest) != digest:
         usage_error(
             f"{config.tasks} is no longer the file that {out} was begun with: take another --out"
@@ -158,11 +170,13 @@ def check_same_values(config, out, origin, saved, digest):
 def check_patch(out, saved, patch):
     """A stage goes on with the change of the recipe that it was begun with. saved: what its
     checkpoint in `out` says; patch: the change that is in force now"""
+    # Some flags of earlier versions changed the recipe as a patch does now.
     for name, (made, place) in changed_flags(saved["config"]).items():
         usage_error(
             f"{out} was made with {name}={made}, no flag any more: what it did stands in {place}; "
             "take another --out"
         )
+
     made = saved.get("patch", "")
     if made != patch:
         how = f"python -m experiments.runner --arm={made} -- ..." if made else "python train.py"
@@ -170,9 +184,10 @@ def check_patch(out, saved, patch):
 
 
 def find_start(config, out, origin, sizes, patch):
-    """-> (begun, previous): what the stage's own checkpoint in `out` says, with which it goes on,
-    and else what that of the stage before in `origin` says, from which it starts; None for what is
-    not there. Either is checked."""
+    """-> (begun, previous), each checked, or None where it is not there. begun: what the stage's
+    own checkpoint in `out` says; the stage goes on with it. previous: what the checkpoint of the
+    stage before in `origin` says; it is read only where `begun` is None, and the stage starts from
+    it."""
     if hsdp.checkpoint_exists(out):
         begun = open_checkpoint(out)
         check_begun(config, out, origin, begun, patch)
@@ -188,14 +203,15 @@ def check_previous(config, origin, previous, sizes):
     """May a stage start from the stage before? previous: what that one's checkpoint in `origin`
     says, or None; sizes: the fields that are the model's shape"""
     check_origin(config, origin, previous)
+    # A published model brings its own shape and gates; no flag sets them.
     if previous and not config.init_from:
         check_same_model(config, origin, previous, sizes)
         check_same_gates(config, origin, previous)
 
 
 def check_begun(config, out, origin, begun, patch):
-    """May a stage go on with its own checkpoint? Also a finished one: a result is called by what it
-    was made from. begun: what its checkpoint in `out` says"""
+    """May a stage go on with its own checkpoint? A finished stage is checked too: its result
+    belongs to the values it was made with. begun: what its checkpoint in `out` says"""
     if not config.init_from:
         check_same_gates(config, out, begun)
     check_same_values(config, out, origin, begun, digest_file(config.tasks))
@@ -221,15 +237,17 @@ def check_origin(config, origin, saved):
 
 
 def check_positions(configs):
-    """A published model has positions for so many tokens: each stage's window is looked at before
-    the first one begins."""
+    """A published model has positions for a limited number of tokens. The window of each stage is
+    compared with it before the first stage begins."""
     for stage, config in configs.items():
         if not config.init_from or stage == "eval":
             continue
+
+        # The sizes are those in the checkpoint, or, before there is one, those of the folder.
         path = find_checkpoint(stage, config.out, config.start_from)
         saved = open_checkpoint(path) if path else None
         if saved and saved["config"].get("init_from", "") != config.init_from:
-            # of another model: the stage refuses it by name
+            # The checkpoint began from another model. The stage itself refuses it, with its name.
             continue
         try:
             published_config(config, saved)

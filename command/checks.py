@@ -36,6 +36,7 @@ CHOICES = {
     "weight_dtype": ("float32", "bfloat16"),
     "precision": ("dtype", "mxfp8", "nvfp4"),
 }
+# names of flags, by the values they take
 AT_LEAST_ONE = (
     "steps context batch_tokens micro_tokens tasks_per_step group_size cp ep dp_replicate dim "
     "layers heads num_experts_per_tok expert_ffn dense_ffn kv_lora yarn window "
@@ -47,6 +48,7 @@ SHARES = ("seq_len_warmup", "trigger", "warmup", "decay")
 
 def check_values(config):
     """Each flag by itself"""
+    # Tables of what a value may be.
     for name, allowed in CHOICES.items():
         value = getattr(config, name)
         if value not in allowed:
@@ -62,10 +64,12 @@ def check_values(config):
     for name in SHARES:
         if getattr(config, name) > 1:
             usage_error(f"--{name}={getattr(config, name):g}: a share, at most 1")
+
+    # What has a reason of its own.
     check_model_sizes(config)
     check_hardware(config)
     check_levels(config)
-    # an update is divided by it
+    # The log-probs of an update divide the logits by it, and so its gradient is divided by it.
     if config.temperature < 1e-3:
         usage_error(
             f"--temperature={config.temperature:g}: at least 0.001 (python eval.py RUN "
@@ -83,7 +87,7 @@ def check_model_sizes(config):
     """Sizes that the products, the number formats and the rotary embedding can work with"""
     for name in ("dim", "expert_ffn"):
         size = getattr(config, name)
-        # whatever the dtype: a run may be read in another one
+        # Whatever the dtype of this run is: its weights may later be read in another one.
         if size % 8 and not config.init_from:
             usage_error(
                 f"--{name}={size}: a multiple of 8, grouped products of experts read rows of 16 "
@@ -94,6 +98,8 @@ def check_model_sizes(config):
                 f"--{name}={size}: a multiple of 32 with --precision={config.precision}, which "
                 "scales numbers in blocks of so many"
             )
+
+    # Limits of the rotary embedding.
     if config.rope_theta < 1.1:
         usage_error(
             f"--rope_theta={config.rope_theta:g}: at least 1.1, pairs of dimensions turn slower "
@@ -128,8 +134,10 @@ def check_levels(config):
 
 
 def check_together(config, given, stage, sizes):
-    """What goes with what. sizes: the fields that are the model's shape"""
-    # context: of training, too
+    """What goes with what. given: the flags that were typed; sizes: the fields that are the
+    model's shape"""
+    # A published model has its sizes. Only `context` may be given: it is the length of training
+    # sequences, too.
     for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
         usage_error(
             f"--{name} beside a published model: its sizes are its own "
@@ -140,6 +148,8 @@ def check_together(config, given, stage, sizes):
             f"--trigger={config.trigger:g}: below .875, since query and summary take the window's "
             "last eighth"
         )
+
+    # What samples, and what RL can learn from.
     if config.plain and config.workers:
         usage_error(
             f"--plain=1 samples in the training process: without --workers={config.workers}"
@@ -154,6 +164,8 @@ def check_together(config, given, stage, sizes):
             "--group_size=1 has nothing to learn from: a rollout's advantage is its reward less "
             "the group's mean; take more, or --feedback"
         )
+
+    # What some combinations of parallelism, number format and compiler cannot do.
     if stage == "rl" and config.cp > 1:
         usage_error(
             "--cp is for pretrain, long and sft; in rl take --ep or --dp_replicate (run the stages "
@@ -170,6 +182,8 @@ def check_together(config, given, stage, sizes):
             "--compile=1 goes with products in bfloat16: torch compiles the experts' grouped "
             "products in no other dtype"
         )
+
+    # Sizes against each other.
     check_windows(config, stage)
     if config.num_experts_per_tok > config.experts:
         usage_error(
@@ -179,8 +193,8 @@ def check_together(config, given, stage, sizes):
 
 
 def check_windows(config, stage):
-    """The ranks of --cp share a window in 2 * cp equal parts. Found out by the validation, it would
-    cost the stage."""
+    """The ranks of --cp share a window in 2 * cp equal parts. A window that cannot be cut so would
+    else fail in the validation, when the stage has already been trained."""
     parts, window = 2 * config.cp, config.text_window
     if stage in ("pretrain", "long") and config.cp > 1 and window % parts:
         flags = "--context" if stage == "pretrain" else "--context times --yarn"
@@ -191,9 +205,10 @@ def check_windows(config, stage):
 
 
 def check_optimizer_flags(config, given, stage, optimizers):
-    """--lr and --weight_decay are of Muon's matrices. Where AdamW moves all weights they would
-    change nothing: refused, unless a later or earlier stage of the same command has Muon.
-    optimizers: those of all the stages that train"""
+    """--lr and --weight_decay belong to Muon's matrices. Where AdamW moves all weights they would
+    change nothing. They are refused there, unless another stage of the same command has Muon.
+    optimizers: those of all the stages of the command that train"""
+    # An evaluation trains nothing: command/idle_flags.py names such flags there.
     if config.optimizer == "adamw" and "muon" not in optimizers and stage != "eval":
         if "lr" in given:
             usage_error(
@@ -218,6 +233,8 @@ def check_tasks(config):
         usage_error(refusal)
     if not tasks:
         usage_error(f"{config.tasks}: holds no tasks")
+
+    # A task may name the styles that its code is checked for: feedback must know them.
     for number, task in enumerate(tasks, 1):
         if not set(task.meta.get("style", ())) <= set(feedback_distill.STYLE):
             usage_error(
@@ -229,12 +246,15 @@ def check_tasks(config):
 def tasks_with_room(tasks, tokenizer, limits, say):
     """The given tasks without those whose statement leaves no room for a turn: rollouts of them
     would count as failed. One line says which they are. limits: the agent's; say: prints a line"""
+    # Does the window hold the task's statement and at least a first turn?
     fitting, names = [], []
     for task in tasks:
         if rollout.leaves_room(tokenizer, task, limits):
             fitting.append(task)
         else:
             names.append(task.instance_id)
+
+    # Without any task that fits, there is nothing to train on. Else three of the names are shown.
     if names and not fitting:
         usage_error(f"--window={limits.window}: none of the tasks leaves room for a turn")
     if names:
@@ -247,8 +267,9 @@ def tasks_with_room(tasks, tokenizer, limits, say):
 
 
 def check_outputs(out, stages):
-    """Whatever is written or drawn at the end is tried now. What only draws is no reason to
-    stop."""
+    """Can the files that are written at the end be written, and the figures be drawn? It is tried
+    now. A figure that cannot be drawn is no reason to stop."""
+    # A log for each stage that trains; an evaluation has its summary.
     names = [f"{stage}.jsonl" for stage in stages if stage != "eval"]
     names += ["summary.json"] if "eval" in stages else []
     try:
@@ -259,6 +280,8 @@ def check_outputs(out, stages):
             + (f"{error.filename}: " if error.filename else "")
             + str(error.strerror)
         )
+
+    # Only an evaluation draws, on the first rank.
     problem = drawing.try_to_draw() if "eval" in stages and is_first_rank() else ""
     if problem:
         print(f"train.py: {problem}; the run goes on without", file=sys.stderr)
@@ -266,8 +289,13 @@ def check_outputs(out, stages):
 
 def check_layout(configs):
     """Can these ranks cut the sizes of every stage's model, and has each a task in rl? Where each
-    rank holds all, nothing is cut."""
+    rank holds all, nothing is cut. configs: {stage: its configuration}"""
+    # Before torch.distributed is set up, torchrun's variable says how many ranks there are.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+    # Layout itself refuses degrees that do not divide the ranks. Only stacks of experts have sizes
+    # that must be divisible; the first layer is dense, so layer 1 stands for all. A published
+    # model has sizes of its own, and an evaluation cuts nothing.
     for config in configs.values():
         try:
             layout = hsdp.Layout(world, config.cp, config.ep, config.dp_replicate)
@@ -289,6 +317,8 @@ def check_layout(configs):
                 )
         except ValueError as error:
             usage_error(str(error))
+
+    # The ranks of one cp group share their tasks.
     if "rl" in configs:
         ranks = int(os.environ.get("WORLD_SIZE", 1)) // next(iter(configs.values())).cp
         if configs["rl"].tasks_per_step < ranks:
@@ -299,12 +329,15 @@ def check_layout(configs):
 
 
 def check_parameters(optimizer, named_parameters):
-    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten is
-    never trained, silently."""
+    """Raise unless the optimizer holds exactly the model's parameters: one that is forgotten would
+    never be trained, and nothing would show it."""
+    # Parameters are compared as objects: a tensor is hashed by its identity.
     wanted = {p: name for name, p in named_parameters if p.requires_grad}
     names, held = getattr(optimizer, "names", {}), {}
     for group in optimizer.param_groups:
         held.update(dict.fromkeys(group["params"]))
+
+    # What does not belong there is told by the optimizer's name for it, or by its shape.
     missing = [name for p, name in wanted.items() if p not in held]
     foreign = [names.get(p, tuple(p.shape)) for p in held if p not in wanted]
     if missing or foreign:

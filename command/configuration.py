@@ -23,6 +23,8 @@ from command.flags import usage_error
 
 @dataclass(frozen=True)
 class Flags:
+    """What there is to configure, as train.py says it, and what a command makes of it"""
+
     Config: type
     sizes: set  # names of the fields that are the model's shape
     scales: dict  # {scale: {field: value}}
@@ -34,12 +36,15 @@ class Flags:
     def parse(self, argv):
         """--name=value or --name value for every field of Config -> dict of what was given. --help
         prints every flag and ends; with --stage or --scale it prints the values in force there."""
+        # A flag of an earlier version is answered with what has become of it.
         for word in argv:
             if explanation := old_flags.explain_old_flag(word):
                 usage_error(explanation)
         given, wants_help = flags.parse_flags(argv, self.Config)
         if not wants_help:
             return given
+
+        # --help, with the values in force where other flags stand beside it.
         stage, values, sources = given.get("stage", "all"), None, None
         self.check_stage(stage)
         if given:
@@ -58,10 +63,11 @@ class Flags:
         return list(self.stages) if stage == "all" else [stage]
 
     def merge(self, given, stage):
-        """Defaults, then the scale, then the stage, then the stage at that scale, then fine-tuning
-        where it is that, then the command line: each wins over those before it. -> ({field: value},
-        {field: where that comes from}), fields with their default left out. stage "all": what all
-        stages have in common"""
+        """The values in force in a stage: the defaults, then the scale, the stage, the stage at
+        that scale, fine-tuning where the run begins from a published model, this machine, and the
+        command line. Each wins over those before it. -> ({field: value}, {field: where that comes
+        from}); fields with their default are left out. stage "all": what all stages have in
+        common"""
         # Without --scale the machine decides: how large a model, and how many tokens at a time.
         scale, fitted = given.get("scale", "auto"), {}
         chosen = {}
@@ -73,7 +79,9 @@ class Flags:
         if scale not in self.scales:
             usage_error(f"unknown scale {scale!r}: {', '.join(self.scales)}")
 
+        # A scale of "auto" that was typed would hide the one that the machine chose.
         typed = {name: value for name, value in given.items() if (name, value) != ("scale", "auto")}
+        # (where values come from, the values): the last layer that has a field decides.
         layers = [
             (f"scale {scale}", self.scales[scale]),
             (f"stage {stage}", self.stages.get(stage, {})),
@@ -87,7 +95,7 @@ class Flags:
             for name, value in layer.items():
                 values[name], sources[name] = value, source
 
-        # compared on resume: however it is spelled, one folder is one
+        # These are compared on resume, so one folder must be written in one way.
         for name in ("init_from", "tasks", "data"):
             if values.get(name):
                 values[name] = str(Path(values[name]).resolve())
@@ -98,18 +106,23 @@ class Flags:
         one)."""
         values, _ = self.merge(given, stage)
         config = replace(self.Config(), **values)
+
+        # A flag of Muon's is in order if any stage of the command that trains has Muon.
         optimizers = set()
         for other in stages or (stage,):
             if other in self.stages and other != "eval":
                 its = {**self.stages[other], **given}
                 optimizers.add(its.get("optimizer", self.Config.optimizer))
+
         checks.check_values(config)
         checks.check_together(config, given, stage, self.sizes)
         checks.check_optimizer_flags(config, given, stage, optimizers)
         return config
 
     def configure_stages(self, given):
-        """-> {stage: its configuration} of all stages of a command"""
+        """-> {stage: its configuration} of all stages of a command, checked. What the stages will
+        read and write is tried."""
+        # Each process needs a GPU of its own.
         if hardware.uses_card(given):
             try:
                 hsdp.check_cards()
@@ -125,8 +138,9 @@ class Flags:
             )
             configs[stage] = self.configure({**given, "stage": stage}, stage, stages)
 
+        # --start_from and --resume say where the command begins. With --start_from, each of
+        # several stages would start from that folder and leave the stage before it aside.
         first = configs[stages[0]]
-        # of all stages, each would leave the one before it aside
         if first.start_from and first.stage == "pretrain":
             usage_error("--start_from is for one stage: add --stage=long, sft, rl or eval")
         if first.resume and not any(
@@ -139,6 +153,8 @@ class Flags:
         checks.check_tasks(first)
         checkpoints.check_positions(configs)
         checks.check_outputs(first.out, stages)
+
+        # Where the machine chose the scale, one line says what it chose.
         chosen = given.get("scale", "auto") == "auto" and not first.init_from
         if hardware.uses_card(given) and chosen and flags.is_first_rank():
             print(hardware.describe_card(first))

@@ -28,11 +28,13 @@ def save_figure(figure, path):
 def draw_timeline(events, path):
     """events: [(seconds, task, event)] of one rank. One row per task: when its shards were under
     way, when it multiplied. Overlap is a bar above another."""
+    # Per task, the time of each of its events, counted from the first event of all.
     start = min(seconds for seconds, _, _ in events)
     times = defaultdict(dict)  # task -> {event: milliseconds}
     for seconds, task, event in events:
         times[task][event] = 1e3 * (seconds - start)
 
+    # Three bars in each row, from one event of the task to another.
     title = "One task's shards travel, another multiplies"
     figure, ax = make_axes(title, "ms, rank 0 of 4", "task")
     figure.set_size_inches(9, 0.7 + 0.55 * len(times))
@@ -44,6 +46,8 @@ def draw_timeline(events, path):
         lengths = [row[end] - row[begin] for row in times.values()]
         lefts = [row[begin] for row in times.values()]
         ax.barh(list(times), lengths, left=lefts, color=color, label=label)
+
+    # The first task at the top.
     ax.set(yticks=sorted(times))
     ax.invert_yaxis()
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
@@ -51,13 +55,14 @@ def draw_timeline(events, path):
 
 
 def draw_meshes(layouts, tables, path):
-    """The same ranks on two meshes, side by side: equal colours hold equal weights. tables: of each
-    layout, hsdp.describe_ranks of it."""
+    """The same ranks on two meshes, side by side: ranks of one colour hold the same weights.
+    tables: for each layout what hsdp.describe_ranks says of it"""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 2 * len(layouts)), layout="constrained")
     axes = figure.subplots(len(layouts), 2, squeeze=False)
     for layout, table, (left, right) in zip(layouts, tables, axes):
+        # Left: the dense weights. A row is one copy of the model, cut into pieces.
         ranks = range(layout.world)
         copies, pieces = layout.dp_replicate, layout.shard
         labels = []
@@ -66,6 +71,7 @@ def draw_meshes(layouts, tables, path):
         title = f"dense weights: {copies} x {pieces} pieces, cp={layout.cp}"
         draw_mesh(left, copies, [rank % pieces for rank in ranks], labels, title)
 
+        # Right: the experts. No rank holds what another one holds, so each has a colour of its own.
         labels = []
         for rank, word in zip(ranks, table["experts . piece"]):
             experts, piece = word.split(".")
@@ -81,11 +87,13 @@ def draw_meshes(layouts, tables, path):
 
 def draw_mesh(ax, rows, colors, labels, title):
     """A grid of ranks, row by row, each with its colour and its label."""
+    # Twelve colours are enough for the 8 ranks here. The axis points downwards: row 0 is on top.
     columns = len(colors) // rows
     grid = [colors[row * columns : (row + 1) * columns] for row in range(rows)]
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     ax.imshow(grid, cmap="Set3", vmin=0, vmax=11, aspect="auto", extent=extent)
     ax.hlines([row + 0.5 for row in range(rows - 1)], -0.5, columns - 0.5, color="white")
+
     for rank, label in enumerate(labels):
         place = rank % columns, rank // columns
         ax.text(*place, label, ha="center", va="center", fontsize=7)
@@ -94,6 +102,7 @@ def draw_mesh(ax, rows, colors, labels, title):
 
 def draw_loads(runs, path):
     """runs: {name: (losses, loads)}, loads (steps, E) the share of the tokens by expert"""
+    # One panel per run. Its title has the means over the last 20 steps.
     figure, axes = make_axes("", "step", "share of the tokens, expert by expert", len(runs))
     for ax, (name, (losses, loads)) in zip(axes, runs.items()):
         loss, busiest = sum(losses[-20:]) / 20, loads[-20:].mean(0).max()
@@ -116,12 +125,15 @@ def draw_kl_variances(kl, variances, path):
 def draw_hint(names, kl, curve, path):
     """names, kl (N,): the sampled tokens of an episode and the hint's KL at each. curve (steps, 3):
     probability of the wrong tool, of the offered ones, KL of the final message"""
+    # Left: the divergence at each token. The first three are the hinted turn.
     title = "Where the hint disagrees (red: the hinted turn, in the loss)"
     figure, (left, right) = make_axes(title, "", "KL(student | teacher), nats", 2)
     colors = ["tab:red"] * 3 + ["lightgray"] * (len(kl) - 3)
     bars = left.bar(range(len(kl)), kl, color=colors)
     left.bar_label(bars, fmt="%.2f", fontsize=8)
     left.set_xticks(range(len(kl)), names, rotation=45, ha="right", fontsize=8)
+
+    # Right: how the policy changes while it is distilled.
     for j, name in enumerate(("the wrong tool", "offered tools", "KL of the final message")):
         right.plot(curve[:, j], label=f"{name}: {curve[0, j]:.3f} -> {curve[-1, j]:.3f}")
     right.set(xlabel="distillation step", ylabel="probability (KL: nats)")
@@ -132,6 +144,7 @@ def draw_hint(names, kl, curve, path):
 
 def draw_prices(x, curves, path):
     """curves: {name: (what an episode of effort x pays, what its next 100 tokens cost)}"""
+    # Left the price of a whole episode, right that of going on: the legend has its two ends.
     title = "What an episode pays"
     y = "scale * C(x), in units of one solved task"
     figure, (left, right) = make_axes(title, "effort x", y, 2)
@@ -141,5 +154,6 @@ def draw_prices(x, curves, path):
     right.set(xlabel="effort so far", ylabel="price", title="What the next 100 tokens cost")
     for ax in (left, right):
         ax.legend(frameon=False, fontsize=9)
+    # Room for the legend above the curves.
     right.set_ylim(0, 1.5 * right.get_ylim()[1])
     save_figure(figure, path)

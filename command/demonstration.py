@@ -24,7 +24,8 @@ def make_demo_parser(file, about):
 
 
 def refuse_moved(parser, argv, moved):
-    """moved: {flag of an earlier version: the command that does now what it did}"""
+    """Answers a flag of an earlier version with the command that has taken its place. moved:
+    {flag: that command}"""
     for flag, command in moved.items():
         found = [word for word in argv if word.partition("=")[0] == flag]
         if found:
@@ -41,7 +42,8 @@ def run_demo(file, about, demo, argv, moved={}):
 
 
 def draw_or_refuse(parser, demo):
-    """A figure goes to out/, which may be no place to write to."""
+    """Runs the demonstration. Its figure goes to out/: where that cannot be written, the command
+    ends with one line."""
     try:
         demo()
     except OSError as error:

@@ -16,13 +16,14 @@ import numpy as np
 
 def make_axes(title, x, y, panels=1):
     """-> a figure, and its axes: one, or an array of `panels`"""
-    # A notebook exports the backend of its own process to what it starts, where that module may not
-    # exist. Nothing is shown on a screen here. It has to be set before the first import: matplotlib
-    # reads it then.
+    # A notebook hands its own backend to the processes that it starts, which may not have that
+    # module. Here nothing is shown on a screen. matplotlib reads the variable when it is imported
+    # first.
     os.environ["MPLBACKEND"] = "agg"
-    # pyplot would keep every figure, and a run draws many
+    # pyplot would keep every figure in memory, and a run draws many.
     from matplotlib.figure import Figure
 
+    # The title stands over the first panel alone.
     figure = Figure(figsize=(2 + 4 * panels, 4), layout="constrained")
     ax = figure.subplots(1, panels)
     for panel in np.atleast_1d(ax):
@@ -32,7 +33,7 @@ def make_axes(title, x, y, panels=1):
 
 
 def first_message_line(error):
-    """Of an exception's message, which may be empty"""
+    """The first line of an exception's message, which may be empty"""
     return (str(error).splitlines() or [""])[0]
 
 
@@ -42,7 +43,7 @@ def try_to_draw():
     try:
         figure, _ = make_axes("", "", "")
         figure.savefig(io.BytesIO(), format="png")
-    # Whatever a foreign library, and the settings that it finds, may raise.
+    # A foreign library, with the settings that it finds, may raise anything.
     except Exception as error:
         what = f"{type(error).__name__}: {first_message_line(error)}"
         return f"no figures: matplotlib does not draw here ({what})"
@@ -50,8 +51,8 @@ def try_to_draw():
 
 
 def draw_safely(draw_it, *inputs):
-    """Draws; what only draws never ends a command whose work is done. -> "" or why there is no
-    figure, in one line"""
+    """Calls draw_it(*inputs). An error there never ends the command, whose work is done. -> "" or
+    why there is no figure, in one line"""
     try:
         draw_it(*inputs)
     except Exception as error:

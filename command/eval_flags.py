@@ -53,14 +53,15 @@ def make_eval_parser(default_levels):
 
 
 def parse_eval_flags(argv, default_levels):
-    """-> the values of all flags"""
-    # What an earlier version did with this flag has a command of its own.
+    """-> the values of all flags, checked"""
+    # What this flag did in an earlier version has a command of its own.
     for word in argv:
         flag, _, name = word.partition("=")
         if flag == "--experiment":
             usage_error(
                 f"experiments have a command of their own: python -m experiments.{name or 'NAME'}"
             )
+
     args, others = make_eval_parser(default_levels).parse_known_args(argv)
     if others:
         usage_error(f"unknown flag {others[0]!r}")
@@ -69,11 +70,14 @@ def parse_eval_flags(argv, default_levels):
 
 
 def check_eval_flags(args):
-    """A run that is named twice, and numbers out of their range"""
+    """Refuses a run that is named twice, numbers out of their range, and a command without runs"""
+    # Two spellings of one folder are one run: it would be compared with itself.
     folders = [Path(run).resolve() for run in args.runs]
     for run, folder in zip(args.runs, folders):
         if folders.count(folder) > 1:
             usage_error(f"{run} is named more than once: each run once")
+
+    # --temperature=0 samples greedily; without the flag it is None.
     if min(args.number, args.passes) < 1 or args.turns < 0:
         usage_error("--number and --passes must be at least 1, --turns at least 0")
     if not 0 < args.levels <= len(LEVELS):
@@ -82,6 +86,7 @@ def check_eval_flags(args):
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
             usage_error(f"--{name} must be a number from 0 on")
+
     if not args.runs:
         usage_error(
             "which runs? Name their folders: python eval.py out/run (python eval.py demo is a "

@@ -32,9 +32,12 @@ def evaluate_policies(run, given, sources, sizes, patch):
     """The whole stage. run: train.py's; given: the flags that were typed; sources: where the values
     in force come from; sizes: names of the fields that are the model's shape; patch: the change of
     the recipe that is in force"""
+    # A policy that was trained with a patch is evaluated with the same one.
     config, trained = run.config, Path(run.config.out, "rl")
     if hsdp.checkpoint_exists(trained):
         checkpoints.check_patch(trained, checkpoints.open_checkpoint(trained), patch)
+
+    # What is evaluated, and with which values; the user is told both.
     try:
         config, paths, made, published = find_policies(
             config, given, sizes, lambda: published_model.load_published(config, run.device)
@@ -54,6 +57,7 @@ def evaluate_policies(run, given, sources, sizes, patch):
         run.say(kept)
         return
 
+    # All ranks play; the first one writes.
     policies = evaluate(run, config, paths, made, published)
     minutes, memory = (time.time() - START) / 60, run.sum(hardware.peak_memory())
     processes = f"{run.world} process" + "es" * (run.world > 1)
@@ -63,9 +67,10 @@ def evaluate_policies(run, given, sources, sizes, patch):
 
 
 def find_policies(config, given, sizes, load_published):
-    """What a run has to evaluate: its policies before and after RL, before any training the
-    published model itself -> (the configuration to evaluate with, {name: checkpoint folder}, the
-    configuration that the last one was made with, what load_published() gives or None).
+    """What a run has to evaluate: its policies before and after RL, or, where nothing was trained
+    yet, the published model itself. -> (the configuration to evaluate with, {name: checkpoint
+    folder}, the configuration that the last one was made with, what load_published() gives or
+    None).
 
     config: that of the command; given: the flags that were typed; sizes: names of those that are
     the model's shape; load_published: called without arguments, gives the model of --init_from.
@@ -87,7 +92,7 @@ def find_policies(config, given, sizes, load_published):
     if not paths:
         raise Refusal(f"--stage=eval: neither {before} nor {out}/rl is there")
 
-    # What is shown belongs to what was run: a stage that is not at its end is called so.
+    # A stage that is not at its end is named as unfinished, in the table and in the figures.
     labelled = {}
     for name, path in paths.items():
         label = "" if published else unfinished_label(path)
@@ -101,6 +106,8 @@ def find_policies(config, given, sizes, load_published):
             f"{last} did not begin from --init_from={config.init_from}: take another --out, or "
             "leave the flag away"
         )
+
+    # A flag that was typed must agree with how the policy was made: its shape and its rules.
     rules = ["window", "max_turns", "draft", "summarize", "trigger"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
     for name in shape + rules:
@@ -110,15 +117,17 @@ def find_policies(config, given, sizes, load_published):
             raise Refusal(
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
+
+    # The rules are the policy's own. Only the temperature may be chosen anew.
     as_made = {name: made[name] for name in rules}
-    # This may be asked for otherwise.
     temperature = made.get("temperature", config.temperature)
     as_made["temperature"] = given.get("temperature", temperature)
     return replace(config, **as_made), labelled, made, published
 
 
 def describe_origin(config, paths, published):
-    """What tells an evaluation from another: its tasks, and the very checkpoints"""
+    """What tells one evaluation from another: the file of tasks, and when each checkpoint was
+    saved"""
     made_from = {}
     # A published model is no checkpoint of ours, and says nothing about when it was saved.
     if not published:
@@ -127,7 +136,9 @@ def describe_origin(config, paths, published):
 
 
 def when_saved(path):
-    """When a checkpoint was written, which tells it from another that later stands in its place"""
+    """When a checkpoint was written, as a text. It tells the checkpoint from a later one in the
+    same folder."""
+    # A save that ended between its two renames left the checkpoint before it as .old.
     for folder in (path, f"{path}.old"):
         manifest = Path(folder, "manifest.json")
         if manifest.exists():
@@ -141,7 +152,7 @@ def find_kept_table(config, origin):
     path = Path(config.out, "summary.json")
     asked = ["tasks", "temperature", "start_from"]
     asked += ["eval_levels", "eval_tasks", "eval_samples"]
-    # A full disk may have left half of it.
+    # A full disk may have left half of the file: whatever cannot be read holds no such table.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         done = json.loads(path.read_text())
         same = all(done["config"][name] == getattr(config, name) for name in asked)
@@ -151,7 +162,9 @@ def find_kept_table(config, origin):
 
 
 def write_evaluation(config, policies, origin, cost):
-    """Table, summary.json, figures of {name: records}"""
+    """The table on the screen, summary.json and the figures. policies: {name: records}; origin: see
+    describe_origin; cost: a line below the table"""
+    # Beside the evaluation stands the last line of each stage's log.
     out = Path(config.out)
     kind = "given" if config.tasks else "held-out"
     text = format_table(policies, kind) + f"\n{cost}"
@@ -174,6 +187,8 @@ def write_evaluation(config, policies, origin, cost):
             file=sys.stderr,
         )
         raise SystemExit(1) from None
+
+    # The figures last.
     problems = [
         draw_safely(draw_policies, policies, out),
         draw_safely(draw_training, logs, out),

@@ -25,16 +25,17 @@ from command.flags import is_first_rank, usage_error
 from world.machine import MachineFailure, failures_line
 from world.task import Refusal
 
-# How train.py was started; a program that runs it with a patch writes its own words here.
+# The words before the flags of the command. A program that runs train.py with a patch writes its
+# own words here.
 PROGRAM = "python train.py"
-# A variable of the environment: the command of an experiment, in each of the runs that it starts
+# An environment variable. An experiment sets it to its own command in each run that it starts.
 EXPERIMENT_COMMAND = "EXPERIMENT_COMMAND"
 
 
 @contextlib.contextmanager
 def explain_failures(config, argv):
-    """Inside it, what the machine or the input failed at ends in one line. config: of the first
-    stage; argv: the flags as they were typed"""
+    """A context: a failure of the machine or of the input inside it ends the command with one line.
+    config: of the first stage; argv: the flags as they were typed"""
     try:
         yield
     except MachineFailure as failure:
@@ -44,8 +45,8 @@ def explain_failures(config, argv):
     except (checkpoint_files.DamagedCheckpoint, Refusal) as error:
         usage_error(str(error))
     except OSError as error:
-        # A full disk anywhere else. Other errors are no fault of the disk: their traceback is
-        # needed.
+        # A full disk, met outside of checkpoints and logs. Other errors are no fault of the disk:
+        # their traceback is needed.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         what = f"{error.filename}: " if error.filename else ""
@@ -54,13 +55,14 @@ def explain_failures(config, argv):
             f"{how_to_go_on(config, argv)}"
         )
     except torch.OutOfMemoryError as error:
+        # Printed by the rank whose GPU is full. usage_error would speak on the first rank alone.
         print(f"train.py: {explain_full_card(config, argv, error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def end_stopped(config, argv, number):
-    """After a signal (its number): the command that goes on, and the exit code that a shell
-    expects"""
+    """Ends a run that a signal has stopped: prints the command that goes on, and exits with the
+    code that a shell expects, 128 + the signal's number"""
     if is_first_rank():
         command = command_to_type(argv, resume=not config.resume)
         print(f"stopped; to go on: {command}", file=sys.stderr)
@@ -68,8 +70,8 @@ def end_stopped(config, argv, number):
 
 
 def command_to_type(argv, resume, more=()):
-    """The command of this run again. resume: with --resume, which an experiment needs no word for;
-    more: further flags"""
+    """The command that runs this again. resume: add --resume, which an experiment's command does
+    without; more: further flags"""
     experiment = os.environ.get(EXPERIMENT_COMMAND)
     if experiment:
         return " ".join([experiment, *more])
@@ -80,9 +82,9 @@ def command_to_type(argv, resume, more=()):
 
 
 def say_lost_rollouts(say, causes, total):
-    """One line about the rollouts of a step that the machine failed; where none is left, the run
-    ends with it. say: prints a line; causes: of each of them, on any rank; total: how many rollouts
-    the step has"""
+    """One line about the rollouts of a step that failed because of the machine. Where no other
+    rollout is left, the run ends. say: prints a line; causes: one for each failed rollout of any
+    rank; total: how many rollouts the step has"""
     if causes:
         say(f"rl: {failures_line(causes, total)}")
     if len(causes) == total:
@@ -105,6 +107,7 @@ def how_to_go_on(config, argv):
 
 def explain_full_card(config, argv, error):
     """The one line for a GPU whose memory is full, with what makes the run fit"""
+    # Both flags may change when a stage goes on, see NOT_COMPARED in command/checkpoints.py.
     half = max(1, config.micro_tokens // 2)
     told = str(error).splitlines()[0][:160].rstrip()
     smaller = f"--micro_tokens={half}", "--recompute"
@@ -118,11 +121,13 @@ def explain_full_card(config, argv, error):
 
 @contextlib.contextmanager
 def report_rank_failure():
-    """When a rank dies, the collectives of the others fail with a line about sockets. This says
-    what happened instead."""
+    """When a rank dies, the collectives of the others fail with a line about sockets. Inside this
+    context they fail with what has happened."""
     try:
         yield
     except RuntimeError as error:
+        # Words that gloo and NCCL use when a peer is gone ("Connection closed", "Timed out" with or
+        # without a capital letter). Other errors pass unchanged.
         signs = "onnection", "imed out", "gloo", "NCCL"
         if not dist.is_initialized() or not any(sign in str(error) for sign in signs):
             raise

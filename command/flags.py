@@ -28,7 +28,7 @@ WIDTH = 100  # of what is printed, in columns
 
 
 def is_first_rank():
-    """Of several processes one talks to the user."""
+    """Is this the process that talks to the user? Of several ranks it is rank 0."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -75,6 +75,7 @@ def parse_flags(argv, Config):
 
 def convert(name, kind, value):
     """The text behind a flag as a value of its field's type: "bool", "int", "float" or "str" """
+    # int() and float() read numbers; a bool has words of its own.
     if kind == "bool":
         if value.lower() not in ("0", "1", "true", "false"):
             usage_error(f"--{name} takes 0 or 1, not {value!r}")
@@ -84,6 +85,8 @@ def convert(name, kind, value):
     except ValueError:
         wanted = "a whole number" if kind == "int" else "a number"
         usage_error(f"--{name} takes {wanted}, not {value!r}")
+
+    # What could be read but makes no sense for any flag.
     if number == "":
         usage_error(
             f"--{name}= is empty (a variable that is not set?): give a value, or leave the flag "
@@ -91,7 +94,7 @@ def convert(name, kind, value):
         )
     if kind != "str" and not (0 <= number < float("inf")):
         usage_error(f"--{name} must be a finite number >= 0, not {value}")
-    # its inverse and its products must be numbers in fp32, too
+    # The inverse and the products of such a number must be finite in fp32, too.
     if kind == "float" and number and not 1e-30 <= number <= 1e30:
         usage_error(f"--{name} must be 0 or from 1e-30 to 1e30, not {value}")
     return number
@@ -103,18 +106,21 @@ def convert(name, kind, value):
 def field_groups(Config):
     """-> [(title, [(name, default as it is written, explanation)])], from the source of Config and
     of the classes it is derived from"""
+    # Base classes first, so that fields keep the order in which the dataclass has them.
     groups, comments = [], []
     for cls in reversed(Config.__mro__):
         if not is_dataclass(cls):
             continue
         for line in inspect.getsource(cls).splitlines():
             line = line.strip()
+            # `name: type = default`, with an explanation behind two spaces and "#".
             field = re.match(r"(\w+): \w+ = (.*?)(?:  # (.*))?$", line)
             if line.startswith("# ---- "):
                 groups.append((line[7:], []))
             elif line.startswith("# "):
                 comments.append(line[2:])
             elif field:
+                # A field before any title; then the comments above it and the one behind it.
                 if not groups:
                     groups.append(("flags", []))
                 explanation = " ".join([*comments, field[3] or ""]).strip()
@@ -124,7 +130,7 @@ def field_groups(Config):
 
 
 def write_value(value):
-    """As it would be typed: 0 and 1 for bools"""
+    """A value as it would be typed: 0 and 1 for bools"""
     return str(int(value)) if isinstance(value, bool) else f"{value}"
 
 
@@ -136,9 +142,11 @@ def describe_flags(Config, values=None, sources=None):
     for title, group in field_groups(Config):
         text.append(f"\n{title}")
         for name, default, explanation in group:
+            # A value that is no default takes its place; the explanation then tells the default.
             if values is not None and name in values and values[name] != getattr(Config, name):
                 explanation += f" [{sources[name]}; default {default}]"
                 default = write_value(values[name])
+
             # The explanation beside the flag, or under it where the flag is long.
             flag = f"  --{name}={default}"
             lines = textwrap.wrap(
@@ -154,6 +162,7 @@ def describe_configuration(config, sources, idle=()):
     So is a text that is empty."""
     lines = []
     for title, group in field_groups(type(config)):
+        # Each value is one word; a source behind it tells that it is no default.
         words = []
         for name, _, _ in group:
             value = getattr(config, name)
@@ -163,6 +172,8 @@ def describe_configuration(config, sources, idle=()):
             word = f"{name}={write_value(value)}" + f" ({source})" * bool(source)
             # Its spaces are taken for letters, so that it stays on one line.
             words.append(word.replace(" ", "\0"))
+
+        # The title up to its colon, and as many values to a line as find room.
         if words:
             lines += textwrap.wrap(
                 f"{title.partition(':')[0]}: " + ", ".join(words),

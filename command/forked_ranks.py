@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 
 
 def fork_ranks(world, call, *args):
-    """Fork `world` ranks on this machine, run call(rank, world, *args) in each, return what they
-    return, by rank."""
+    """Forks `world` ranks on this machine and runs call(rank, world, *args) in each. -> what they
+    return, by rank: anything that torch.load reads with weights_only=True"""
     if sys.platform != "linux":  # macOS may hang where a process that has threads is forked
         print(
             f"{os.path.basename(sys.argv[0])}: this part forks ranks, which is safe on Linux only; "
@@ -30,6 +30,7 @@ def fork_ranks(world, call, *args):
         raise SystemExit(2)
     import torch._dynamo  # noqa: F401  FSDP and optimizers import it: once here, not in every child
 
+    # gloo talks over the local interface. Results come back in files, one per rank.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         # Joining raises the first traceback of a rank that failed, at once.

@@ -36,6 +36,8 @@ GPU_SCALE = dict(
 
 @dataclass(frozen=True)
 class Step:
+    """What a training step works on: tokens, and the bytes of each kind of number"""
+
     tokens: int = 8192  # per GPU
     weight: int = 2  # bytes per number on the wire: matrices
     act: int = 2  # activations and their gradients
@@ -45,6 +47,7 @@ class Step:
 
 
 def is_muon(name, shape):
+    """Does Muon move this parameter? AdamW moves vectors, embeddings, the head and the routers."""
     return len(shape) > 1 and not name.startswith(("embed", "head")) and ".router." not in name
 
 
@@ -53,21 +56,23 @@ def layer_of(name):
 
 
 def gathered(name, shape, layout):
-    """Numbers of one parameter when FSDP has gathered it: padded in the direction it cuts; experts:
-    those of one ep rank."""
+    """How many numbers of one parameter a rank holds while FSDP has gathered it. FSDP pads the
+    first dimension, which it cuts. Of experts it gathers those of one ep rank."""
     if is_expert(name):
         return math.prod(shape) // layout.ep
     return -(-shape[0] // layout.shard) * layout.shard * math.prod(shape[1:])
 
 
 def held(name, shape, layout):
+    """How many numbers of one parameter a rank holds all the time: its piece"""
     return gathered(name, shape, layout) / (layout.efsdp if is_expert(name) else layout.shard)
 
 
 def memory(config, shapes, layout, step, recompute=False):
     """{kind: bytes on one GPU}. Optimizer state is fp32. Gathered: the root and one layer with
     their gradients, and the next layer."""
-    # What is counted exactly: weights, gradients (fp32, see hsdp.keep_gradients_in_fp32), state.
+    # What is counted exactly: weights, gradients (fp32, see hsdp.keep_gradients_in_fp32), state. In
+    # fp32 Muon keeps one moment (4 bytes) and AdamW two (8 bytes).
     kinds, gathered_by_layer = Counter(), Counter()
     for name, shape in shapes.items():
         what = "expert" if is_expert(name) else "dense"
@@ -76,6 +81,8 @@ def memory(config, shapes, layout, step, recompute=False):
         kinds[f"{what} gradients"] += 4 * size
         kinds[f"{what} optimizer"] += (4 if is_muon(name, shape) else 8) * size
         gathered_by_layer[layer_of(name)] += gathered(name, shape, layout)
+
+    # What FSDP gathers for a while. The largest layer decides.
     if layout.world > 1:
         root = 2 * step.kept * gathered_by_layer.pop("root")
         layer = (4 + 3 * step.weight) * max(gathered_by_layer.values())
@@ -91,8 +98,11 @@ def memory(config, shapes, layout, step, recompute=False):
     dense_layer = 4 * c.dim + step.act * (2 * c.dim + attention + dense_ffn)
     moe_layer = 4 * c.dim + step.act * (2 * c.dim + attention + moe_ffn)
     layers = [dense_layer] * c.dense_layers + [moe_layer] * (c.layers - c.dense_layers)
-    # Recomputed blocks keep their inputs alone, and one block at a time lives.
+
+    # With recomputation every layer keeps its input alone (4 bytes per number, added below), and
+    # one layer at a time keeps all of its activations.
     kept = max(layers) if recompute else sum(layers)
+
     # The scores over the vocabulary are made for a stretch of rows at a time (moe.TargetLogprobs).
     scores = 8 * min(step.tokens * c.vocab, 1 << 26)
     kinds["activations (estimate)"] = step.tokens * (kept + 4 * c.dim * c.layers) + scores
@@ -100,13 +110,13 @@ def memory(config, shapes, layout, step, recompute=False):
 
 
 def planned_gigabytes(config, shapes, tokens, recompute=False):
-    """Of a training step with so many tokens at a time, on one GPU that holds everything"""
+    """Gigabytes of a training step with so many tokens at a time, on one GPU that holds all"""
     return sum(memory(config, shapes, Layout(), Step(tokens=tokens), recompute).values()) / 1e9
 
 
 def largest_micro_batch(config, shapes, gigabytes, most):
-    """The largest number of tokens, `most` halved as often as needed, that one GPU of so many
-    gigabytes trains at a time by the plan; 0 if not even 1,024 fit.
+    """-> how many tokens one GPU of so many gigabytes trains at a time by the plan: `most`, halved
+    until they fit; 0 if not even 1,024 fit.
 
     Planned for train.py's gpu scale (109.5M parameters, not measured on the cards named): 32,768
     tokens take 13.0 GB and fit 24, 40, 80 and 141 GB; 65,536 take 24.1 GB and fit 80 and 141; 16 GB

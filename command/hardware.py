@@ -28,7 +28,7 @@ def device_of(config):
 
 
 def dtype_of(config):
-    """Of matrix products"""
+    """The dtype of matrix products"""
     if config.dtype == "auto":
         return fast_dtype(device_of(config))
     return getattr(torch, config.dtype)
@@ -45,7 +45,8 @@ def uses_card(given):
 
 
 def describe_card(config):
-    """One line at the start: which model on which GPU, and in what"""
+    """One line at the start: which model on which GPU, and in which dtype if it has no bf16"""
+    # A GPU was found, and yet it is not the gpu scale that runs.
     card = this_card()
     gigabytes = card.total_memory / 1e9
     if config.scale != "gpu":
@@ -53,6 +54,8 @@ def describe_card(config):
             f"{card.name}, {gigabytes:.0f} GB, is too small for the gpu scale: this is the "
             "laptop's model, on the GPU"
         )
+
+    # Of the gpu scale: its size, the micro-batch, and the memory that is planned for it.
     shape, shapes = gpu_memory.gpu_scale()
     planned = gpu_memory.planned_gigabytes(shape, shapes, config.micro_tokens)
     parameters = sum(map(math.prod, shapes.values())) / 1e6
@@ -78,17 +81,18 @@ def scale_of_machine(given, most):
 
 
 def peak_memory():
-    """Gigabytes this process has held at most."""
+    """The most gigabytes that this process has held: of the GPU's memory where it uses one, else
+    of the machine's"""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
-    # a Mac counts bytes, Linux kilobytes
+    # macOS counts in bytes, Linux in kilobytes.
     units = 1e9 if sys.platform == "darwin" else 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
 
 
 def release_memory():
-    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes:
-    gigabytes after minutes. Not after every short step: taking the pages again costs a third of
-    it."""
+    """Give freed memory back to the system. Every batch has other sizes, and glibc keeps the holes
+    between them: gigabytes after minutes. It is not for the end of every short step, since taking
+    the pages again costs a third of such a step."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from command.flags import describe_configuration, is_first_rank
 
-# Flags that only some stages look at. What is in no row is read by all of them.
+# {stages: the flags that only these stages read}. A flag in no row is read by all stages.
 STAGES_AND_FLAGS = {
     "pretrain long": "data compile",
     "pretrain long sft": "batch_tokens seq_len_warmup",
@@ -35,8 +35,8 @@ for its_stages, its_flags in STAGES_AND_FLAGS.items():
 
 
 def describe_stage(config, sources):
-    """At the start of a stage: the values that are in force in it, and where those come from that
-    are no defaults. sources: {field: place} or None, see command/configuration.py"""
+    """A text for the start of a stage: the values in force in it and, where a value is no default,
+    the place it comes from. sources: {field: place} or None, see command/configuration.py"""
     stage = config.stage
     idle = {name for name, stages in READ_BY.items() if stage not in stages}
     text = describe_configuration(config, sources or {}, idle)
@@ -45,12 +45,15 @@ def describe_stage(config, sources):
 
 def idle_flags(config, given):
     """What was given by hand and changes nothing in this stage -> {flag: why}"""
+    # Flags that the stage does not read.
     stage = config.stage
     idle = {
         name: f"of {' and '.join(READ_BY[name])}"
         for name in given
         if stage not in READ_BY.get(name, (stage,))
     }
+
+    # Flags that it reads, but that another flag or the machine makes idle. An empty text: not so.
     adamw = config.optimizer == "adamw" and stage != "eval"
     rl = stage == "rl"
     reasons = {
@@ -70,6 +73,8 @@ def idle_flags(config, given):
             else ""
         ),
     }
+
+    # Only flags that were given are named.
     for names, why in reasons.items():
         idle |= {name: why for name in names.split() if why and name in given}
     return idle
@@ -77,19 +82,21 @@ def idle_flags(config, given):
 
 def say_idle_flags(configs, given):
     """One line about the flags that change nothing in any of the stages to come, and one for each
-    in which a rate does not reach. configs: {stage: its configuration}"""
+    stage in which --lr or --weight_decay changes nothing. configs: {stage: its configuration}"""
+    # A flag that is idle in every stage of the command.
     stages = list(configs)
     idle = {stage: idle_flags(config, given) for stage, config in configs.items()}
     nowhere = {}
     for name, why in idle[stages[0]].items():
         if all(name in idle[stage] for stage in stages):
             nowhere[name] = why
+
     lines = []
     if nowhere:
         words = ", ".join(f"--{name} ({why})" for name, why in nowhere.items())
         lines.append(f"in no stage of this command: {words}")
 
-    # Elsewhere a flag of another stage is no surprise, but that a rate does nothing in rl is one.
+    # That a flag is read in some of the stages alone is no surprise, except for these two.
     for stage in stages:
         words = []
         for name in ("lr", "weight_decay"):

@@ -16,9 +16,11 @@ class InTurn:
     trainer hands over its weights (publish), asks for rollouts of its tasks (submit), and takes the
     groups of chains (collect), which are sampled then."""
 
-    restarts = 0  # of processes that died
+    restarts = 0  # of workers that died: there are none here
 
     def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
+        """model: of its own, since publish() writes into it; group: rollouts per task; compact: see
+        rollout.agent"""
         self.sampler = Sampler(model, tokenizer, limits.window, temperature)
         self.group = group
         self.limits = limits
@@ -26,16 +28,18 @@ class InTurn:
         self.sandbox = Sandbox()
 
     def publish(self, version, weights):
-        """weights: {name: tensor} -> what the log says of it: nothing, since nothing is sent"""
+        """Takes the weights {name: tensor} of this version. -> entries for the log: none, since
+        nothing is sent"""
         self.sampler.model.load_state_dict(weights)
         self.sampler.version = version
         return {}
 
     def submit(self, tasks, numbers, seed):
+        """-> what collect() takes. Nothing is sampled yet."""
         return tasks, numbers, seed
 
     def collect(self, submitted):
-        """-> a group of chains per task"""
+        """Samples what submit() returned. -> a group of chains per task"""
         tasks, numbers, seed = submitted
         return rollouts(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers

@@ -17,8 +17,9 @@ import torch
 
 
 def kl_estimates(logp, reference):
-    """-> k1, k2, k3 per token, estimates of KL(pi || ref) from log-probs of x ~ pi, with r = ref /
-    pi (Technical Report 4.1: k1 is kept, k3's variance explodes)."""
+    """-> k1, k2, k3 per token: estimates of KL(pi || ref) with r = ref / pi. logp, reference: the
+    log-probs of samples x ~ pi under pi and ref, of one shape (Technical Report 4.1: k1 is kept,
+    k3's variance explodes)."""
     log_r = reference - logp
     k1 = -log_r
     k2 = log_r**2 / 2
@@ -28,7 +29,9 @@ def kl_estimates(logp, reference):
 
 def kl_variances(n=200_000):
     """The variance of one sample's estimate of KL(pi || ref), where pi = N(0, 1) and ref = N(d, 1),
-    whose KL is d^2 / 2 -> those divergences, {estimate: its variances}"""
+    whose KL is d^2 / 2 -> those divergences (N,), {estimate: its variances}"""
+    # The same samples for every distance. The constants of the two log densities are equal: they
+    # cancel in r, and are left out.
     kl = np.linspace(0.02, 2, 25)
     x = torch.randn(n, dtype=torch.float64)  # samples of pi
     variances = {"k1, kept": [], "k2, biased": [], "k3": []}

@@ -30,9 +30,11 @@ from world.machine import fcntl
 
 @contextlib.contextmanager
 def run_lock(folder):
-    """Two runs in one folder would write over each other's checkpoints: the second one is
-    refused."""
+    """A context in which no other run may work in the folder. Two runs would write over each
+    other's checkpoints, so the second one is refused."""
     with open(Path(folder, ".lock"), "w") as file:
+        # The first rank locks for all. The system lifts the lock when the file is closed, also
+        # where a run was killed.
         if is_first_rank():
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,15 +49,17 @@ def run_lock(folder):
 
 
 def launch_local_ranks(argv, config, program):
-    """On CPU, one process per core does more than one process with a thread per core: what a small
-    model costs is mostly the start of small operations. Starts the others once, with the same
-    flags, and makes this one rank 0 of plain replicas. Under torchrun: nothing. program: the words
-    before the flags. -> config"""
+    """Starts further processes on a CPU, once, with the same flags, and makes this one rank 0 of
+    plain replicas. One process per core does more than one process with a thread per core: what a
+    small model costs is mostly the start of small operations. Under torchrun, on a GPU, or with
+    --cp or --ep it starts nothing. program: the words before the flags. -> config"""
     # PLAIN_REPLICAS: this process was started here, or has started the others for a stage before.
     launched = "PLAIN_REPLICAS" in os.environ
     cuda = torch.cuda.is_available() and config.device != "cpu"
     if not launched and ("RANK" in os.environ or cuda or config.cp > 1 or config.ep > 1):
         return config
+
+    # No more processes than torch has threads. A process that was started here knows the number.
     n = int(os.environ.get("PLAIN_REPLICAS", min(config.processes, torch.get_num_threads())))
     if n < 2:
         return config
@@ -64,13 +68,15 @@ def launch_local_ranks(argv, config, program):
             f"--dp_replicate={config.dp_replicate}: the {n} processes that this command starts are "
             f"{n} copies; give --processes=1 under torchrun, or leave the flag away"
         )
+
     if not launched:
-        # What torchrun would tell them: how many they are, and where rank 0 listens.
+        # What torchrun would tell them: how many they are, and where rank 0 listens. Port 0 asks
+        # the system for a free one.
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         threads = str(torch.get_num_threads() // n)
-        # where a machine's own name may lead nowhere
+        # On macOS the machine's own name may lead nowhere: gloo then needs the local interface.
         if sys.platform == "darwin":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")
         os.environ.update(
@@ -80,6 +86,8 @@ def launch_local_ranks(argv, config, program):
             MASTER_PORT=port,
             OMP_NUM_THREADS=threads,
         )
+
+        # The other ranks inherit the environment. This process becomes rank 0 in its own.
         for rank in range(1, n):
             process = subprocess.Popen(
                 [*program, *argv],
@@ -96,12 +104,14 @@ child_processes = []  # started by launch_local_ranks
 
 
 def stop_after_step():
-    """From now on a first Ctrl-C or SIGTERM ends a run after its step. -> the list in which the
-    signal's number will stand"""
+    """From now on a first Ctrl-C or SIGTERM ends a run after its step. A second one ends it at
+    once. -> the list in which the signal's number will stand"""
+    # The loop looks into this list between two steps.
     interrupted = []
 
     def note_signal(number, frame):
         interrupted.append(number)
+        # Back to the system's own handling: the same signal again ends the process.
         signal.signal(number, signal.SIG_DFL)
         if is_first_rank():
             print("stopping after this step; a second time stops at once", file=sys.stderr)
@@ -111,14 +121,14 @@ def stop_after_step():
     return interrupted
 
 
-# more than there are signals on all ranks together
+# In a sum over all ranks: more than all signals together.
 LOG_FAILED = 10**9
 
 
 def agree_to_stop(run, interrupted, problem):
-    """Has any rank got a signal? It may reach one rank only, and only the first one writes the log:
-    one sum tells all ranks of both. problem: why the log could not be written, with which every
-    rank ends here, or an empty text"""
+    """Has any rank got a signal? A signal may reach one rank only, and only the first rank writes
+    the log. One sum tells all ranks of both. problem: why the log could not be written, or an empty
+    text; where it could not, every rank ends here"""
     code = run.sum(len(interrupted) + LOG_FAILED * bool(problem))
     if code >= LOG_FAILED:
         raise SaveFailed(problem)
@@ -128,20 +138,22 @@ def agree_to_stop(run, interrupted, problem):
 def leave_ranks():
     """After the last stage: no rank ends before the others."""
     if dist.is_initialized():
-        # a rank that is late still needs the store in rank 0
+        # A rank that is late still needs the store, which lives in rank 0.
         dist.barrier()
         dist.destroy_process_group()
 
 
 def stop_at_once():
-    """From now on Ctrl-C and SIGTERM end this process and those it has started: what writes at its
-    end alone has nothing to save."""
+    """From now on Ctrl-C and SIGTERM end this process and those it has started. For work that
+    writes only at its end: before that there is nothing to save."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, terminate_children)
 
 
 def terminate_children(number, frame):
-    """Ends this process by a signal. The others first, so that they remove their workspaces too."""
+    """Handles a signal: ends this process and those it has started. The others end first, so that
+    they remove their workspaces too."""
+    # A second signal must not interrupt this.
     signal.signal(number, signal.SIG_IGN)
     for process in child_processes:
         process.send_signal(number)
@@ -152,21 +164,24 @@ def terminate_children(number, frame):
 
 
 def die_with_parent(number):
+    """This process gets the signal `number` when its parent ends. Linux alone can do that."""
+    # prctl(PR_SET_PDEATHSIG, number)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)
 
 
 def started_rank():
-    """The preexec_fn of a rank that rank 0 starts. Ctrl-C reaches all ranks at once. One that is
-    still importing would die of it, and rank 0 would wait for it for half an hour: until it has
-    handlers of its own (stop_after_step) it leaves the signal to rank 0, whose end is its end."""
+    """The preexec_fn of a rank that rank 0 starts: it ends with rank 0, and ignores signals at
+    first. Ctrl-C reaches all ranks at once. A rank that is still importing would die of it, and
+    rank 0 would wait for that rank for half an hour. So the signal is left to rank 0 until this
+    rank has handlers of its own (stop_after_step)."""
     die_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def tied_to_parent(number=getattr(signal, "SIGKILL", 9)):
-    """The preexec_fn of a process that shall end when this one does: who waits for one that was
-    killed would wait for half an hour. That is Linux's own. Elsewhere None, since running Python
-    between fork and exec beside threads may hang."""
+    """The preexec_fn of a process that must end when this one does. Otherwise, if this one is
+    killed, whoever waits for it may wait for half an hour. Linux alone can do that. Elsewhere it is
+    None: to run Python between fork and exec, beside threads, may hang."""
     return partial(die_with_parent, number) if sys.platform == "linux" else None

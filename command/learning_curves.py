@@ -23,6 +23,8 @@ def read_step_log(run, stage):
     path = Path(run, f"{stage}.jsonl")
     if not path.exists():
         return []
+
+    # A later line of a step replaces an earlier one.
     steps = {}
     for line in path.read_text(errors="replace").split("\n"):
         try:
@@ -62,7 +64,9 @@ def draw_training(logs, folder):
 
 
 def draw_losses(logs, path):
+    """The losses of all stages on one axis of steps. logs: {stage: its lines}"""
     figure, ax = drawing.make_axes("Loss of the supervised stages", "step", "nats per token")
+    # Each stage begins where the one before it has ended.
     start = 0
     for stage, lines in logs.items():
         steps = [start + line["step"] for line in lines]
@@ -74,9 +78,11 @@ def draw_losses(logs, path):
 
 
 def draw_rewards(lines, path):
+    """What RL did, step by step, and on how hard tasks"""
     figure, ax = drawing.make_axes(
         "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
     )
+    # Shares and rewards, all from about 0 to 1. {key of the log: label}
     steps = [line["step"] for line in lines]
     curves = {
         "solved": "solved",
@@ -86,11 +92,13 @@ def draw_rewards(lines, path):
     }
     for key, label in curves.items():
         ax.plot(steps, running_mean([line[key] for line in lines]), label=label)
+
     # The curriculum's level has an axis of its own: the reward means little without it.
     level_axis = ax.twinx()
     levels = running_mean([line["level"] for line in lines])
     level_axis.plot(steps, levels, color="gray", alpha=0.5)
     level_axis.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
+
     ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.32), ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)

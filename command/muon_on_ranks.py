@@ -15,6 +15,7 @@ from command.demo_figures import draw_timeline
 from command.forked_ranks import fork_ranks
 from muon import Muon
 
+# Matrices in their stacks (N, R, C), heads or experts, and one plain matrix.
 SHAPES = {
     "q": (6, 64, 384),
     "o": (384, 384),
@@ -26,6 +27,7 @@ SHAPES = {
 def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
     """Random parameters with random gradients, the same for every world size. On a mesh each rank
     holds some rows of every matrix, so that no expert is whole anywhere."""
+    # Every rank draws the same whole tensors, so nothing has to be sent (src_data_rank=None).
     generator, params = torch.Generator().manual_seed(0), {}
     for name, shape in shapes.items():
         pair = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2)]
@@ -38,7 +40,7 @@ def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
 
 
 def train_three_steps(params):
-    """Three steps, the last one with the event log on."""
+    """Three steps. The event log begins anew with each: it ends with the last one's events."""
     optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
     for _ in range(3):
         optimizer.events = []
@@ -47,6 +49,7 @@ def train_three_steps(params):
 
 
 def train_rank(rank, world):
+    """-> the whole weights after three steps on this rank, its event log, and its traffic"""
     params = make_parameters(SHAPES, DeviceMesh("cpu", torch.arange(world)))
     optimizer = train_three_steps(params)
     whole = {name: p.full_tensor().detach() for name, p in params.items()}
@@ -55,6 +58,7 @@ def train_rank(rank, world):
 
 def show_ranks():
     """The same three steps in one process and on four ranks: the largest difference, a timeline"""
+    # What differs between one process and any of the ranks.
     single = make_parameters(SHAPES)
     train_three_steps(single)
     ranks = fork_ranks(4, train_rank)
@@ -63,7 +67,7 @@ def show_ranks():
         for name, p in single.items():
             error = max(error, (whole[name] - p).abs().max().item())
 
-    # What overlaps: task 2 is on the wire before task 1 multiplies.
+    # What overlaps: task 2 is on the wire before task 1 multiplies. The difference is in ms.
     _, events, traffic = ranks[0]
     draw_timeline(events, "out/muon.png")
     when = {(task, event): t for t, task, event in events}

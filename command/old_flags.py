@@ -66,14 +66,14 @@ OLD_FLAGS = {
     "penalty_q": (0.5, "experiments/penalty.py"),
     "max_level": (6, "experiments/retold.py, that of a fixed mix in --levels"),
 }
-# What a run from a published model has where the recipe is another there; it is without the flag,
-# too.
+# {name: a second value at which it changed nothing}, in runs from a published model. There the
+# recipe itself has this value, also without the flag.
 OLD_FINE_TUNING = {"copy_loss": 1.0, "balance_rate": 0.0}
 
 
 def changed_flags(made):
-    """-> {name of a flag that is no more: (the value that it had in the configuration `made`, the
-    file that makes the change now)}, where that value changed something"""
+    """The removed flags that changed something in a run. made: its configuration. -> {flag: (its
+    value there, the file that makes the change now)}"""
     changed = {}
     for name, (default, place) in OLD_FLAGS.items():
         harmless = [default]
@@ -87,6 +87,8 @@ def changed_flags(made):
 def explain_old_flag(word):
     """One line about a word of the command line if it is a flag of an earlier version, else an
     empty text"""
+    # The name without dashes and value. The order below matters: a flag that got another name may
+    # have been removed since.
     name = word.removeprefix("--").partition("=")[0]
     if not word.startswith("--"):
         return ""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 
 def check_writable(folder, names):
-    """Before long work: can its results be written? folder is made. OSError if not, with the path
-    that is in the way: what is no plain file, or may not be overwritten."""
+    """Before long work: can its results be written into the folder, which is made? Else OSError,
+    with the path that is in the way: it is no plain file, or may not be overwritten. names: of the
+    files"""
     Path(folder).mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
     for path in (Path(folder, name) for name in names):
@@ -25,12 +26,13 @@ def check_writable(folder, names):
 
 
 def digest_file(path):
-    """Of the bytes of a file; "" of none"""
+    """SHA-256 of a file's bytes, in hexadecimal; "" where path is empty"""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 def current_commit():
-    """The commit of this checkout, and whether files were changed since; "" outside of git"""
+    """The commit of this checkout, with "-dirty" where files were changed since; "" outside of
+    git"""
     describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:

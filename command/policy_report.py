@@ -44,7 +44,9 @@ ROWS = {
 
 
 def format_table(policies, kind="held-out"):
-    """{name: records}, and which tasks these were -> the text of the table"""
+    """{name: records}, and which tasks these were -> the text of the table, a column for each
+    policy"""
+    # The numbers of all tasks, and of the tasks of each level.
     whole = [summarize_records(records) for records in policies.values()]
     levels = [summarize_levels(records) for records in policies.values()]
     width = max(14, 2 + max(map(len, policies)))
@@ -93,10 +95,14 @@ def format_table(policies, kind="held-out"):
 def pair_rows(policies):
     """The rows of the table that set each policy against the first one, task by task, as (label,
     cells); none where no task is shared."""
+    # compare_pairs gives None for two policies that share no task.
     first, *others = policies
     pairs = [compare_pairs(policies[first], policies[name]) for name in others]
     if not any(pairs):
         return []
+
+    # The first policy is not compared with itself. The number of shared tasks is told where some
+    # are missing.
     whole = len({record["task"] for record in policies[first]})
     won, chance = ["-"], [""]
     for pair in pairs:
@@ -114,8 +120,9 @@ def pair_rows(policies):
 
 
 def write_report(policies, folder, name, extra=None, kind="held-out"):
-    """JSON and figures of {name: records} -> the text of the table; why there are no figures is
-    said below it."""
+    """Writes {name: records} as JSON and as figures into the folder. name: of the JSON file; extra:
+    more of its entries. -> the text of the table, with the reason below it if there are no
+    figures"""
     write_json(policies, Path(folder, name), extra)
     problem = drawing.draw_safely(draw_policies, policies, folder)
     text = format_table(policies, kind)
@@ -158,12 +165,14 @@ def draw_score(policies, levels, path):
         "Score against tokens (one point per level)", "sampled tokens per task", "solved"
     )
     for name, rows in levels.items():
+        # The levels, each with its number beside the point.
         tokens = [numbers["tokens"] for numbers in rows.values()]
         solved = [numbers["solved"] for numbers in rows.values()]
         points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
         for level, place in zip(rows, zip(tokens, solved)):
             annotate(ax, str(level), place, (4, -8), fontsize=7)
 
+        # All tasks together, in the same colour.
         whole = summarize_records(policies[name])
         place = whole["tokens"], whole["solved"]
         ax.plot(*place, "*", markersize=16, color=points[0].get_color())
@@ -175,7 +184,8 @@ def draw_score(policies, levels, path):
 
 
 def draw_mismatch(found, path):
-    """found: see sampler_mismatch"""
+    """How large the differences are, from the smallest to the largest. found: {label: differences
+    of all tokens (N,)}, see sampler_mismatch"""
     figure, ax = drawing.make_axes(
         "Trainer against sampler",
         "tokens, by the size of the difference",
@@ -183,6 +193,7 @@ def draw_mismatch(found, path):
     )
     for name, gaps in found.items():
         label = f"{name}: p99 {np.quantile(gaps, .99):.1e}"
+        # A sorted row shows all quantiles. Zero has no place on a logarithmic axis.
         shares = np.linspace(0, 1, len(gaps))
         ax.plot(shares, np.maximum(np.sort(gaps), 1e-8), label=label)
     ax.set_yscale("log")
@@ -191,11 +202,15 @@ def draw_mismatch(found, path):
 
 
 def report_mismatch(models, tasks, path):
-    """--mismatch: a line for each run and setting, and a figure"""
+    """--mismatch: a line for each run and setting, and a figure. models: {run: (model, tokenizer,
+    configuration)}; path: of the figure"""
+    # One label for each run and each setting of dtype and experts.
     found = {}
     for run, (model, tokenizer, config) in models.items():
         for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
             found[f"{run}, {name}"] = gaps
+
+    # What few tokens do is seen at the 99th percentile and at the largest, not at the median.
     for name, gaps in found.items():
         print(
             f"{name:48s} median {np.median(gaps):.1e}   p99 {np.quantile(gaps, .99):.1e}   "
@@ -205,12 +220,14 @@ def report_mismatch(models, tasks, path):
 
 
 def report_hint_effects(run, records):
-    """--gap: the eight tools most often called where they are not there"""
+    """--gap: the tools that are most often called where they are not there, eight at most"""
+    # (tool, probability without the hint, probability with it) of every such call.
     found = [call for record in records for call in record["hints"]]
     print(
         f"\n{run}: probability of a call to a tool that is not there, where it was made, without "
         "and with the hint above it"
     )
+    # Per tool: how many calls, and the mean of both probabilities.
     for tool, number in Counter(name for name, _, _ in found).most_common(8):
         pairs = [(before, after) for name, before, after in found if name == tool]
         before, after = np.mean(pairs, axis=0)

@@ -27,13 +27,15 @@ from published.tokenizers import make_tokenizer, read_tokenizer
 
 
 def published_config(config, saved=None):
-    """The sizes of the published model, which has positions for windows up to its own. saved: a
-    checkpoint of a run from it. ValueError where it does not fit what is asked for"""
+    """-> the model configuration of --init_from. saved: what a checkpoint of a run from it says, or
+    None. ValueError where the stage's window is longer than the model has positions for"""
+    # A checkpoint holds the sizes itself; else the published folder does.
     if saved:
         model_config = config_of(saved["model"])
     else:
         model_config = read_config(Path(config.init_from, "config.json"))[0]
 
+    # Each stage has a window of its own, set by other flags.
     flag, window = "--window", config.window
     if config.stage == "pretrain":
         flag, window = "--context", config.context
@@ -50,6 +52,7 @@ def published_config(config, saved=None):
 def build_published(run, saved):
     """-> the tokenizer and the model of --init_from, ready to train. run: train.py's; saved: what
     the checkpoint says of itself that will fill the model, or None"""
+    # The seed is set before anything may be drawn.
     config = run.config
     published = published_config(config, saved)
     torch.manual_seed(config.seed)
@@ -64,20 +67,25 @@ def build_published(run, saved):
             lambda model: hsdp.own_parts(run.prepare_model(model)),
         )
         return tokenizer, model
+
+    # From here on a checkpoint fills the model: only its shape is needed.
     tokenizer = make_tokenizer(**saved["tokenizer"])
     if run.replicas:
         return tokenizer, run.prepare_model(published.build_model().to(run.device))
-    # Where it is cut over ranks nothing is drawn: one rank may not hold it all.
+
+    # A model that is cut over ranks is built without memory: one rank may not be able to hold it
+    # all. Then each rank allocates its own part.
     with torch.device("meta"):
         model = published.build_model()
     model = run.prepare_model(model).to_empty(device=run.device)
-    # its table of angles was on the meta device, too
+    # Its table of angles was on the meta device, too, and no checkpoint holds it.
     model.extend_window(published.yarn_factor)
     return tokenizer, model
 
 
 def load_published(config, device):
-    """As eval.load_policy, of the folder of a published model: whole on every rank"""
+    """The published model, whole on every rank -> what eval.load_policy gives for a checkpoint: the
+    model, its tokenizer, the configuration"""
     try:
         vocab = published_config(config).vocab
         tokenizer = read_tokenizer(config.init_from, vocab)
@@ -90,13 +98,16 @@ def load_published(config, device):
 
 
 def export_run(config, given):
-    """A stage of the run as the folder of a published model, its weights as the run kept them or in
-    --weight_dtype. What else belongs to such a folder comes from where the run began, or, of a run
-    from random weights, is its own tokenizer."""
+    """Writes a stage of the run as the folder of a published model. Its weights have the dtype in
+    which the run kept them, or that of --weight_dtype. The other files come from the published
+    model from which the run began; a run from random weights has its own tokenizer."""
+    # Any other flag would be ignored: it is refused.
     for name in sorted(set(given) - {"export", "out", "stage", "weight_dtype"}):
         usage_error(
             f"--{name} does nothing beside --export, which takes --out, --stage and --weight_dtype"
         )
+
+    # The stage that was asked for, or the last one.
     target = Path(config.export)
     try:
         stage = Path(config.out, config.stage)
@@ -109,6 +120,8 @@ def export_run(config, given):
         export_model(target, model, tokenizer, source, dtype)
     except (ValueError, OSError) as error:
         usage_error(str(error))
+
+    # What was written, and a warning where the stage was not at its end.
     print(f"{target}: " + ", ".join(sorted(path.name for path in target.iterdir())))
     if label:
         print(f"{stage} is {label}")

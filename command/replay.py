@@ -12,6 +12,8 @@ from command.transcripts import print_transcript
 
 
 def replay_or_demonstrate(argv, demo):
+    """With --replay prints a conversation, without it runs the demonstration. demo: a function"""
+    # The flags.
     parser = make_demo_parser("rollout.py", "A demonstration and a group of rollouts.")
     refuse_moved(parser, argv, {"--bench": "python -m benchmarks.decode"})
     about = "print a conversation of a transcripts.jsonl, the last if no --line is given"
@@ -20,10 +22,13 @@ def replay_or_demonstrate(argv, demo):
     parser.add_argument("--line", type=int, metavar="N", help=about)
     given = parser.parse_args(argv)
 
+    # Flags that do not go together, and the demonstration.
     if given.line is not None and given.replay is None:
         parser.error("--line goes with --replay=FILE")
     if given.replay is None:
         return draw_or_refuse(parser, demo)
+
+    # An empty name is most often a variable of the shell that is not set.
     if not given.replay:
         parser.error("--replay= names no file")
     try:

@@ -27,7 +27,7 @@ import feedback_distill
 import summarize
 from command import transcripts
 
-# of the log: plain means over all rollouts
+# keys of the log that are plain means over all rollouts
 MEANS = (
     "reward",
     "solved",
@@ -45,11 +45,15 @@ HABITS = ("communication", "code_style")
 
 
 def rollout_rows(groups, rank):
-    """-> one dict per rollout of this rank. Small, since it goes to every rank."""
+    """-> one dict per rollout of this rank. It is small, since it goes to every rank. groups: of
+    this rank, each a list of chains"""
+    # All habits are looked for, also those that --habits leaves out.
     every_habit = tuple(feedback_distill.REMINDERS)
     rows = []
     for number, group in enumerate(groups):
         for chain in group:
+            # `files` is compared within a group alone, which lives on one rank: a text's hash is
+            # another number in every process.
             row = dict(chain.stats)
             row.update(
                 group=(rank, number),
@@ -70,11 +74,13 @@ def rollout_rows(groups, rank):
 
 
 def mean(values):
+    """The mean of numbers or bools, from any iterable"""
     return float(np.mean(list(values)))
 
 
 def describe_rows(rows):
     """rows: those of all ranks -> {key of the log: number}"""
+    # Means and shares over all rollouts.
     log = {key: mean(row[key] for row in rows) for key in MEANS}
     for habit in HABITS:
         log[habit] = mean(habit in row["flaws"] for row in rows)
@@ -83,7 +89,7 @@ def describe_rows(rows):
     turns = sum(row["turns"] for row in rows)
     log["wrong_calls_per_turn"] = sum(row["bad_tools"] for row in rows) / max(1, turns)
 
-    # Only who can read files can be caught reading what should not be read.
+    # Only rollouts that had a tool to read files can have read what they should not.
     readers = [row for row in rows if row["reads"]]
     for key in ("cheats", "suspicious"):
         log[key] = sum(row[key] for row in readers) / max(1, len(readers))
@@ -100,9 +106,12 @@ def describe_rows(rows):
 def describe_groups(rows):
     """How the rollouts of one task differ from each other: without a difference there is no
     advantage, and nothing to learn."""
+    # The rows come from all ranks: those of one group have the same (rank, number).
     groups = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
+
+    # One number per group. See the head of this file for what they mean.
     best, different, equal = [], [], []
     for group in groups.values():
         best.append(max(row["solved"] for row in group))
@@ -113,21 +122,26 @@ def describe_groups(rows):
 
 def write_best_and_worst(path, step, groups, tokenizer, say):
     """The best and the worst rollout of the group whose rewards differ most: what this step learns
-    from, for the reader."""
+    from, for the reader. groups: of this rank; say: prints a line"""
     if not groups:
         return
+
+    # ptp: the largest reward less the smallest.
     group = max(groups, key=lambda g: np.ptp([chain.reward for chain in g]))
     rewards = [float(f"{chain.reward:.6g}") for chain in group]
     best = max(group, key=lambda chain: chain.reward)
     worst = min(group, key=lambda chain: chain.reward)
+
+    # Each with what the detectors found in it.
     lines = []
     for chain in (best, worst):
         flags = {}
         for hint in feedback_distill.detect(chain):
             flags[hint.episode, hint.turn] = [hint.kind]
         lines += transcripts.describe_chain(chain, tokenizer, flags, group=rewards)
+
+    # The file is only there to be read, so a full disk does not end the run.
     try:
         transcripts.write_transcripts(path, step, lines)
-    # it is there to be read: no reason to lose the run
     except OSError as error:
         say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")

@@ -39,13 +39,14 @@ def python_sources(folder):
     """-> (training texts, held-out texts): real Python, tests and generated tables left out. About
     every 20th file is held out; which ones depends on each file's own path below the folder, so a
     file that is added or removed moves no other."""
+    # {path below the folder: text}, sorted. A file of 200 kB or more counts as a generated table.
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     if not root.is_dir():
         usage_error(f"--data={folder}: no such folder")
     texts = {}
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
-        # a link may lead nowhere
+        # A link may lead nowhere.
         if not path.is_file() or SKIP & set(inside.parts[:-1]) or path.stat().st_size >= 200_000:
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -68,8 +69,9 @@ def python_sources(folder):
 
 
 def digest_texts(train, held):
-    """Of all that a run on these texts depends on: their bytes, their order, and which are held
-    out"""
+    """SHA-256 of all that a run on these texts depends on: their bytes, their order, and which are
+    held out"""
+    # The length before each text: without it, other texts could have the same bytes in a row.
     found = hashlib.sha256()
     for text in [f"{len(train)} and {len(held)}", *train, *held]:
         data = text.encode("utf-8", "surrogatepass")

@@ -22,8 +22,9 @@ from command.policy_report import format_number
 
 def keep_lines(path, step):
     """Cuts a log at the checkpoint of `step`: a killed run may have gone on beyond it, and those
-    steps come again. By the steps that the lines name, since a log may have lost its beginning.
-    Each step is kept once, in order; a torn line is left out."""
+    steps come again. Lines are chosen by the steps that they name, not by their place, since a log
+    may have lost its beginning. Each step is kept once, in order; a torn line is left out."""
+    # {step: its last line}
     kept = {}
     for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
         try:
@@ -32,14 +33,16 @@ def keep_lines(path, step):
             continue
         if 1 <= number <= step:
             kept[number] = line
+
+    # The new file takes the old one's place in one step, so that a kill loses neither.
     part = Path(f"{path}.part")
     part.write_text("".join(kept[number] + "\n" for number in sorted(kept)))
     part.replace(path)
 
 
 def progress_bar(run, step):
-    """Of a stage's steps. As a context it is closed whatever happens, so that what is said
-    afterwards begins a line of its own."""
+    """-> a bar of the stage's steps, shown by the first rank. Used as a context it is closed
+    whatever happens, so that what is printed afterwards begins on a line of its own."""
     stage, steps = run.config.stage, run.config.steps
     return tqdm(
         total=steps,
@@ -50,6 +53,7 @@ def progress_bar(run, step):
     )
 
 
+# {key of the log: its format on the screen}, from left to right; other keys are in the file alone
 COLUMNS = {
     "loss": "{:7.4f}",
     "reward": "{:6.3f}",
@@ -74,10 +78,12 @@ COLUMNS = {
 
 
 def report(run, bar, log, path):
-    """One aligned line per step, the same keys as one JSON line, and the bar. -> why the file could
-    not be written, or an empty text"""
+    """Writes the numbers of a step: all of them to the file, those in COLUMNS to the screen. Moves
+    the bar on. log: {key: number}. -> why the file could not be written, or an empty text"""
     if run.rank:
         return ""
+
+    # The file: a line of JSON, with nine digits.
     try:
         with open(path, "a") as file:
             file.write(json.dumps({k: float(f"{float(v):.9g}") for k, v in log.items()}) + "\n")
@@ -86,8 +92,9 @@ def report(run, bar, log, path):
             f"{path}: step {log['step']} could not be written: {explain_write_error(error)}; what "
             "was saved before is whole"
         )
+
+    # The screen. Whoever reads along may have gone, which is no reason to end the run.
     words = [f"{k} {format_number(float(log[k]), form)}" for k, form in COLUMNS.items() if k in log]
-    # whoever read along is gone: no reason to end the run
     with contextlib.suppress(OSError):
         tqdm.write(f"{run.config.stage:>9} {log['step']:5d}  " + "  ".join(words))
     bar.update()

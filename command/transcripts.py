@@ -29,10 +29,12 @@ from world.tools import name_arguments
 
 def describe_turn(turn, tokenizer, flags, ids):
     """A turn in the chat form. Beyond it: `tokens` of the turn and how many of them were `sampled`
-    (the mask: all but the role's, or none), the policy's `versions`, `flags`. `ids` are those of
-    calls that wait for their outputs."""
+    (the mask: all but the role's, or none), the policy's `versions`, `flags`. ids: of the calls
+    that wait for their outputs. A turn with calls fills this list, a tool's turn takes the first
+    one."""
+    # Who speaks, what is said, and how many of its tokens the policy chose.
     sampled = turn.role == "assistant"
-    # query, summary, recent or hint: the harness speaks as the user
+    # In a query, summary, recent turn or hint the harness speaks as the user.
     role = turn.role if turn.role in ("user", "assistant", "tool") else "user"
     words = turn.text if sampled else tokenizer.written_text(turn)
     entry = {
@@ -51,6 +53,7 @@ def describe_turn(turn, tokenizer, flags, ids):
         ids[:] = [call.id or f"call_{i}" for i, call in enumerate(turn.calls)]
         entry["tool_calls"] = [describe_call(call, i) for call, i in zip(turn.calls, ids)]
 
+    # Of the policy's own turns: who sampled them, wrong calls, and whether a limit cut them off.
     if sampled:
         versions = [] if turn.versions is None else turn.versions
         entry["versions"] = sorted({int(version) for version in versions})
@@ -72,6 +75,7 @@ def describe_call(call, call_id):
 def describe_chain(chain, tokenizer, flags=None, **about):
     """-> a dict per episode, that is per training sequence, to be written as a line of JSON. flags:
     {(episode, turn): words}"""
+    # Calls wait for their outputs within an episode, so each has a list of ids of its own.
     flags = flags or {}
     lines = []
     for e, episode in enumerate(chain.episodes):
@@ -79,6 +83,8 @@ def describe_chain(chain, tokenizer, flags=None, **about):
         messages = []
         for i, turn in enumerate(episode.turns):
             messages.append(describe_turn(turn, tokenizer, flags.get((e, i), []), ids))
+
+        # What is known of the whole chain stands in the line of each of its episodes.
         line = {
             **about,
             "task": chain.task.instance_id,
@@ -99,16 +105,18 @@ def describe_chain(chain, tokenizer, flags=None, **about):
 
 def read_transcripts(path):
     """-> the conversations in a file. ValueError says in one line what is wrong with it."""
+    # utf-8-sig also reads a file that begins with a byte order mark.
     try:
         rows = Path(path).read_text(encoding="utf-8-sig").strip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ValueError(f"{path} cannot be read: {reason}") from None
+
+    # Each line is formatted once: what can be shown is a conversation.
     lines = []
     for number, row in enumerate(rows, 1):
         try:
             lines.append(json.loads(row))
-            # What can be shown is a conversation.
             format_transcript(lines[-1])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(
@@ -118,16 +126,19 @@ def read_transcripts(path):
 
 
 def write_transcripts(path, step, lines):
-    """Puts a step's lines behind those of the steps before. What the file holds of this step or
-    later goes: a run that was killed comes to these steps again. The file is replaced as a whole,
-    so that none is ever torn."""
+    """Puts a step's lines behind those of the steps before. Lines of this step or of later ones are
+    removed: a run that was killed comes to these steps again. The file is replaced as a whole, so
+    that a kill never leaves a torn one."""
+    # The lines of the steps before.
     kept = []
     try:
         if path.exists():
             kept = [line for line in read_transcripts(path) if line["step"] < step]
     except (ValueError, KeyError, TypeError):
-        # Something else lay there: no reason for a run to end, nor for its loss.
+        # The file is something else. It is kept under another name, and the run goes on.
         path.replace(path.with_suffix(".old"))
+
+    # Written beside the file, then put in its place.
     rows = [json.dumps(line) for line in kept]
     rows += [json.dumps({"step": step, **line}) for line in lines]
     part = path.with_suffix(".part")
@@ -153,6 +164,7 @@ KINDS = {
 
 def check_kinds(message):
     """A TypeError where a message of a transcript holds another kind of value than it should"""
+    # The values themselves, then what the lists hold.
     for name, kind in KINDS.items():
         if name in message and not isinstance(message[name], kind):
             raise TypeError(f"{name} is no {kind}")
@@ -167,6 +179,7 @@ def check_kinds(message):
 
 def message_text(message):
     """What a message says: its content, and a line for each of its calls"""
+    # The content may be None beside calls.
     words = [message["content"] or ""]
     for call in message.get("tool_calls", []):
         arguments = json.loads(call["function"]["arguments"])
@@ -191,11 +204,12 @@ def message_notes(message):
 
 
 def escape_control_chars(text):
-    """Control characters, spelled out: a transcript must not move the cursor."""
+    """The text with its control characters spelled out: a transcript must not move the cursor."""
 
     def spell_out(found):
         return ascii(found[0])[1:-1]
 
+    # Kept as they are: newline, tab, printable ASCII, and all above U+009F but surrogates.
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
 
 
@@ -203,6 +217,8 @@ def format_transcript(line):
     """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
     by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
     LookupError, TypeError, AttributeError or RecursionError."""
+    # First a line about the episode, then its messages, each with the speaker on the left. For a
+    # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
     about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
     rows = [escape_control_chars("  ".join(about))]
     for message in line["messages"]:

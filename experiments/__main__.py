@@ -8,7 +8,8 @@ OTHERS = {"__init__", "__main__", "runner", "tables"}
 
 
 def questions():
-    """-> {name: the first line of the file's head}"""
+    """-> {name: the question in the first line of the file's head}"""
+    # The heads are read without importing the files, which would import all of train.py.
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem not in OTHERS:

@@ -26,7 +26,9 @@ from experiments.runner import Arm, Experiment
 
 # 1. More numbers of a run's end than every experiment has.
 def whole_run(folder, policies):
-    """What SFT left behind, what RL made of it, and what the command took"""
+    """What SFT left behind, what RL made of it, and what the command took: numbers of one run.
+    folder: of the run; policies: those of its evaluation"""
+    # Of the evaluation. A number that this run does not have is nan.
     before = policies.get("before RL")
     numbers = {
         "wrong tool before RL": before["overall"]["bad_tool"] if before else math.nan,
@@ -35,7 +37,9 @@ def whole_run(folder, policies):
         "minutes": math.nan,
         "GB": math.nan,
     }
-    # Only the default run has a log of SFT in its folder: the other arm begins after it.
+
+    # Only the default run has a log of SFT in its folder: the other arm begins after it. What the
+    # command took stands in the last line of the evaluation's table.
     lines = learning_curves.read_step_log(folder, "sft")
     if lines:
         numbers["constants after SFT"] = lines[-1].get("constants", math.nan)

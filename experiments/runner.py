@@ -52,6 +52,7 @@ OWN_FLAGS = {"--seed", "--stage", "--start_from", "--resume", "--export"}
 
 
 def no_more_numbers(folder, policies):
+    """The default of Experiment.more"""
     return {}
 
 
@@ -68,7 +69,7 @@ class Arm:
 
     @property
     def patch_name(self):
-        """As it is written on the command line: module:function"""
+        """The patch as it is written on the command line, module:function"""
         if not self.patch:
             return ""
         return f"{self.patch.__module__}:{self.patch.__name__}"
@@ -76,17 +77,20 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
+    """One question: what is compared, how each arm is run, and which numbers and curves are told"""
+
     question: str
     curves: tuple  # keys of the step log, drawn by step
     arms: dict  # name: Arm
-    # An SFT of their own, on the default run's pretraining, where all arms begin. Without: they
-    # begin at the SFT of the default run.
+    # An SFT of the experiment's own, on the default run's pretraining, from which all arms begin.
+    # Without it they begin at the SFT of the default run.
     sft: Arm | None = None
     # What an arm runs. Its flags and its patch belong to the first of these, and to eval after rl.
     stages: tuple = ("rl", "eval")
     by_level: tuple = ()  # what the figure shows by level of the held-out tasks
     policies: tuple = ("after RL",)  # of which evaluation's policies the numbers are
-    # (folder of a run, its evaluation's policies) -> more numbers of its end
+    # Called with the folder of a run and the policies of its evaluation -> {name: number}, more
+    # numbers of the run's end
     more: Callable = no_more_numbers
     by_seed: tuple = ()  # numbers of the end that are printed run by run, too
 
@@ -101,11 +105,13 @@ class Job:
 
     @property
     def folder(self):
+        """The value of its --out, which every job has"""
         for word in self.words:
             if word.startswith("--out="):
                 return Path(word.removeprefix("--out="))
 
     def is_finished(self):
+        """Has this very command, with this patch, run to its end in the folder?"""
         record = self.folder / "finished.jsonl"
         return record.exists() and self.line() in record.read_text().splitlines()
 
@@ -118,8 +124,9 @@ class Job:
 
 
 def run_arm(name, argv):
-    """train.py with the patch `name`, module:function. The other processes that train.py starts do
-    the same."""
+    """Runs train.py with the patch `name`, written as module:function. The other processes that
+    train.py starts do the same."""
+    # The patch acts on the modules of this process.
     module, _, function = name.partition(":")
     try:
         patch = getattr(importlib.import_module(module), function)
@@ -128,6 +135,7 @@ def run_arm(name, argv):
             f"--arm={name}: no such patch; one is named as experiments.objective:overlong_masked"
         )
     patch()
+
     # Its checkpoints are labelled with the patch, and what it starts or advises is this command.
     train.PATCH = name
     train.PROGRAM = [sys.executable, "-m", "experiments.runner", f"--arm={name}", "--"]
@@ -140,12 +148,13 @@ def run_arm(name, argv):
 
 def plan_jobs(name, experiment, seed, out, steps, flags):
     """-> (the jobs of one seed in their order, {arm: the folder of its run})"""
+    # The flags of every job, and the arms with the number of steps that was asked for.
     common = [f"--seed={seed}", *flags]
     base = Path(out, f"base-{seed}")
     arms = {arm: with_steps(one, steps) for arm, one in experiment.arms.items()}
 
-    # What comes before the arms, and where they start: the default run or its SFT, or an SFT of the
-    # experiment's own on the default run's pretraining.
+    # What comes before the arms, and the folder where they start: that of the default run, or that
+    # of an SFT of the experiment's own, which starts from the default run's pretraining.
     jobs = plan_default_run(experiment, arms, base, common)
     start = base
     if experiment.sft:
@@ -153,7 +162,7 @@ def plan_jobs(name, experiment, seed, out, steps, flags):
         words = ("--stage=sft", f"--start_from={base}", f"--out={start}", *common)
         jobs.append(Job((*words, *experiment.sft.flags), experiment.sft.patch_name))
 
-    # The arms, one after the other.
+    # The arms, one after the other. An arm that is the default run has been planned above.
     folders = {}
     for arm_name, arm in arms.items():
         folders[arm_name] = base
@@ -169,6 +178,8 @@ def plan_default_run(experiment, arms, base, common):
     much of it as the arms need"""
     if any(arm.is_default_run for arm in arms.values()):
         return [Job((f"--out={base}", *common))]
+
+    # Arms that begin with pretraining need nothing of it.
     if experiment.stages[0] != "rl":
         return []
     stages = ["pretrain", "long"]
@@ -178,8 +189,8 @@ def plan_default_run(experiment, arms, base, common):
 
 
 def plan_arm(experiment, arm, start, folder, common):
-    """-> the jobs of one arm, a stage each. start: the folder whose SFT it begins at, if it begins
-    with RL"""
+    """-> the jobs of one arm, one for each stage. start: the folder of the SFT at which the arm
+    begins, if it begins with RL; folder: of the arm"""
     begins_at_sft = experiment.stages[0] == "rl"
 
     jobs = []
@@ -188,6 +199,7 @@ def plan_arm(experiment, arm, start, folder, common):
         if begins_at_sft:
             words.append(f"--start_from={start}")
         words += [f"--out={folder}", *common]
+
         # What the arm changes is its first stage; an evaluation of RL acts under the same rules.
         if stage == experiment.stages[0] or begins_at_sft:
             jobs.append(Job((*words, *arm.flags), arm.patch_name))
@@ -216,14 +228,18 @@ def check_flags(job):
 
 
 def run_job(job):
-    """A run that is finished is not started again; what it had begun, it goes on with. Without this
-    process it ends."""
+    """Runs train.py as the job says. A run that is finished is not started again, and one that was
+    stopped goes on. The run ends when this process ends."""
     if job.is_finished():
         return
+
+    # train.py itself, or this file with the patch.
     program = [str(HERE.parent / "train.py")]
     if job.patch:
         program = ["-m", "experiments.runner", f"--arm={job.patch}", "--"]
-    # A run that is stopped, or that fills the disk, then says the experiment's command.
+
+    # With this variable a run that is stopped, or that fills the disk, tells the command of the
+    # experiment as the one that goes on.
     environment = {**os.environ, failures.EXPERIMENT_COMMAND: job.experiment}
     done = subprocess.run(
         [sys.executable, *program, *job.words],
@@ -233,6 +249,8 @@ def run_job(job):
         env=environment,
         preexec_fn=launch.tied_to_parent(signal.SIGTERM),
     )
+
+    # The last line of its errors says why a run failed. A run that did not is noted as finished.
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         said = last or f"train.py ended with code {done.returncode}"
@@ -242,14 +260,16 @@ def run_job(job):
 
 
 def run_chains(name, chains):
-    """chains: for each seed its jobs, one after the other; seeds run side by side where there are
-    cores. -> seconds"""
+    """Runs all jobs. chains: for each seed its jobs, which run one after the other; seeds run side
+    by side where there are cores. -> seconds"""
+    # Two cores for each run, as in a run by hand. On a GPU one run at a time.
     cores = os.cpu_count() or 1
     at_once = max(1, min(len(chains), cores // 2))
     if torch.cuda.is_available():
         at_once = 1
     if at_once > 1:
         os.environ["OMP_NUM_THREADS"] = str(cores // at_once)
+
     bar = tqdm(total=sum(map(len, chains)), desc=name, leave=False)
 
     def work(jobs):
@@ -257,6 +277,8 @@ def run_chains(name, chains):
             run_job(jobs.pop(0))
             bar.update()
 
+    # A thread for each seed waits for its runs. The first failure ends the command with the run's
+    # own last line and exit code.
     with bar, ThreadPoolExecutor(at_once) as pool:
         try:
             for done in as_completed([pool.submit(work, jobs) for jobs in chains]):
@@ -264,11 +286,11 @@ def run_chains(name, chains):
         except ChildProcessError as failure:
             tqdm.write(failure.strerror, file=sys.stderr)
             raise SystemExit(failure.errno) from None
-        except KeyboardInterrupt:  # the runs were told, too, and save
+        except KeyboardInterrupt:  # Ctrl-C reached the runs, too: they save and end
             tqdm.write("experiments: stopped; the same command goes on", file=sys.stderr)
             raise SystemExit(130) from None
         finally:
-            # If one has failed, the others end with the run they are at.
+            # If a run has failed, the other seeds finish the run that they are at, and no more.
             for jobs in chains:
                 jobs.clear()
     return bar.format_dict["elapsed"]
@@ -278,15 +300,18 @@ def run_chains(name, chains):
 
 
 def main(module, argv):
-    """module: as experiments.feedback"""
+    """The command of an experiment. module: its name, such as experiments.feedback"""
     name = module.rpartition(".")[2]
     experiment = importlib.import_module(module).EXPERIMENT
     seeds, steps, out, keep, flags = read_experiment_flags(name, experiment, argv)
 
-    # Everything that can be refused is refused before the first run. Seeds differ in nothing else.
+    # Everything that can be refused is refused before the first run. Only the jobs of the first
+    # seed are checked, since those of the others differ in nothing but the seed.
     plans = [plan_jobs(name, experiment, seed, out, steps, flags) for seed in seeds]
     for job in plans[0][0]:
         check_flags(job)
+
+    # So are files that cannot be written. A figure that cannot be drawn is only said.
     folder = Path(out, name)
     try:
         check_writable(folder, [f"{name}.json", f"{name}.png"])
@@ -296,7 +321,7 @@ def main(module, argv):
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)
 
-    # All runs of all seeds.
+    # All runs of all seeds. Each knows the command of the experiment.
     command = shlex.join(["python", "-m", module, *argv])
     chains = [[replace(job, experiment=command) for job in jobs] for jobs, _ in plans]
     seconds = run_chains(name, chains)
@@ -310,6 +335,8 @@ def main(module, argv):
     problem = drawing.draw_safely(tables.draw_curves, experiment, results, folder / f"{name}.png")
     if problem:
         text += f"\n{problem}"
+
+    # The file keeps the numbers of every run, and how they were made.
     record = {
         "commit": current_commit(),
         "seeds": seeds,
@@ -328,13 +355,17 @@ def main(module, argv):
 
 def read_experiment_flags(name, experiment, argv):
     """The command line -> seeds, steps, out, keep, and the flags that go to train.py"""
+    # What is set where no flag says otherwise. steps None: each arm has its own number.
     seeds, steps, out, keep, flags = [1337, 1, 2], None, "out", False, []
     own = flags_of_arms(experiment)
+
     for word in argv:
         flag, equals, value = word.partition("=")
         if flag in ("-h", "--help"):
             print(importlib.import_module(f"experiments.{name}").__doc__ + __doc__)
             raise SystemExit(0)
+
+        # Flags of the runner.
         if flag == "--keep" and not equals:
             keep = True
         elif flag == "--out" and value:
@@ -347,6 +378,7 @@ def read_experiment_flags(name, experiment, argv):
             if not value.isdecimal() or int(value) < 1:
                 usage_error(f"{word}: a whole number from 1 on, as --steps=20")
             steps = int(value)
+        # Flags that are refused. Whatever remains is train.py's, which checks it (check_flags).
         elif flag in own:
             near = " (--seeds=...)" if flag == "--seed" else ""
             usage_error(f"{word}: the experiment sets it itself{near}")
@@ -354,14 +386,15 @@ def read_experiment_flags(name, experiment, argv):
             usage_error(f"{word!r}: flags are written as --name=value")
         else:
             flags.append(word)
+
     if len(set(seeds)) < len(seeds):
         usage_error("--seeds: each seed once, or its run would be counted twice")
     return seeds, steps, out, keep, flags
 
 
 def flags_of_arms(experiment):
-    """The names of flags that cannot be asked for: the runner sets them, or they are what an arm or
-    its SFT is about."""
+    """The names of flags that a user cannot give: the runner sets them, or an arm or its SFT sets
+    them, since they are what the experiment is about."""
     arms = list(experiment.arms.values())
     if experiment.sft:
         arms.append(experiment.sft)

@@ -39,7 +39,7 @@ class ScriptedExpert:
     def __init__(self, run):
         self.run = run
 
-    # The publisher's part: new weights are for those who sample.
+    # The publisher's part: new weights are for policies that sample.
     def publish(self, version, weights):
         return {}
 
@@ -57,6 +57,7 @@ class ScriptedExpert:
         ]
 
     def play(self, task, rng):
+        """-> the chain of one demonstration, judged without running its tests"""
         run, config = self.run, self.run.config
         limits = train.agent_limits(config)
         chain = rollout.demonstrate(task, run.tokenizer, rng, limits, train.SLOPPY, run.compact)
@@ -85,7 +86,7 @@ class Imitation(train.Reinforcement):
 
     def group_losses(self, groups, log):
         yield from super().group_losses(groups, log)
-        # Both say how far the policy is from the one that sampled: here no policy did.
+        # These say how far the policy is from the one that sampled. Here no policy did.
         log.update(mismatch=0.0, stale=0.0, stalest=0)
 
 
@@ -107,7 +108,7 @@ def hints_alone():
 
 # 5. What is measured, beside the numbers that every experiment has.
 def comments_and_harder_tasks(folder, policies):
-    """What the experiment is about, before and after"""
+    """Comments, and what is solved above level 0, each before and after the arm"""
     numbers = {}
     for when, policy in (("before", "before RL"), ("after", "after RL")):
         levels = list(policies[policy]["levels"].values())
@@ -122,7 +123,7 @@ EXPERIMENT = Experiment(
     question="A new convention: plain SFT or self-distillation?",
     curves=("code_style",),
     arms={
-        # replay: a demonstration has no experts of sampling to replay
+        # A demonstration has no record of routed experts that could be replayed.
         "plain SFT": Arm((*NARROW, "--feedback=0", "--router_replay=0"), imitate),
         "self-distillation": Arm((*NARROW, "--habits=code_style"), hints_alone),
     },

@@ -38,13 +38,14 @@ class OldestTruncated(summarize.Compaction):
     truncate = True
 
     def newest_turns(self, tokenizer, chain):
-        """The task, and the newest calls with their outputs that fit into half of the window (as
-        context: they were trained on in the episode in which they were sampled)"""
+        """The task, and the newest calls with their outputs that fit into half of the window. They
+        are context here: they were trained on in the episode in which they were sampled."""
         task, *past = chain.episodes[-1].turns
 
         def size():
             return len(task.tokens) + sum(len(turn.tokens) for turn in past)
 
+        # Under these roles no token of a turn counts as sampled, see rollout.flatten.
         def recalled(turn):
             role = "recent" if turn.role in ("assistant", "recent") else "recent output"
             return rollout.Turn(role, turn.tokens, turn.text)
@@ -57,14 +58,14 @@ class OldestTruncated(summarize.Compaction):
 
 # 2. What if the reward does not teach how to summarise? The advantage of these tokens becomes zero.
 def written_summaries(episodes, like):
-    """1 where the target is a token of a summary that the policy wrote, else 0: aligned with
-    rollout.pack, (B, T) as `like`"""
-    found = torch.zeros_like(like)
+    """1 where the target is a token of a summary that the policy wrote, else 0. It is aligned with
+    rollout.pack, with the shape and dtype of `like`, (B, T)."""
+    found = torch.zeros_like(like)  # (B, T)
     for row, episode in zip(found, episodes):
         # A summary is the turn right behind the question for it.
         asked = [i + 1 for i, turn in enumerate(episode.turns) if turn.role == "query"]
         _, mask, _, index = rollout.flatten(episode)
-        of_summary = torch.from_numpy(mask * np.isin(index, asked))
+        of_summary = torch.from_numpy(mask * np.isin(index, asked))  # (tokens of the episode,)
         # Position t predicts token t + 1.
         row[: len(mask) - 1] = of_summary[1:].to(row)
     return found
@@ -89,7 +90,7 @@ def demonstrate_in_two_windows(
     return plain(config, task, rng, tokenizer, compact)
 
 
-# 4. The patches. In every arm the tests answer one command; some add a second change.
+# 4. The patches. In every arm the tests answer one command per rollout; some add a second change.
 def truncate_oldest():
     summarize.Compaction = OldestTruncated
 

@@ -16,13 +16,13 @@ import numpy as np
 from command import drawing, learning_curves
 from command.policy_report import format_number
 
-# of these habits: when the running mean has fallen to a tenth of its first value
+# keys of the log for which the table tells the step at which a habit is down to a tenth
 HABITS = ("bad_tool", "communication", "code_style")
 
 
 def read_results(experiment, runs):
-    """runs: {arm: the folders of its runs, a seed each} -> {arm: [outcome of a seed]}. Where an
-    experiment asks for several policies of its one arm, each of them stands as an arm."""
+    """runs: {arm: the folders of its runs, one for each seed} -> {arm: [outcome of each seed]}.
+    Where an experiment of one arm asks for several policies, each policy stands as an arm."""
     results = {}
     for arm, folders in runs.items():
         for policy in experiment.policies:
@@ -32,13 +32,15 @@ def read_results(experiment, runs):
 
 
 def read_outcome(folder, experiment, policy="after RL"):
-    """The curves by step, numbers at the end, and for some what comes out by level, of one run."""
-    # The step log of RL; of an arm that is pretraining alone, that stage's. Then nothing is
-    # evaluated either.
+    """What one run says -> its curves by step, its numbers at the end and, where the experiment
+    asks for them, numbers by level"""
+    # An arm that is pretraining alone has the step log of that stage, and no evaluation.
     if len(experiment.stages) == 1:
         lines = learning_curves.read_step_log(folder, experiment.stages[0])
         curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
         return {"curves": curves, "end": {"held-out loss": lines[-1]["held_out_loss"]}}
+
+    # All others: the step log of RL.
     lines = learning_curves.read_step_log(folder, "rl")
     curves = {name: learning_curves.curve_by_step(lines, name) for name in experiment.curves}
 
@@ -67,6 +69,7 @@ def read_outcome(folder, experiment, policy="after RL"):
             end[f"{name}: tenth at"] = first_step_at_a_tenth(values)
     end |= experiment.more(folder, policies)
 
+    # Numbers by level, after RL and where it began.
     result = {"curves": curves, "end": end}
     if experiment.by_level:
         result["levels"] = numbers_by_level(after, experiment.by_level)
@@ -76,8 +79,8 @@ def read_outcome(folder, experiment, policy="after RL"):
 
 
 def first_step_at_a_tenth(values):
-    """The first step at which the running mean is a tenth of the first value; never: one step more
-    than there were"""
+    """The first step at which the running mean is at most a tenth of the first value. If there is
+    none: one step more than there were"""
     for i, mean in enumerate(learning_curves.running_mean(values)):
         if mean <= 0.1 * values[0] > 0:
             return i + 1
@@ -85,6 +88,7 @@ def first_step_at_a_tenth(values):
 
 
 def numbers_by_level(policy, names):
+    """-> {name: [number of each level]}. policy: an entry of summary.json"""
     return {name: [level[name] for level in policy["levels"].values()] for name in names}
 
 
@@ -95,8 +99,8 @@ def known_columns(results):
 
 
 def mean_and_deviation(values):
-    """Over seeds: mean and the sample's standard deviation (n - 1, since the mean is estimated from
-    the same few); of one the mean alone."""
+    """-> text: the mean over seeds and the sample's standard deviation (n - 1, since the mean is
+    estimated from the same few); for one seed the mean alone"""
     mean = format_number(float(np.mean(values)), "{:.3f}")
     if len(values) == 1:
         return mean
@@ -106,6 +110,7 @@ def mean_and_deviation(values):
 def paired_differences(results):
     """Each arm less the first one, seed by seed -> {arm: {number: [difference of a seed]}}"""
     first, *others = results
+    # The runs of two arms at the same place have the same seed.
     columns = known_columns(results)
     differences = {}
     for arm in others:
@@ -129,6 +134,7 @@ def compare(question, results):
     if len(columns) > len(results):
         rows = list(zip(*rows))
 
+    # The title says what the numbers are.
     seeds = len(next(iter(results.values())))
     what = f"mean, and sample standard deviation over {seeds} seeds"
     if seeds == 1:
@@ -156,7 +162,7 @@ def list_runs(results, seeds, columns):
 
 
 def align(rows):
-    """Rows of texts -> lines: the first column to the left, the others to the right"""
+    """Rows of texts -> lines. The first column is aligned to the left, the others to the right."""
     widths = [max(len(text) for text in column) + 2 for column in zip(*rows)]
     lines = []
     for name, *cells in rows:
@@ -171,6 +177,7 @@ def draw_curves(experiment, results, path):
     """Mean over the seeds with the range between them: by step, each a running mean, and for some
     by the level of held-out tasks. Where the arms differ before RL, the last panel sets what is
     solved in the end against the loss after SFT (the reward depends on the curriculum's level)."""
+    # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
     points = solved_against_loss(results)
@@ -178,12 +185,14 @@ def draw_curves(experiment, results, path):
     figure, ax = drawing.make_axes(experiment.question, "step", "", panels)
     axes = list(np.atleast_1d(ax))
 
+    # Curves by step.
     for panel, name in zip(axes, curves):
         for arm, runs in results.items():
             rows = [learning_curves.running_mean(run["curves"][name]) for run in runs]
             draw_mean_and_range(panel, arm, np.array(rows), first_x=1)
         panel.set(xlabel="step", ylabel=name.replace("_", " "))
 
+    # Numbers by level. The dashed line is the first arm's policy before RL.
     for panel, name in zip(axes[len(curves) :], levels):
         for arm, runs in results.items():
             rows = np.array([run["levels"][name] for run in runs])
@@ -193,9 +202,11 @@ def draw_curves(experiment, results, path):
             before = np.mean([run["began"][name] for run in results[arm]], 0)
             panel.plot(range(len(before)), before, "k--", label=f"{arm}, before")
         panel.set(xlabel="level of held-out tasks, after RL", ylabel=name.replace("_", " "))
+
     # One legend: the colours are the same in all panels.
     panel.legend(fontsize=8)
 
+    # A point for each run, where the loss after SFT is known.
     for arm, (losses, solved) in points.items():
         axes[-1].plot(losses, solved, "o", label=arm)
     if points:
@@ -205,15 +216,15 @@ def draw_curves(experiment, results, path):
 
 
 def draw_mean_and_range(panel, arm, rows, first_x):
-    """rows: (seeds, points)"""
+    """Draws the mean over the seeds as a line, and the range between them. rows: (seeds, points)"""
     x = range(first_x, first_x + rows.shape[1])
     line = panel.plot(x, rows.mean(0), label=arm)[0]
     panel.fill_between(x, rows.min(0), rows.max(0), color=line.get_color(), alpha=0.15)
 
 
 def solved_against_loss(results):
-    """-> {arm: (losses after SFT, shares solved), a seed each}; empty where a run does not know
-    them"""
+    """-> {arm: (losses after SFT, shares solved)}, lists with one number for each seed. Empty if
+    any run lacks one of the two"""
     points = {}
     for arm, runs in results.items():
         losses = [run["end"].get("loss after SFT", math.nan) for run in runs]

@@ -41,7 +41,7 @@ class TenTasks(FewTasks):
 
 # 2. The evaluation gets a second part: the new function calls the recipe's, then adds to its file.
 def draw_from(curriculum):
-    """Tasks come from `curriculum`, and an evaluation adds the policy's results on those that it
+    """Tasks come from `curriculum`. An evaluation adds the policy's results on the tasks that it
     was trained on, with about as many rollouts as on the others."""
     plain = train.evaluate_run
 
@@ -54,19 +54,24 @@ def draw_from(curriculum):
 
 
 def add_seen_tasks(config, number):
-    """number: of each level, from which RL drew"""
+    """Evaluates the policy on tasks that RL drew, and adds its numbers to summary.json. number: how
+    many tasks of each level RL drew from"""
+    # The policy after RL, and the one that RL began from, which tells how far it has moved.
     run, out = train.Run(config), Path(config.out)
     model, tokenizer, saved = eval.load_policy(out / "rl", run.device, config.plain)
     origin = Path(saved["start_from"] or saved["out"], "sft")
     began = eval.load_policy(origin, run.device, config.plain)[0]
 
-    # The tasks that RL drew, with the numbers that it gave them: FewTasks.task_number.
+    # The tasks that RL drew, with the numbers that it gave them: FewTasks.task_number. Fewer tasks
+    # than the evaluation has of a level are played more often.
     number = min(number, config.eval_tasks)
     passes = max(1, config.eval_tasks * config.eval_samples // number)
     first = saved["seed"] * 1_000_003
     tasks = []
     for level in range(config.eval_levels):
         tasks += [train.make_training_task(config, level, first + i) for i in range(number)]
+
+    # Each rank plays its share. As in the recipe's evaluation, the rules are those of the run.
     mine = eval.run_policy(
         model.compute_in(run.dtype),
         tokenizer,
@@ -77,6 +82,8 @@ def add_seen_tasks(config, number):
         numbers=run.share(range(len(tasks))),
         reference=began.compute_in(run.dtype),
     )
+
+    # The first rank adds them to the file that the recipe's evaluation has written.
     records = run.gather(mine)
     if run.rank == 0:
         path = out / "summary.json"
