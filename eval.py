@@ -630,7 +630,7 @@ def main(argv):
         try:
             return demo()
         except OSError as error:
-            usage_error(f"{error.filename or 'cannot write'}: {error.strerror}")
+            usage_error(f"{error.filename or 'cannot write'}: {error.strerror or error}")
 
     # Everything that can be refused is refused before the first rollout.
     try:
@@ -667,7 +667,8 @@ def main(argv):
     except OSError as error:
         # The file could not be written: at least the table is shown, which took the time.
         print(format_table(policies, kind))
-        usage_error(f"the table above could not be kept in {args.out}/eval.json: {error.strerror}")
+        reason = error.strerror or error
+        usage_error(f"the table above could not be kept in {args.out}/eval.json: {reason}")
     if args.gap:
         for run, records in policies.items():
             report_hint_effects(run, records)

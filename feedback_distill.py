@@ -16,7 +16,8 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
     reverse   sum e^s (s - t)                forward   sum e^t (t - s)
     JSD       (1-a) KL(s | m) + a KL(t | m),   m = log((1-a) e^s + a e^t)
     top-k     the k likeliest entries and one bucket for the rest, log(1 - sum)
-    loss      sum of these over the hinted turns' tokens / number of such tokens (not RL's number)
+    loss      sum of these over the hinted turns' tokens / number of such tokens (train.py divides
+              by the number of rollouts where that is larger)
 
 To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> what to
 say of that turn, or None. `detect` asks it, the trainer teaches it (--habits=its name).
@@ -809,7 +810,8 @@ def distill_toy(model, words, rng, held_out, steps=20):
     """Feedback alone, no reward. -> (steps + 1, 3), per step: probability of the phantom, of the
     offered tools, and how far the final message has moved (KL)"""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
-    # Measured on tasks that no step has seen; the final message must stay what it was.
+    # Measured on chains that are drawn apart from those of the steps. The final message must stay
+    # what it was.
     teacher, curve = Teacher(model, "ema", 0.05), []
     offered = torch.tensor([words.encode(" ".join(chain.task.tools)) for chain in held_out])
     _, before = toy_logprobs(model, words, held_out)

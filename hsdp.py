@@ -678,7 +678,7 @@ def check_all_sums(directory, folder, manifest):
     except DamagedCheckpoint as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{directory}: cannot be read: {error.strerror}"
+        problem = f"{directory}: cannot be read: {error.strerror or error}"
     problems = [p for p in gather_from_ranks(problem) if p]
     if problems:
         raise DamagedCheckpoint(problems[0])

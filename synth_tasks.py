@@ -813,7 +813,7 @@ def main_or_one_line():
         message = str(refusal)
     # a name that is too long, a file that is closed to us, a disk that is full
     except OSError as error:
-        message = f"{error.filename or 'cannot write'}: {error.strerror}"
+        message = f"{error.filename or 'cannot write'}: {error.strerror or error}"
     except MachineFailure as failure:
         message = f"the machine failed, and no task is to blame: {failure}"
     except KeyboardInterrupt:

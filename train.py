@@ -650,8 +650,8 @@ class Demonstrations(Source):
         # flatten gives (tokens, mask, ...): the mask marks what the expert wrote.
         total = sum(int(rollout.flatten(episode)[1].sum()) for episode in episodes)
 
-        # The ranks take turns in a group, so that each has short and long episodes; in the second
-        # group the next rank begins.
+        # Deal the episodes to the ranks. With an even number of ranks each gets episodes of one
+        # group alone: they are of like length, so little is padded.
         mine = []
         for g, group in enumerate(groups):
             for j, episode in enumerate(group):

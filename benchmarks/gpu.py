@@ -116,7 +116,7 @@ def prepare_folder(out):
                 old.unlink()
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        usage_error(f"--out={out} cannot be written: {error.strerror}")
+        usage_error(f"--out={out} cannot be written: {error.strerror or error}")
 
 
 # ---------------------------------------------------------------- running the parts

@@ -67,7 +67,7 @@ def main(argv):
     try:
         bench_loading(QUICK if quick else SIZES)
     except OSError as error:
-        usage_error(f"{error.filename}: {error.strerror}", program="benchmarks.loading")
+        usage_error(f"{error.filename}: {error.strerror or error}", program="benchmarks.loading")
 
 
 if __name__ == "__main__":

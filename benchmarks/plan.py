@@ -399,7 +399,7 @@ def main(argv):
     except ValueError as error:
         parser.error(error)
     except OSError as error:
-        parser.error(f"{error.filename or given.init_from}: {error.strerror}")
+        parser.error(f"{error.filename or given.init_from}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ def check_outputs(out, stages):
         usage_error(
             f"--out={out} cannot be written: "
             + (f"{error.filename}: " if error.filename else "")
-            + str(error.strerror)
+            + str(error.strerror or error)
         )
 
     # Only an evaluation draws, on the first rank.

@@ -47,4 +47,4 @@ def draw_or_refuse(parser, demo):
     try:
         demo()
     except OSError as error:
-        parser.error(f"{error.filename or 'cannot write'}: {error.strerror}")
+        parser.error(f"{error.filename or 'cannot write'}: {error.strerror or error}")

@@ -110,16 +110,18 @@ def find_policies(config, given, sizes, load_published):
     # A flag that was typed must agree with how the policy was made: its shape and its rules.
     rules = ["window", "max_turns", "draft", "summarize", "trigger"]
     shape = [] if published else sorted({*sizes, "vocab", "yarn"})
+    as_made = {}
     for name in shape + rules:
         # A run older than a flag was made with its default.
         before = made.get(name, getattr(type(config), name))
+        if name in rules:
+            as_made[name] = before
         if given.get(name, before) != before:
             raise Refusal(
                 f"--{name}={given[name]}: {last} was made with {before}, and so it is evaluated"
             )
 
     # The rules are the policy's own. Only the temperature may be chosen anew.
-    as_made = {name: made[name] for name in rules}
     temperature = made.get("temperature", config.temperature)
     as_made["temperature"] = given.get("temperature", temperature)
     return replace(config, **as_made), labelled, made, published
@@ -182,8 +184,9 @@ def write_evaluation(config, policies, origin, cost):
     try:
         write_json(policies, out / "summary.json", extra)
     except OSError as error:
+        reason = error.strerror or error
         print(
-            f"train.py: the table above could not be kept in {out}/summary.json: {error.strerror}",
+            f"train.py: the table above could not be kept in {out}/summary.json: {reason}",
             file=sys.stderr,
         )
         raise SystemExit(1) from None

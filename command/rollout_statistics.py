@@ -144,4 +144,4 @@ def write_best_and_worst(path, step, groups, tokenizer, say):
     try:
         transcripts.write_transcripts(path, step, lines)
     except OSError as error:
-        say(f"transcripts.jsonl: step {step} could not be written: {error.strerror}")
+        say(f"transcripts.jsonl: step {step} could not be written: {error.strerror or error}")

@@ -209,8 +209,10 @@ def escape_control_chars(text):
     def spell_out(found):
         return ascii(found[0])[1:-1]
 
-    # Kept as they are: newline, tab, printable ASCII, and all above U+009F but surrogates.
-    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
+    # Kept as they are: newline, tab, printable ASCII, and all above U+009F but surrogates ...
+    text = re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
+    # ... and what ends a line or turns the direction of writing: text could pose as other text.
+    return re.sub("[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", spell_out, text)
 
 
 def format_transcript(line):

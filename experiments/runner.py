@@ -253,8 +253,9 @@ def run_job(job):
     # The last line of its errors says why a run failed. A run that did not is noted as finished.
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
-        said = last or f"train.py ended with code {done.returncode}"
-        raise ChildProcessError(done.returncode, said)
+        # subprocess gives a signal as its negative number, a shell as 128 more than it.
+        code = done.returncode if done.returncode > 0 else 128 - done.returncode
+        raise ChildProcessError(code, last or f"train.py ended with code {code}")
     with open(job.folder / "finished.jsonl", "a") as file:
         file.write(job.line() + "\n")
 
@@ -316,7 +317,7 @@ def main(module, argv):
     try:
         check_writable(folder, [f"{name}.json", f"{name}.png"])
     except OSError as error:
-        usage_error(f"{error.filename or folder}: {error.strerror}")
+        usage_error(f"{error.filename or folder}: {error.strerror or error}")
     problem = drawing.try_to_draw()
     if problem:
         print(f"experiments: {problem}", file=sys.stderr)

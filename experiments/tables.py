@@ -175,8 +175,8 @@ def align(rows):
 
 def draw_curves(experiment, results, path):
     """Mean over the seeds with the range between them: by step, each a running mean, and for some
-    by the level of held-out tasks. Where the arms differ before RL, the last panel sets what is
-    solved in the end against the loss after SFT (the reward depends on the curriculum's level)."""
+    by the level of held-out tasks. Where the loss after SFT of every run is known, the last panel
+    sets what is solved in the end against it (the reward depends on the curriculum's level)."""
     # What there is to draw: any run has the names of the curves, and each gets a panel.
     first = next(iter(results.values()))[0]
     curves, levels = list(first["curves"]), list(first.get("levels", ()))
