@@ -55,6 +55,7 @@ def run_trusted(files, command="python tests.py"):
     def leave(code=0):
         raise SystemExit(code)
 
+    # An import runs the file of that name, once. Besides `sys` no other module can be imported.
     def load(name, *_):
         if name not in modules:
             if f"{name}.py" not in files:
@@ -65,6 +66,7 @@ def run_trusted(files, command="python tests.py"):
             exec(code, modules[name].__dict__)
         return modules[name]
 
+    # The builtins of every module: Python's own, with these replaced.
     modules["sys"] = system = types.SimpleNamespace(excepthook=None, exit=leave)
     inner = {**__builtins__} if isinstance(__builtins__, dict) else {**vars(__builtins__)}
     inner.update(

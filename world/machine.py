@@ -227,7 +227,7 @@ def sweep(place):
         ):
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 continue
-            # an OSError, which goes on to the next name, where the owner lives
+            # If the owner lives, this raises an OSError, and the next name is looked at.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owned = [
                 os.path.join(place, other)

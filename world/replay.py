@@ -73,6 +73,8 @@ def git_tree(files):
         objects[place] = data
         blobs.add(place)
         entries.append((head.encode("utf-8", "surrogateescape"), b"100644", name))
+
+    # Folders: the entry of each is the id of its own tree.
     for folder, inner in folders.items():
         name, more, inner_blobs = git_tree(inner)
         objects.update(more)
@@ -92,6 +94,7 @@ def git_index(files):
     """The index of a checkout in which nothing has changed. Times and sizes are zero, so git looks
     at the files again.
     """
+    # The header: signature, version of the format, number of entries.
     data = struct.pack(">4sII", b"DIRC", 2, len(files))
     paths = sorted((path.encode("utf-8", "surrogateescape"), text) for path, text in files.items())
 
@@ -116,6 +119,7 @@ def git_history(now, old):
     objects.update(more)
     who = "A U Thor <a@example.org> 1700000000 +0000"
 
+    # Adds a commit to the objects -> its id.
     def commit(tree, parents, message):
         lines = [f"tree {tree}", *[f"parent {parent}" for parent in parents]]
         lines += [f"author {who}", f"committer {who}", "", message, ""]

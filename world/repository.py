@@ -312,6 +312,7 @@ def find_plan(repo, files, sandbox):
     def passed(one):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
 
+    # At least half of the tests pass, a file that cannot be collected counted as one that fails.
     def healthy(one):
         uncollected = sum("::" not in where for where in one.get("errors", {}))
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected

@@ -249,6 +249,7 @@ class Sandbox:
         """The words in front of the server that put it into a cage of bubblewrap. The server sees
         the whole machine under /host and has all capabilities in the cage; its commands have
         neither."""
+        # Namespaces of its own; the network only where it is asked for.
         words = bwrap()
         if not self.network:
             words.append("--unshare-net")
@@ -358,6 +359,8 @@ class Sandbox:
         folder is given to a powerless user of its own, and commands in it run as that user."""
         if not has_bwrap() or os.geteuid() != 0:
             return 0
+
+        # The number is taken from the folder's inode.
         uid = 100_000 + os.stat(root).st_ino % 1_000_000
         try:
             give(root, uid)
@@ -500,6 +503,7 @@ class Sandbox:
                     raise MachineFailure(result.output)
                 return result
 
+        # A failure of the machine that stays is a Result that has not started.
         def run():
             try:
                 return try_again(attempt)

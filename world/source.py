@@ -608,22 +608,28 @@ def follow_imports(path, tree, paths, lost, unwanted):
         if stands_alone and catches_import_error(statement):
             with_fallback.add(id(statement.body[0]))
 
-    # Which names are imported from a module that has lost them. A star import takes all of them.
+    # Which names are imported from a module that has lost them.
     gone_here = unwanted.setdefault(path, [])
     local_gone = Counter()
     imports = [node for node in scope_statements(tree.body) if isinstance(node, ast.ImportFrom)]
     lost_names = {name for _, name in lost}
     for node in imports:
+        # Most imports name nothing that is lost anywhere, or no module of the repository.
         if not lost_names & {alias.name for alias in node.names} and node.names[0].name != "*":
             continue
         targets = module_paths(paths, path, node)
         if not targets:
             continue
+
+        # A star import loses here what its module has lost, unless this module binds the name.
         if node.names[0].name == "*":
             for target, name in list(lost):
                 if target in targets and not bound_names(tree.body)[name]:
                     lost.add((path, name))
             continue
+
+        # Any other import loses the aliases of lost names. A fallback keeps the import only if all
+        # of its names are lost.
         lost_here = {name for target, name in lost if target in targets}
         aliases = [alias for alias in node.names if alias.name in lost_here]
         stays = id(node) in with_fallback and len(aliases) == len(node.names)

@@ -130,6 +130,7 @@ def passes_wrong_tests(task, files, sandbox):
         command, seconds = f"python -m pytest -q -x -p no:cacheprovider {paths}", sandbox.time_limit
     pristine = {path: text for path, text in task.files.items() if is_protected(path)}
 
+    # The task's tests and configuration, with the wrong values, replace those of the submission.
     def run(submitted):
         with fresh_tree({**submitted, **pristine, **wrong}) as root:
             return sandbox.run(command, root, time_limit=seconds)
@@ -196,6 +197,7 @@ def stated_case(node, modules, origin):
 
 def another(value, rng):
     """A value of the same kind, drawn at random. A container gets members like its own."""
+    # Values that hold no others: about as large, or as long, as the given one.
     if isinstance(value, bool):
         return rng.random() < 0.5
     if isinstance(value, int):
@@ -206,6 +208,8 @@ def another(value, rng):
         letters = value + "abcdefghij"
         length = max(1, len(value) + rng.randint(-2, 3))
         return "".join(rng.choice(letters) for _ in range(length))
+
+    # Containers; an empty one, and anything else, stays as it is.
     if isinstance(value, (list, tuple, set)) and value:
         members = list(value)
         number = max(1, len(members) + rng.randint(-1, 2))

@@ -192,6 +192,7 @@ def read_ini(text):
 
 def pytest_settings(files):
     """(configuration file, its settings) as pytest finds them at the root; ("", {}) for none."""
+    # The first file that counts decides; settings are never merged.
     for name in CONFIG_FILES:
         text = files.get(name)
         if text is None:
@@ -232,6 +233,7 @@ def grouped(words, exists=lambda word: False):
     """The words of a command line in groups; an option and its value form one group.
 
     exists: whether a word names a file or folder of the repository."""
+    # Each word begins a group; the word after it may be its value.
     groups, left = [], list(words)
     while left:
         word = left.pop(0)
@@ -295,6 +297,7 @@ def without_options(plan, files, refused, why):
             other = plan.options[: i - 1] + plan.options[i + 1 :]
             break
 
+    # whether a word names a file or a folder of the repository
     def present(word):
         folder = word.rstrip("/") + "/"
         return word in files or any(path.startswith(folder) for path in files)
