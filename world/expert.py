@@ -132,8 +132,8 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
         if checks_each and group[-1] is not targets[-1]:
             yield from self.fix_all()
 
-    # Run the tests and repair, until there is nothing to repair or (flaw) it stops looking. Who has
-    # given up does not look at all.
+    # Run the tests and repair, until there is nothing to repair or (flaw) it stops looking. If it
+    # has given up, it does not look at all.
     unsure = self.can["run_command"] and number_done == len(targets)
     while unsure and not self.chance(0.3):
         unsure = yield from self.fix_all()
@@ -375,8 +375,8 @@ class Expert:
         return number, Function(target.module, target.name, steps, target.reduction)
 
     def repair(self, name):
-        """The call that replaces the wrong line. If that line is not unique in the file, as
-        edit_file demands, all lines from the `def` to it are replaced."""
+        """The call that replaces the wrong line. edit_file demands that a text is unique: if the
+        line is not, all lines from the `def` to it are replaced."""
         target, old, new = self.wrong.pop(name)
         path = f"{target.module}.py"
         text = self.files[path]

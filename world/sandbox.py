@@ -190,8 +190,8 @@ class Sandbox:
     checked ten times a second. root is exempt from the process limit, so as root every directory
     gets its own powerless user id. `hide` lists paths of this machine that a command must not see
     (installed copies of the package under study). `network` is for pip alone. `files` is how many
-    files, folders and links a tree may have. More `output` (bytes) than allowed is cut and does not
-    end a command, unless it prints without end."""
+    files, folders and links a tree may have. `output` is how many bytes of what a command prints
+    are kept; a longer output is cut and does not end the command, unless it prints without end."""
 
     # a command that has printed more bytes (and more than four times `output`) is stopped
     FLOOD = 64 << 20
