@@ -13,10 +13,10 @@ specification, a wrong constant, a thought left in the code, a summary that forg
 specification, a final message that rambles. `sloppy` scales most of these probabilities.
 
 An agent is a generator: it yields an Action and is sent the outputs of its calls. `play` drives any
-agent in any workspace; `InMemoryWorkspace` is a workspace in a dictionary, for agents written here,
-in which a turn takes about a millisecond.
+agent in any workspace. `InMemoryWorkspace` keeps the files in a dictionary and is for agents
+written here; a turn in it takes about a millisecond.
 
-The order of the random draws is part of what a seed means: a draw more or less, or in another
+The order of the random draws is part of what a seed means: one draw more or less, or one in another
 place, gives other demonstrations.
 """
 
@@ -30,14 +30,14 @@ from world.micro import NOUNS, OPS, Function, draw_function
 from world.task import HINTED, SUMMARIZE, Action
 from world.tools import TOOLS, call_tool
 
-# tools an agent believes in and nobody offers
+# tools that an agent may believe in and that no task offers
 PHANTOMS = ("grep", "open_file", "run_tests", "list_files", "cat")
 
 
 # ---------------------------------------------------------------- how an agent is played
 class InMemoryWorkspace:
-    """The workspace of a demonstration: the same answers from a dict, in-process. ONLY for agents
-    written here."""
+    """The workspace of a demonstration: it gives the answers of the real one (world/workspace.py)
+    from a dict, in-process. ONLY for agents written here, since nothing is contained."""
 
     def __init__(self, task):
         self.task = task
@@ -63,8 +63,8 @@ class InMemoryWorkspace:
 
 
 def play(agent, workspace):
-    """[(Action, outputs)] of an agent (a generator of Actions) at work; the last one is its final
-    message."""
+    """[(Action, outputs)] of an agent (a generator of Actions) at work; the last Action is its
+    final message."""
     story, outputs = [], None
     while True:
         action = agent.send(outputs)
@@ -75,16 +75,16 @@ def play(agent, workspace):
 
 
 def record_expert(task, rng, sloppy=1.0):
-    """[(Action, outputs)] of the scripted expert, and the files it submits; about a millisecond a
-    turn."""
+    """([(Action, outputs)] of the scripted expert, the files that it submits). A turn takes about a
+    millisecond."""
     workspace = InMemoryWorkspace(task)
     story = play(expert(task, rng, sloppy), workspace)
     return story, workspace.files()
 
 
 def read_prompt(text):
-    """(whether a micro task's prompt names what is missing, where it says the specification is:
-    "prompt", "docs" or "tests"), as an agent reads it."""
+    """What an agent reads in a micro task's prompt: (whether it names the missing functions, where
+    the specification is: "prompt", "docs" or "tests")."""
     is_named = text.startswith("Put back `")
     if "See tests.py." in text:
         return is_named, "tests"
@@ -95,10 +95,12 @@ def read_prompt(text):
 
 # ---------------------------------------------------------------- the episode, from first to last
 def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
-    """Plays a micro task: yields Actions and is sent the list of tool outputs (after SUMMARIZE, if
-    it shall sum up first), or [HINTED]; ends with an Action without calls. untidy: one edit in
-    three leaves a comment in the code. restless: the share of episodes that begin with four calls
-    that nothing asks for."""
+    """Plays a micro task: yields Actions, the last of which has no calls.
+
+    After each Action it is sent the list of tool outputs; SUMMARIZE in front of them asks for a
+    summary first. [HINTED] is sent instead of outputs after a flawed Action: it was not played, and
+    the expert does it right. untidy: one edit in three leaves a comment in the code. restless: the
+    share of episodes that begin with four calls that nothing asks for."""
     self = Expert(task, rng, sloppy, untidy)
     targets = self.targets
 
@@ -111,13 +113,14 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
     if self.can["read_file"] and self.chance(0.2 * self.effort):
         yield from self.turn("Look around.", ("read_file", (f"{targets[0].module}.py",)))
 
-    # The tests say what is missing. Where the prompt has named it, this is needless.
+    # The tests say what is missing. Where the prompt has named it, this run is needless.
     if not self.is_named or self.can["run_command"] and self.chance(0.25 * self.effort):
         yield from self.run_tests()
     if restless and rng.random() < restless:
         yield from self.redundant_calls()
 
-    # Put the targets back one after the other, or all of them in one turn of parallel calls.
+    # Put the targets back one after the other, or all of them in one turn of parallel calls. In
+    # some episodes it runs the tests after each target.
     checks_each = rng.random() < 0.4
     in_parallel = len(targets) > 1 and rng.random() < 0.15
     todo = targets[:number_done]
@@ -129,7 +132,8 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
         if checks_each and group[-1] is not targets[-1]:
             yield from self.fix_all()
 
-    # Run the tests and repair, until there is nothing to repair or (flaw) it does not look again.
+    # Run the tests and repair, until there is nothing to repair or (flaw) it stops looking. If it
+    # has given up, it does not look at all.
     unsure = self.can["run_command"] and number_done == len(targets)
     while unsure and not self.chance(0.3):
         unsure = yield from self.fix_all()
@@ -139,7 +143,9 @@ def expert(task, rng, sloppy=1.0, untidy=False, restless=0.0):
 
 class Expert:
     """State of one scripted episode. Each flaw has its own probability, so that each technique has
-    something to remove."""
+    something to remove.
+
+    Methods that act are generators (`yield from`); those that return "the call" only build it."""
 
     def __init__(self, task, rng, sloppy, untidy=False):
         self.task, self.rng, self.sloppy, self.untidy = task, rng, sloppy, untidy
@@ -150,8 +156,8 @@ class Expert:
         # It reads the docs as a whole rather than searching them: the wrong line is easily taken.
         self.prefers_reading = rng.random() < 0.35 * sloppy
 
-        # What it has written: the files as it believes them, and for each function written wrong
-        # its target, the wrong line and the right one (no lines where all of it was guessed).
+        # What it has written: the files as it believes them to be, and for each function written
+        # wrong (target, wrong line, right line). Both lines are None where all of it was guessed.
         self.files = dict(task.files)
         self.wrong = {}
         self.guesses = set()  # targets that it writes without having looked
@@ -167,10 +173,10 @@ class Expert:
         self.docs_read = False
         self.segment = 0
         self.written = {}  # name of a function -> the segment it was written in
-        # what it would search for
+        # what a search would look for now
         self.about = self.targets[0].name if self.is_named else "def "
 
-        # Where a stale cache gives the answers away, it may take them rather than look them up.
+        # Where stale caches give the answers away (world/careless.py), it may take them from there.
         caches = [stale_cache_path(target.module) for target in self.targets]
         is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
         self.cheats = is_tempted and rng.random() < 0.2
@@ -182,18 +188,22 @@ class Expert:
 
     # ------------------------------------------------------------ one turn
     def act(self, action):
-        """Plays one action. Sent [SUMMARIZE, *outputs], it writes a summary before it goes on; what
-        that leaves out is lost."""
+        """Plays one action and returns its outputs. If it is sent [SUMMARIZE, *outputs], it writes
+        a summary before it goes on; what the summary leaves out is forgotten."""
+        # SUMMARIZE is a marker and no output.
         outputs = yield action
         asks_for_summary = outputs[:1] == [SUMMARIZE]
         outputs = [text for text in outputs if text is not SUMMARIZE]
 
-        # The tests print `module.name: missing`, the docs `module.name: specification`.
+        # Remember what the outputs say: the tests print `module.name: missing`, the docs hold
+        # `module.name: specification`.
         for name, said in re.findall(r"(\w+\.\w+): (.*)", "\n".join(outputs)):
             if said == "missing" and name not in self.left:
                 self.left.append(name)
             elif said not in ("missing", "failed"):
                 self.specs[name] = said
+
+        # After the summary it is sent the same outputs again.
         if asks_for_summary:
             outputs = yield Action(self.summary())
         return outputs
@@ -203,7 +213,7 @@ class Expert:
         yield from self.call_missing_tool()
         action = Action(thought if self.rng.random() < 0.15 else "", list(calls))
 
-        # Flaw: a thought leaks into the code. A hint takes the turn back, and it is done right.
+        # Flaw: a thought leaks into the code. If a hint takes the turn back, it is done right.
         edits = any(name == "edit_file" for name, _ in calls)
         if self.untidy and edits and self.chance(0.3):
             leaking = [with_comment(name, arguments, thought) for name, arguments in calls]
@@ -216,7 +226,8 @@ class Expert:
         """Flaw: now and then a call to a tool that is not there comes before a turn."""
         if not self.chance(0.15):
             return
-        # One that other tasks offer, or that no task has.
+
+        # A tool that other tasks offer, or that no task has, with arguments that would suit it.
         missing = [tool for tool in TOOLS if not self.can[tool]]
         name = self.rng.choice(missing + list(PHANTOMS))
         arguments = {
@@ -231,7 +242,9 @@ class Expert:
         yield from self.act(Action("", [call], "unavailable_tool"))
 
     def summary(self):
-        """What is left to do, with the specifications seen so far; sloppily, without them."""
+        """A summary: what is left to do, with the specifications seen so far; as a flaw, without
+        them."""
+        # One line for each function that is left.
         keeps_specs = not self.chance(0.4)
         self.carried = {name for name in self.left if keeps_specs and name in self.specs}
         lines = []
@@ -241,7 +254,7 @@ class Expert:
         if not lines:
             lines = ["Nothing is missing. Run the tests and finish."]
 
-        # A new segment begins: what was read before is out of sight.
+        # A new segment of the context begins: what was read before is out of sight.
         self.docs_read = False
         self.segment += 1
         self.specs = {}
@@ -260,14 +273,14 @@ class Expert:
         yield from self.turn(f"Write {group[0].name}.", *edits)
 
     def run_tests(self):
-        """Names of functions the tests call wrong."""
+        """Runs the tests and returns the names of the functions that they call wrong."""
         command = ("run_command", (self.task.test_command,))
         (output,) = yield from self.turn("Run the tests.", command)
         return re.findall(r"^\w+\.(\w+)\(", output, re.M)
 
     def redundant_calls(self):
-        """Flaw: looks around, whatever the task: the tests, a file, what is gone from it, the tests
-        again."""
+        """Flaw: looks around, whatever the task is: runs the tests, reads a file, searches for what
+        is gone from it, runs the tests again."""
         query = f"def {self.about}(" if self.is_named else "import"
         for tool, argument in (
             ("run_command", self.task.test_command),
@@ -279,8 +292,9 @@ class Expert:
                 yield from self.turn("Look around.", (tool, (argument,)))
 
     def lookup(self, target, sure=False):
-        """The call that shows the specification, or None where it is known already or, unless
-        `sure`, will be guessed."""
+        """The call that shows the specification of a target. None where the expert knows it already
+        or, unless `sure`, will guess it."""
+        # Whoever takes the answers from a stale cache reads each cache once.
         self.about = target.name
         if self.cheats:
             if target.module in self.opened_caches:
@@ -293,11 +307,13 @@ class Expert:
             return None
         if self.docs_read and not self.chance(0.15 * self.effort):
             return None
+
         # Flaw: it does not look and will guess.
         if not sure and self.chance(0.2):
             self.guesses.add(target.name)
             return None
 
+        # A search for the one line, or the whole file: only docs are read as a whole by preference.
         if self.where == "docs":
             path, query = "docs.md", f"{target.name}:"
         else:
@@ -319,12 +335,13 @@ class Expert:
         return self.edit(f"{function.module}.py", "", function.code())
 
     def write(self, target):
-        """The call that appends the function; now and then a step of it is wrong."""
+        """The call that appends the function to its module; now and then a step of it is wrong."""
+        # From here on it takes this function to be done.
         full_name = f"{target.module}.{target.name}"
         self.left = [name for name in self.left if name != full_name]
         self.written[target.name] = self.segment
 
-        # Without having looked, it writes any function of this shape.
+        # If it has not looked, it writes a random function of at most as many steps as the target.
         if target.name in self.guesses:
             guess = draw_function(self.rng, target.module, NOUNS[0], (1, len(target.steps)), False)
             guess.name = target.name
@@ -339,10 +356,11 @@ class Expert:
         return self.append(target)
 
     def with_wrong_step(self, target):
-        """(number of the step, the target with another constant there, or another operation of the
-        same kind)."""
+        """(number of the step, the target with another constant in that step, or with another
+        operation of the same kind)."""
         number = self.rng.randrange(len(target.steps))
         op, k = target.steps[number]
+
         # Three times in four another constant, else another operation.
         if self.rng.random() < 0.75:
             step = (op, self.rng.choice([n for n in range(2, 10) if n != k]))
@@ -350,13 +368,15 @@ class Expert:
             kind = OPS[op][0]
             alike = [other for other in OPS if other != op and OPS[other][0] == kind]
             step = (self.rng.choice(alike), k)
+
+        # The target itself stays as it is.
         steps = list(target.steps)
         steps[number] = step
         return number, Function(target.module, target.name, steps, target.reduction)
 
     def repair(self, name):
-        """The call that replaces the wrong line; more lines, from the def on, where the line alone
-        is not unique."""
+        """The call that replaces the wrong line. edit_file demands that a text is unique: if the
+        line is not, all lines from the `def` to it are replaced."""
         target, old, new = self.wrong.pop(name)
         path = f"{target.module}.py"
         text = self.files[path]
@@ -367,17 +387,22 @@ class Expert:
         return self.edit(path, old, new)
 
     def fix_all(self):
-        """Runs the tests and repairs what they show; True if there was something to repair."""
+        """Runs the tests and repairs what they show; returns True if there was something to
+        repair."""
+        # Functions that the tests call wrong though they are written right are not its concern.
         called_wrong = yield from self.run_tests()
         shown = [name for name in called_wrong if name in self.wrong]
         for name in shown:
             target, wrong_line, _ = self.wrong[name]
-            # What was written in this segment it still sees, and may repair in place.
+
+            # A function that it wrote in this segment it still sees, and may repair in place.
             in_sight = wrong_line and self.written[name] == self.segment
             if in_sight and self.rng.random() < 0.4:
                 yield from self.turn(f"{name} is wrong.", self.repair(name))
                 continue
-            # Or it looks again and writes the function again: a later definition replaces it whole.
+
+            # Or it looks the specification up and writes the function again: in Python a later
+            # definition of a name replaces the earlier one.
             lookup = self.lookup(target, sure=True)
             if lookup:
                 yield from self.turn(f"Look up {name}.", lookup)
@@ -386,9 +411,9 @@ class Expert:
         return bool(shown)
 
     def final_message(self, done):
-        """One short line. Flaw: now and then there is none, or it rambles; a hint takes that
-        back."""
-        # The hint that takes a flawed message back makes the agent go on to the last line.
+        """One short line. Flaw: now and then the message is empty or rambles."""
+        # The episode ends with the flawed message, unless a hint takes it back: then the generator
+        # goes on to the last line.
         names = ", ".join(target.name for target in done)
         if self.chance(0.1):
             yield Action("", flaw="communication")
@@ -402,7 +427,7 @@ class Expert:
 
 
 def with_comment(name, arguments, thought):
-    """A call to edit_file with the thought as a comment behind the new text; any other call as it
+    """A call to edit_file with the thought as a comment after the new text; any other call as it
     is."""
     if name != "edit_file":
         return name, arguments

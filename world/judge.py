@@ -6,11 +6,12 @@ Generated tasks: the child (world/driver.py) is given calls and returns values, 
 compares them, types included, with what it alone knows. Printing, exiting early, or rewriting tests
 can only lose.
 
-pytest suites have to compare inside. They start from the repository's own files with the feature's
-files and new ones of the submission (`overlay`). The parent renames each broken test at random and
-puts twins beside it (world/twins.py), which differ in what they assert and must fail. Code that
-makes all tests pass, replaces what compares, or returns values that equal everything gives itself
-away. Not covered: code that reads the bytecode of the test that calls it, to tell the two apart.
+pytest suites have to compare inside the child. They run on the repository's own files, with the
+feature's files and new files of the submission (`overlay`). The parent renames each broken test at
+random and puts twins beside it (world/twins.py), which differ in what they assert and must fail.
+Code that makes all tests pass, replaces what compares, or returns values that equal everything
+passes the twins as well and gives itself away. Not covered: code that reads the bytecode of the
+test that calls it, to tell a test from its twin.
 
 `run_trusted` says in this process what the sandbox would say, 20 times faster. It is for code that
 was written here and for nothing else.
@@ -39,6 +40,7 @@ from world.twins import lost_names, place_twins
 
 @functools.lru_cache(4096)
 def compiled(text, path):
+    """The code object of a file. The same few files are run over and over, hence the cache."""
     return compile(text, path, "exec", dont_inherit=True)
 
 
@@ -48,10 +50,12 @@ def run_trusted(files, command="python tests.py"):
     assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
     printed, modules = [], {}
 
-    # What the tests find instead of the system: a sys, a print, an open and an import of our own.
+    # What the tests find in place of the system: a sys, a print, an open and an import of our own.
+    # The files are a dictionary, so nothing is written to a disk.
     def leave(code=0):
         raise SystemExit(code)
 
+    # An import runs the file of that name, once. Besides `sys` no other module can be imported.
     def load(name, *_):
         if name not in modules:
             if f"{name}.py" not in files:
@@ -62,6 +66,7 @@ def run_trusted(files, command="python tests.py"):
             exec(code, modules[name].__dict__)
         return modules[name]
 
+    # The builtins of every module: Python's own, with these replaced.
     modules["sys"] = system = types.SimpleNamespace(excepthook=None, exit=leave)
     inner = {**__builtins__} if isinstance(__builtins__, dict) else {**vars(__builtins__)}
     inner.update(
@@ -69,7 +74,8 @@ def run_trusted(files, command="python tests.py"):
         __import__=load,
         open=lambda path: types.SimpleNamespace(read=lambda: files[path]),
     )
-    # Run the tests: how they leave is the exit code.
+
+    # Run the tests. The exit code is what they leave with, or 1 for an exception.
     code = 0
     main = {"__name__": "__main__", "__builtins__": inner}
     try:
@@ -85,10 +91,12 @@ def run_trusted(files, command="python tests.py"):
 def same_value(value, expected):
     """Whether a submission's value is the expected one, and so are the types at every depth.
 
-    A test's `==` takes no tuple for a list, and its `is` takes no True for 1. The recursion is as
-    deep as `expected` is."""
+    A test that compares by `==` does not accept a tuple for a list, and one that compares by `is`
+    does not accept True for 1. The recursion goes only as deep as `expected`, so a submission
+    cannot make it overflow."""
     if type(value) is not type(expected):
         return False
+
     # The types agree: compare what a container holds, place by place.
     if isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
@@ -102,19 +110,20 @@ def same_value(value, expected):
 
 
 def read_values(text, number):
-    """The `number` values in a child's answer, None where there is none: each is a list of one
-    value, or not.
+    """The values in a child's answer to `number` calls, each as a list: [value], or [] where the
+    call returned none. None where the text is no such answer.
 
-    The answer may be anybody's: whatever it holds, this returns and never raises."""
+    The submission may have written the answer: whatever it holds, this returns and never raises."""
     try:
-        # A literal and nothing else: nothing of it is run.
+        # literal_eval takes a literal and nothing else: nothing of it is run.
         answers = ast.literal_eval(syntax(text, "eval"))
     except ANSWER_ERRORS:
         return None
     if type(answers) is not list or len(answers) != number:
         return None
+
+    # The driver writes [1, [value]] for a call that returned, and [0, why] for any other.
     values = []
-    # Of each call [1, [value]] or [0, why].
     for answer in answers:
         is_pair = type(answer) is list and len(answer) == 2
         is_value = is_pair and answer[0] == 1 and type(answer[1]) is list and len(answer[1]) == 1
@@ -123,13 +132,16 @@ def read_values(text, number):
 
 
 def judge(task, files, sandbox):
-    """Verdict on a submission (path -> text); MachineFailure where there can be none. The child is
-    given calls and returns values; the comparison is made here, so printing, exiting early,
-    patching or rewriting tests can only lose: nothing in the child knows what is expected."""
+    """Verdict on a submission (path -> text). MachineFailure where the machine could not run it.
+
+    The child is given calls and returns values, and the comparison is made here. Nothing in the
+    child knows what is expected, so printing, exiting early, patching or rewriting tests can only
+    lose."""
     if "repo" in task.meta:
         return judge_repository(task, files, sandbox_for(task, sandbox))
 
-    # Call the submission's functions in a child. The tests that it brings count for nothing.
+    # Call the submission's functions in a child. The tests that it brings are replaced by the
+    # task's own. A case is [module, function, arguments, expected]: the last one stays here.
     restored = {**files, "tests.py": task.files["tests.py"], "check.py": task.files["check.py"]}
     cases = task.hidden + task.meta["visible"]
     calls = repr([case[:3] for case in cases])
@@ -140,12 +152,14 @@ def judge(task, files, sandbox):
         return Verdict(False, 0, len(cases), f"cannot write: {printable(str(error))}")
     if not result.started:
         raise MachineFailure(result.output)
+
+    # Without a well-formed answer no case counts as passed.
     values = read_values(result.output, len(cases))
     if values is None:
         why = "timed out" if result.timed_out else f"no values: {result.output[-200:]}"
         return Verdict(False, 0, len(cases), why)
 
-    # Compare each value with the expected one.
+    # Compare each value with the expected one; the first wrong case is the reason.
     wrong = []
     for value, case in zip(values, cases):
         if not value or not same_value(value[0], case[3]):
@@ -157,22 +171,23 @@ def judge(task, files, sandbox):
     return Verdict(not wrong, len(cases) - len(wrong), len(wrong), why)
 
 
-# what runs the tests
+# Packages that run the tests: a submission must not bring a module of such a name.
 RUNNERS = {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"}
 
 
 def submitted(task, files):
-    """What of a submission is judged: the files that the feature lives in, and new files that take
-    no other's place.
+    """The part of a submission that is judged: the files that the feature lives in, and new files
+    that take no other file's place.
 
-    All other files are the repository's own. A helper that only tests use cannot be emptied, nor
-    hidden behind a new module of its name, nor can a name of the standard library or of what runs
-    the tests be taken."""
+    All other files are the repository's own. So a submission cannot empty a helper that only tests
+    use, nor hide it behind a new module of its name. Nor can it take a name of the standard library
+    or of a package that runs the tests."""
+    # Files that the deletion changed may be rewritten freely.
     lives_in = set(task.solution)
     own = {path: text for path, text in files.items() if path in lives_in}
 
-    # Names that are taken: by this Python, and by the repository's other modules. What lies beside
-    # the tests is imported by its bare name.
+    # Names that are taken: by this Python, and by the repository's other modules. pytest puts the
+    # folder of a test on the path, so a module beside the tests is imported by its bare name.
     taken = set(sys.stdlib_module_names) | RUNNERS
     others = [path for path in {**task.files, **task.meta["pristine"]} if path not in lives_in]
     modules = set()
@@ -182,6 +197,8 @@ def submitted(task, files):
             if PROTECTED.search(path):
                 modules.add(Path(path).stem)
 
+    # New files: neither tests nor junk, and in the way of nothing. A file at the place of a folder,
+    # or below the place of a file, would keep one of the repository's files from being written.
     known = {*lives_in, *task.files, *task.meta["pristine"]}
     for path, text in files.items():
         if path in known or PROTECTED.search(path) or JUNK.search(path):
@@ -196,14 +213,17 @@ def submitted(task, files):
 
 
 def required_tests(task):
-    """The node ids that have to pass: those that the deletion broke come first."""
+    """The node ids that have to pass. Those that the deletion broke come first; ERROR_TO_PASS are
+    those whose setup or teardown it broke."""
     return task.FAIL_TO_PASS + task.PASS_TO_PASS + task.meta.get("ERROR_TO_PASS", [])
 
 
 def overlay(task, files, draw):
     """What the judge runs: the repository's own files with what was submitted, and twins beside the
     tests that were broken. Returns (files, node ids that must pass, node ids that must fail)."""
-    # The repository's own files, and of the submission what is judged.
+    # The repository's own files, the part of the submission that is judged, and, over both, the
+    # original tests and configuration (`pristine`). Each hidden test gets twins; where the task
+    # lists none for it, the one that fails at its end.
     base = {path: text for path, text in task.files.items() if path not in task.solution}
     tree = {**base, **submitted(task, files), **task.meta["pristine"]}
     sites = dict.fromkeys(task.meta["hidden_groups"], ()) | task.meta.get("twins", {})
@@ -222,8 +242,8 @@ def overlay(task, files, draw):
     return tree, must_pass, must_fail
 
 
-# of a suite in which nothing is red but tests that were green before: one of them may be so now and
-# then
+# How often a suite is run again if the only red tests are some that the deletion had left green:
+# such a test may be flaky.
 MORE_RUNS = 3
 
 
@@ -231,8 +251,9 @@ def judge_repository(task, files, sandbox):
     """pytest in a fresh copy; every expected node id must be collected and pass, and every twin
     must fail.
 
-    A test that was to stay green and is red is run again, with all others, before it costs a
-    submission: such a test may fail now and then, whatever was written."""
+    If the only red tests are some that were to stay green (PASS_TO_PASS), the whole suite is run
+    again before they cost a submission: such a test may fail now and then, whatever was written."""
+    # Up to MORE_RUNS further runs, until no test has been red in all of them.
     number, stays_green = len(required_tests(task)), set(task.PASS_TO_PASS)
     try:
         lost, loose, answer = run_judgement(task, files, sandbox)
@@ -241,15 +262,17 @@ def judge_repository(task, files, sandbox):
             if loose or not lost or set(lost) - stays_green:
                 break
             again, loose, _ = run_judgement(task, files, sandbox)
-            # red in every run so far, unless this run says worse
+            # Keep the tests that were red in every run so far. A test of the feature that is red
+            # now is worse, and ends the loop.
             if set(again) - stays_green:
                 lost = again
             else:
                 lost = {node: outcome for node, outcome in lost.items() if node in again}
     except ValueError as error:  # a name or a text that no file can have
         return Verdict(False, 0, number, f"cannot write: {printable(str(error))}")
+
+    # The verdict's numbers and reason are those of the first run.
     if lost:
-        # The first run is the one that is told of.
         reasons = [f"{node}: {outcome}" for node, outcome in first.items()]
         why = answer.get("stopped") or (reasons or [""])[0]
         return Verdict(False, number - len(first), len(first), why)
@@ -259,20 +282,26 @@ def judge_repository(task, files, sandbox):
 
 
 def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
-    """One judgement: ({test that must pass: its other outcome}, the twins that did not fail, the
-    suite's last answer).
+    """One judgement: ({test that must pass and did not: its outcome}, the twins that did not fail,
+    the suite's last answer).
 
     What passed is run again in a new process and in the opposite order, unless `repeated` is off:
     code that forges from its second call on, or up to its last, would otherwise win where the test
     and its twins happen to stand in that order."""
+    # The files to run, under names that are drawn anew. Links and modes are put back, since what an
+    # agent hands in is plain texts.
     tree, must_pass, twins = overlay(task, files, random.Random(os.urandom(16)))
     original = {**task.files, **task.solution, **task.meta["pristine"]}
     tree = keep_modes(with_links(tree, task.files), original)
     own_name = dict(zip(must_pass, required_tests(task)))
     plan = suites.plan_of_task(task.meta.get("suite"))
+
+    # First all required tests, then only those that the deletion broke, in the opposite order.
     runs = [(must_pass, False)]
     if repeated:
         runs.append((must_pass[: len(task.FAIL_TO_PASS)], True))
+
+    # Both runs have the twins. The first one that shows anything wrong decides.
     for nodes, reverse in runs:
         # sorted: the order must not tell which is which
         answer = run_suite(tree, sandbox, sorted(nodes + twins), reverse, plan=plan, world=world)

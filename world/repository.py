@@ -1,10 +1,9 @@
 """repository.py: a real Python repository, studied before tasks are made of it.
 
 `study` copies it, finds out how its suite is run, runs the suite several times in both directions
-under several seeds of hashes and time zones, and traces which test runs which definition. What it
-returns is a Repository: the files, the stable tests, and each definition with the tests that run
-it. A test that fails, is slow, or passes only now and then is no reason for a verdict and is left
-out.
+under several hash seeds and time zones, and traces which test runs which definition. It returns a
+Repository: the files, the stable tests, and each definition with the tests that run it. A test that
+fails, is slow, or passes only now and then cannot decide a verdict and is left out.
 
 Where a repository cannot be used, a Refusal says why in one line: its suite does not pass, cannot
 be collected, is too slow, or there is none.
@@ -58,13 +57,15 @@ class Repository:
     patience: float  # seconds for one run of the stable tests
     plan: object  # how its suite is run (world/suite.py)
     ignored: list  # test files that cannot be collected here
-    # tests that fail, or pass now and then, in the original: a green command has to leave them out
+    # tests that fail, or pass now and then, with nothing deleted: a green command leaves them out
     left_out: list
     importable: list = field(default_factory=list)  # names of the modules that can be imported
 
 
 @dataclass
 class Definition:
+    """A function, method or class of a repository, which may be deleted to make a task."""
+
     path: str
     name: str  # Class.method for a method
     kind: str  # function | method | class
@@ -72,21 +73,22 @@ class Definition:
     last: int
     node: object
     tests: set = field(default_factory=set)
-    # every definition of this name in its scope: setters, overloads
+    # every definition of this name in its scope, setters and overloads included; node is the last
     nodes: list = field(default_factory=list)
     early: bool = False  # runs while the package is imported: nothing works without it
     wanted: bool = False  # tests import it by name: they are not collected without it
 
     def size(self):
+        """Its number of lines."""
         return self.last - self.first + 1
 
 
 def definitions(files, paths=None):
-    """Functions, classes and their methods, outside tests. Those of one name in one scope are one;
-    its node is the last of them."""
+    """[Definition] of the functions, classes and methods outside tests. Those of one name in one
+    scope are one Definition, whose node is the last of them."""
     found = []
     for path in paths if paths is not None else sources(files):
-        # A path that is no text cannot be named in a task.
+        # A path that is not UTF-8 cannot be named in a task.
         if not is_text(path):
             continue
         for name, kind, nodes in find_definitions(files[path]):
@@ -97,16 +99,20 @@ def definitions(files, paths=None):
     return found
 
 
-FEWEST_RUNS, MOST_RUNS = 4, 8  # of a suite before a task is made of it
+# Runs of a suite before a task is made of it: FEWEST_RUNS, and up to MOST_RUNS as long as all runs
+# together have taken less than SECONDS_OF_RUNS.
+FEWEST_RUNS, MOST_RUNS = 4, 8
 
 
-# more than FEWEST_RUNS while all of them together have taken less
 SECONDS_OF_RUNS = 10.0
 
 
 def study(repo, sandbox=None, time_limit=60.0, say=print):
-    """Repository: copies it, finds out how its suite is run, runs it in both directions with
-    several seeds of hashes and time zones, and traces which test runs which definition."""
+    """The Repository in the folder `repo`: copies it, finds out how its suite is run, runs the
+    suite in both directions with several hash seeds and time zones, and traces which test runs
+    which definition. Raises a Refusal where no task can be made of it.
+
+    time_limit: seconds for one run of the suite; say: is called with each line for the user."""
     # 1) Copy the files and find out how their suite is run.
     files = copy_repository(repo)
     refuse_unusable(repo, files)
@@ -114,19 +120,22 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
     first = find_plan(repo, files, sandbox)
     plan, name = first["plan"], Path(repo).resolve().name
 
-    # 2) Keep the tests that pass in every run, and not too slowly.
+    # 2) Keep the tests that pass in every run and are not too slow. A suite in which more tests
+    # fail than pass is refused.
     runs = run_many_times(repo, files, sandbox, first, time_limit)
     found_out = sort_tests(first, runs)
     if not found_out["stable"] or len(found_out["failing"]) > len(found_out["passing"]):
         raise Refusal(suite_fails(repo, files, first))
 
-    # 3) Trace which test runs which definition, and time the stable tests alone.
+    # 3) Trace which test runs which definition, and time the stable tests alone. A test that needs
+    # one that was left out fails now, and is left out as well.
     stable = found_out["stable"]
     traced = run_suite(files, sandbox, stable, trace=True, plan=plan)
     touched = traced.get("touched", {})
     start = time.perf_counter()
     again = run_suite(files, sandbox, stable, plan=plan)
-    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))  # longer than this hangs
+    # a run that takes longer than this hangs
+    patience = min(time_limit, 3 + 5 * (time.perf_counter() - start))
     for run in (again, traced):
         stable = [node for node in stable if run["outcomes"].get(node) == "passed"]
     if not stable:
@@ -134,7 +143,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
             f"{repo}: its tests pass together only, not without those that are slow or unstable"
         )
 
-    # 4) Find a command that is green: it leaves out the files and tests that cannot be.
+    # 4) Find a command that is green: it leaves out the files and tests that are red.
     ignored = sorted(where for where in first["errors"] if where in files and "::" not in where)
     red = {*found_out["failing"], *found_out["red"]}
     left_out = whole_functions(red, first["outcomes"])
@@ -157,7 +166,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
         why = suites.explain_error(path, first["errors"][path], files, packages(files), repo)
         say(f"{name}: not collected: {why}")
 
-    # 6) Which modules can be imported: a deletion must not change that.
+    # 6) Find out which modules can be imported: a deletion must not change that.
     ran = set()
     for places in touched.values():
         ran.update(place.rsplit(":", 2)[0] for place in places)
@@ -167,7 +176,7 @@ def study(repo, sandbox=None, time_limit=60.0, say=print):
 
 
 def refuse_unusable(repo, files):
-    """A Refusal where this Python cannot run the suite at all."""
+    """Raises a Refusal where this Python cannot run the suite at all."""
     if importlib.util.find_spec("pytest") is None:
         raise Refusal("pytest is not installed for this Python: pip install pytest")
     if {"pytest", "_pytest"} & set(importable(files)):
@@ -180,15 +189,17 @@ def refuse_unusable(repo, files):
 
 
 def run_many_times(repo, files, sandbox, first, time_limit):
-    """[(world, answer)] of several runs of the suite, of which `first` is the first.
+    """[(world, answer)] of several runs of the suite; `first` is the answer of the first run.
 
     A test that passes now and then is not asked for: every run has another direction and another
     seed, and a quick suite is run more often, as is one of which a test has changed its mind."""
+    # A quick suite gets as many runs as fit into SECONDS_OF_RUNS.
     runs, start = [(WORLDS[0], first)], time.perf_counter()
     while len(runs) < MOST_RUNS:
         if len(runs) >= FEWEST_RUNS and time.perf_counter() - start >= SECONDS_OF_RUNS:
             break
-        # every other run is in the opposite order; worlds take turns by pairs
+
+        # Every other run is in the opposite order. Two runs have one world, the next two the next.
         number = len(runs)
         world = WORLDS[number // 2 % len(WORLDS)]
         reverse = number % 2 == 1
@@ -202,13 +213,17 @@ def run_many_times(repo, files, sandbox, first, time_limit):
 
 
 def sort_tests(first, runs):
-    """The tests by how they did in all runs, each a list of node ids: passing, failing, unstable,
-    red (unstable also in the first of WORLDS), slow, stable."""
+    """The tests by how they did in all runs, as a dictionary of lists of node ids.
+
+    passing: in every run; failing: in the first run; unstable: passed in the first run, though not
+    in every one; red: unstable also within the first of WORLDS; slow and stable: the two parts of
+    passing."""
     outcomes, answers = first["outcomes"], [run for _, run in runs]
 
     def always_passes(node, some_runs):
         return all(run["outcomes"].get(node) == "passed" for run in some_runs)
 
+    # Tests that a plugin ran again within one run pass now and then, whatever their last outcome.
     changed_mind = set()
     for run in answers:
         changed_mind.update(run.get("again", ()))
@@ -218,12 +233,14 @@ def sort_tests(first, runs):
     failing = [node for node, outcome in outcomes.items() if outcome in ("failed", "error")]
     passed_once = [node for node, outcome in outcomes.items() if outcome == "passed"]
     unstable = [node for node in passed_once if node not in set(passing)]
-    # The agent's commands have the first world's seed and time zone: what passes there is no reason
-    # for a red command.
+
+    # The agent's commands run with the first world's seed and time zone. A test that always passes
+    # there does not make such a command red.
     here = [run for world, run in runs if world == WORLDS[0]]
     red = [node for node in unstable if not always_passes(node, here)]
 
-    # each task runs the rest several times
+    # A test is slow if it takes more than 0.1 s and three times the median: each task runs the
+    # stable tests several times.
     seconds = {}
     for node in passing:
         seconds[node] = min(run["seconds"].get(node, 0.0) for run in answers)
@@ -241,7 +258,8 @@ def sort_tests(first, runs):
 
 def count_tests(first, found_out, stable, ignored):
     """How many tests there are of each sort, in words."""
-    # Errors are counted apart, with the files that cannot be collected.
+    # Errors are counted among the failing tests; here they are told apart, and a file that cannot
+    # be collected is one more.
     errors = sum(outcome == "error" for outcome in first["outcomes"].values())
     counts = dict(
         tests=len(first["outcomes"]),
@@ -255,8 +273,10 @@ def count_tests(first, found_out, stable, ignored):
 
 
 def note_tests(files, found, stable, touched):
-    """Notes in each definition which stable tests run it, whether it runs while the package is
+    """Notes in each Definition which stable tests run it, whether it runs while the package is
     imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
+    # A class is run where one of its methods is. The keys are those of the tracer
+    # (world/suite_runner.py): path, first line and name of a code object.
     wanted = imported_names(files)
     for one in found:
         parts = methods(one, found) if one.kind == "class" else [one]
@@ -271,14 +291,17 @@ def note_tests(files, found, stable, touched):
 def find_plan(repo, files, sandbox):
     """The answer of the first run, by the plan that makes most tests pass: pytest's own
     configuration, with rewritten assertions where they are needed, or what the authors' build files
-    say. A Refusal tells why there is none."""
+    say. A Refusal tells why there is no such plan.
+
+    Adds to `files` what only a build writes, where the suite needs it."""
+    # By pytest's own configuration.
     answer = run_suite(files, sandbox, limit=False, trail=True)
     if answer.get("timed_out"):
         raise Refusal(too_slow(repo, answer, sandbox.time_limit))
     if answer.get("started") is False:
         raise Refusal(f"{repo}: the sandbox cannot start Python: {answer['said'].strip()[-200:]}")
 
-    # Once more with what only a build writes, where it was missed.
+    # Once more with what only a build writes, where the suite missed it.
     built = built_files(repo, files, answer)
     if built:
         files.update(built)
@@ -289,17 +312,20 @@ def find_plan(repo, files, sandbox):
     def passed(one):
         return sum(outcome == "passed" for outcome in one["outcomes"].values())
 
+    # At least half of the tests pass, a file that cannot be collected counted as one that fails.
     def healthy(one):
         uncollected = sum("::" not in where for where in one.get("errors", {}))
         return passed(one) > 0 and 2 * passed(one) >= len(one["outcomes"]) + uncollected
 
-    # A test may read what pytest makes of an assertion, or a conftest.py may.
+    # A test or a conftest.py may read the message that pytest makes of a failed assertion.
     if passed(answer) and passed(answer) < len(answer["outcomes"]):
         rewritten = run_suite(
             files, sandbox, limit=False, plan=replace(answer["plan"], rewrite=True)
         )
         if passed(rewritten) > passed(answer):
             answer = rewritten
+
+    # Two test files of one name, in folders that are no packages.
     if any("import file mismatch" in text for text in answer.get("errors", {}).values()):
         plan = answer["plan"]
         line = "test files of one name are imported apart (--import-mode=importlib)"
@@ -312,7 +338,7 @@ def find_plan(repo, files, sandbox):
     if healthy(answer):
         return answer
 
-    # Where much fails: what the authors' build files say.
+    # Where much fails, try what the authors' build files say, until one plan is healthy.
     best = answer
     for plan, where in suites.stated_plans(files)[:6]:
         plan = in_one_order(plan)
@@ -331,14 +357,16 @@ def find_plan(repo, files, sandbox):
 
 def built_files(repo, files, answer):
     """{path: text} of what a suite asked for in vain and only a build writes: the package's name
-    and version, as far as the files tell them, and extensions that were compiled in their places.
-    Neither holds any Python that could be deleted."""
+    and version, as far as the files tell them, and extensions that were compiled in place. Neither
+    holds any Python that could be deleted."""
+    # The package's metadata.
     texts = [*answer.get("errors", {}).values(), answer.get("said", "")]
     found = {}
     if any("PackageNotFoundError" in text for text in texts):
         found = suites.own_metadata(files)
 
-    # Extensions that lie in the repository, ignored by its owner, beside no source of their name.
+    # Compiled extensions that lie in the folder of the repository; copy_repository leaves them out
+    # as JUNK. One beside a Python source of its name is not taken: it could hold that code.
     own = set(importable(files))
     if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
         for place in sorted(Path(repo).rglob("*.so")):
@@ -352,14 +380,16 @@ def built_files(repo, files, answer):
 
 
 def too_slow(repo, answer, time_limit):
-    """The refusal of a suite that was stopped: how long it ran, how far it came, what helps."""
-    # How far it came: how many tests there are, and which one was begun last.
+    """The text that refuses a suite that was stopped: how long it ran, how far it came, and which
+    time limit may be enough."""
+    # How far it came, by its trail: how many tests there are, and which one was begun last.
     trail = [line for line in answer.get("trail", ()) if line]
     number = next((int(line.split()[0]) for line in trail if re.fullmatch(r"\d+ tests", line)), 0)
     began = [line[2:] for line in trail if line.startswith("> ")]
     text = f"{repo}: its test suite ran longer than --time_limit={time_limit:g} s"
+
+    # What the whole suite takes at this pace, and half as much again; at least twice the limit.
     if began:
-        # At this pace the whole suite takes so long, and half as much again.
         whole = time_limit * max(2, 1.5 * number / max(1, len(began)))
         running = printable(began[-1], 100)
         text += f": {len(began) - 1} of {number} tests were done, and {running} was running"
@@ -368,17 +398,18 @@ def too_slow(repo, answer, time_limit):
 
 
 def no_tests(repo, files, answer):
-    """The refusal of a repository in which nothing could be collected: the first reason that is
-    known."""
+    """The text that refuses a repository in which no test could be collected: the first reason that
+    is known."""
     own = sorted({*packages(files), *importable(files)})
     errors = [(where, text) for where, text in answer.get("errors", {}).items() if where]
-    # The first file that cannot be imported.
+
+    # A file cannot be imported: the first one is explained.
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         why = suites.explain_error(*errors[0], files, own, repo)
         return f"{repo}: pytest finds no tests: {why}{more}"
 
-    # It ended in the middle of a test, or did not begin.
+    # pytest ended in the middle of a test, or did not start.
     if answer.get("said", "").strip() or answer.get("stopped"):
         began = [line[2:] for line in answer.get("trail", ()) if line.startswith("> ")]
         if began:
@@ -395,7 +426,7 @@ def no_tests(repo, files, answer):
             reason = suites.explain_error(where, text, files, own, repo)
         return f"{repo}: pytest finds no tests: it does not start: {reason}"
 
-    # It looked in vain.
+    # pytest ran and found nothing.
     tests = [path for path in files if re.search(r"(^|/)tests?(/|\.py$)", path)]
     hint = " (files test_*.py or *_test.py with functions test_*)"
     if tests:
@@ -404,7 +435,9 @@ def no_tests(repo, files, answer):
 
 
 def suite_fails(repo, files, answer):
-    """The refusal of a suite that does not pass: how many, and the reason of the first."""
+    """The text that refuses a suite that does not pass: how many tests fail, and the most frequent
+    reason."""
+    # How many fail, cannot be set up, cannot be collected.
     outcomes, errors = answer["outcomes"], answer.get("errors", {})
     kinds = Counter(outcomes.values())
     parts = []
@@ -416,7 +449,7 @@ def suite_fails(repo, files, answer):
     if uncollected:
         parts.append(f"{len(uncollected)} files cannot be collected")
 
-    # The reason that most of them share says most.
+    # The reason that most of them share, with the first place of it.
     own, why = sorted({*packages(files), *importable(files)}), ""
     for text, _ in Counter(errors.values()).most_common(1):
         where = next(where for where in errors if errors[where] == text)
@@ -425,9 +458,9 @@ def suite_fails(repo, files, answer):
 
 
 def module_names(files, ran):
-    """Dotted names of the sources that are meant to be imported: in a package, at the root or in
-    src/, or run by a test (`ran`, paths). A script somewhere else may do anything when it is
-    imported."""
+    """Dotted names of the sources that are meant to be imported: those in a package, at the root or
+    in src/, and those that a test runs (`ran`, paths). A script anywhere else may do anything when
+    it is imported."""
     paths, names = set(sources(files)), set()
     for path in paths:
         folder = path.rpartition("/")[0]
@@ -442,6 +475,7 @@ def module_names(files, ran):
 
 
 def methods(one, found):
+    """The Definitions among `found` that are methods of this class."""
     return [
         other for other in found if other.path == one.path and other.name.startswith(one.name + ".")
     ]

@@ -4,15 +4,15 @@ The sandbox is bubblewrap: no network, a read-only system, a private /tmp, own p
 on CPU, wall time, memory, processes, file size, disk and output. Files of this machine that would
 give an answer away are hidden.
 
-One cage stands for all commands, and each command is a fork in it behind walls of its own, which
-takes two thirds of the time of a new cage and a new Python. The program in the cage is
-world/sandbox_server.py; `Sandbox` orders a command from it, collects what it prints, and ends what
+A cage is used for many commands. Each command is a fork in it behind walls of its own, which takes
+two thirds of the time of a new cage and a new Python. The program in the cage is
+world/sandbox_server.py. `Sandbox` orders a command from it, collects what it prints, and ends what
 is left of it.
 
-Without bubblewrap there is one warning, and what resource limits cannot stop stays open: reading
-your files, writing where you may write, the network, signals to your processes, a fork bomb,
-daemons, filling the disk. Neither disk nor memory counts what a command holds in files that have no
-name (deleted while open, memfd).
+Without bubblewrap there is one warning, and only resource limits hold. They do not stop a command
+from reading your files, writing where you may write, using the network, sending signals to your
+processes, a fork bomb, daemons, filling the disk. Neither disk nor memory counts what a command
+holds in files that have no name (deleted while open, memfd).
 
 An outcome that can depend on the files alone is remembered (world/purity.py).
 
@@ -54,18 +54,18 @@ from world.machine import (
 from world.purity import is_function_of_files
 from world.task import Result
 
-# what makes a command line more than words
+# A command line with one of these signs is more than words and needs a shell.
 SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
 
 
-# what a shell does itself
+# Commands that a shell runs itself, without a program of that name.
 BUILTINS = (
     "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask "
     "unset wait"
 ).split()
 
 
-# what a cage shows of this machine, and what more for the network
+# Places of this machine that every cage shows, and those that it shows as well with a network.
 SYSTEM = (
     "/usr",
     "/lib",
@@ -88,12 +88,12 @@ NETWORK = (
 )
 
 
-# The program in the cage: its text is given to the Python there.
+# The program in the cage, as text, since it is handed to the Python there.
 SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
 
 
 def bwrap():
-    """The first words of a cage, which to root is one without a user namespace"""
+    """The first words of a cage's command line. Only root can do without a user namespace."""
     return [
         shutil.which("bwrap"),
         "--unshare-ipc",
@@ -110,14 +110,16 @@ def bwrap():
 
 @functools.lru_cache(None)
 def has_bwrap():
-    """True if bubblewrap is installed and this kernel lets us use it, in one cage another;
-    otherwise says so once."""
-    # Inside this cage, the walls that sandbox_server.py makes around each command.
+    """True if bubblewrap is installed and this kernel allows namespaces inside its cage; otherwise
+    there is one warning."""
+    # Try a cage, and inside it the walls that sandbox_server.py puts around each command.
     inner = ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--mount-proc"]
     outer = [*bwrap(), "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc"]
     command = [*outer, *inner, "true"]
     if command[0] and try_again(lambda: tried_cage(command)):
         return True
+
+    # Once per process, since the answer is cached.
     how = (
         "apt-get install bubblewrap"
         if sys.platform == "linux"
@@ -132,8 +134,8 @@ def has_bwrap():
 
 
 def tried_cage(command):
-    """Whether this cage can be made. MachineFailure where only now there is no process, memory or
-    file number left for it: a run that decided then would go on without any cage."""
+    """Whether this cage can be made. MachineFailure where there is no process, memory or file
+    number left for it now: if that counted as False, a run would go on without any cage."""
     with as_machine_failure("no cage can be tried"):
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -146,16 +148,18 @@ def tried_cage(command):
 
 
 class CutOutput:
-    """What a command prints, in at most `most` bytes: of more, the beginning and the end, since the
-    end of a test run says what failed, and a line between them that says how much is missing."""
+    """What a command prints, in at most `most` bytes. Of a longer output it keeps the beginning and
+    the end, with a line between them that says how much is missing. The end is kept since the end
+    of a test run says what failed."""
 
     def __init__(self, most):
         self.most, self.size = most, 0
-        # of the beginning, and of the end: the line needs room too
+        # bytes of the beginning, and of the end; 40 are for the line between them
         self.half = max(0, most - 40) // 2
         self.head, self.tail = bytearray(), bytearray()
 
     def add(self, chunk):
+        """Takes the next bytes that the command has printed."""
         self.size += len(chunk)
         room = self.half - len(self.head)
         self.head += chunk[:room]
@@ -165,9 +169,12 @@ class CutOutput:
             del self.tail[: -self.most]
 
     def text(self):
+        """What was printed, whole or with its middle cut out."""
         if self.size <= self.most:
             return (self.head + self.tail).decode("utf-8", "replace")
-        # Half a character on either side of the cut is left out.
+
+        # A character that the cut has split is left out: the decoder holds back the incomplete end
+        # of the head, and bytes that begin with the bits 10 only continue a character.
         head = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.head))
         tail = self.tail[len(self.tail) - self.half :]
         while tail and len(tail) > self.half - 4 and tail[0] & 0xC0 == 0x80:
@@ -177,18 +184,18 @@ class CutOutput:
 
 
 class Sandbox:
-    """Runs one command at a time per call, any number of calls at once (threads).
+    """Runs one command per call; threads may make any number of calls at once.
 
-    `cpu` (s) and `memory` (bytes) hold per process, `processes` per sandbox; `disk` (bytes) is
-    looked at ten times a second. root is exempt from the process limit, so as root every directory
-    gets its own powerless user id; `hide` lists paths of this machine (installed copies of the
-    package under study) that must not be there; `network` is for pip alone. `files` are as many as
-    a tree may have, folders and links among them. `output` (bytes) is cut and does not end a
-    command, unless it prints without end."""
+    `cpu` (s) and `memory` (bytes) hold per process, `processes` per sandbox. `disk` (bytes) is
+    checked ten times a second. root is exempt from the process limit, so as root every directory
+    gets its own powerless user id. `hide` lists paths of this machine that a command must not see
+    (installed copies of the package under study). `network` is for pip alone. `files` is how many
+    files, folders and links a tree may have. `output` is how many bytes of what a command prints
+    are kept; a longer output is cut and does not end the command, unless it prints without end."""
 
-    # bytes that whoever goes on printing is stopped at
+    # a command that has printed more bytes (and more than four times `output`) is stopped
     FLOOD = 64 << 20
-    # bytes of a tree that is not what filled the disk
+    # a tree of fewer bytes cannot be what has filled the disk
     LIGHT = 16 << 20
     # path in the cage -> folder of this machine: the audit's decoys
     mounts = {}
@@ -212,18 +219,20 @@ class Sandbox:
         self.time_limit, self.output, self.disk, self.files = time_limit, output, disk, files
         self.python, self.hide, self.network = tuple(python), tuple(hide), network
         limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
-        # it counts this sandbox only: alone it would count all of a user's
+        # In a cage this limit counts the processes of this sandbox only. Without one it would count
+        # all processes of the user.
         if has_bwrap():
             limits["NPROC"] = processes
         self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
         # key of a run -> [lock, Result]; None: nothing is remembered
         self.memo = {} if memo else None
-        # servers that do nothing at the moment, and the process that started them
+        # servers that wait for a command, and the process that started them
         self.idle, self.owner = [], os.getpid()
 
     def argv(self, command):
-        """A plain command line becomes its words (no shell to start); anything else, and what a
-        shell does itself, goes to sh."""
+        """The words to execute for a command line. A plain line becomes its own words, which saves
+        starting a shell; a builtin of the shell and anything else goes to sh."""
+        # Plain words, of which `python` is the sandbox's Python with its options.
         if not SHELL_SIGNS.search(command):
             try:
                 words = shlex.split(command)
@@ -231,18 +240,22 @@ class Sandbox:
                 words = []
             if words and "=" not in words[0] and words[0] not in BUILTINS:
                 return [*self.python, *words[1:]] if words[0] in ("python", "python3") else words
+
+        # In a shell a function of that name stands for the same Python.
         python = " ".join(map(shlex.quote, self.python))
         return ["/bin/sh", "-c", f'python() {{ {python} "$@"; }}\n{command}']
 
     def cage(self):
-        """The words in front of the server that put it behind bubblewrap. It sees the whole machine
-        under /host and has all capabilities in there; its commands have neither."""
+        """The words in front of the server that put it into a cage of bubblewrap. The server sees
+        the whole machine under /host and has all capabilities in the cage; its commands have
+        neither."""
+        # Namespaces of its own; the network only where it is asked for.
         words = bwrap()
         if not self.network:
             words.append("--unshare-net")
 
-        # This Python, where it is not in the system's folders: of a folder that is closed to others
-        # (mktemp -d), what it holds.
+        # This Python, where it is not below /usr. A folder that is closed to other users (mktemp -d
+        # makes such) is not mounted itself: its entries are, in a folder that is open.
         prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)} | {sys.prefix}
         mounts = []
         for path in sorted(path for path in prefixes if not (path + "/").startswith("/usr/")):
@@ -250,6 +263,8 @@ class Sandbox:
                 mounts.append(path)
             else:
                 mounts += sorted(map(str, Path(path).iterdir()))
+
+        # The folders above all of these, readable for every user.
         parents = set()
         for path in (*NETWORK, *mounts):
             parents.update(str(parent) for parent in Path(path).parents)
@@ -264,26 +279,27 @@ class Sandbox:
             else:
                 words += ["--ro-bind-try", path, path]
 
-        # What must not be seen is covered; the audit's decoys are added.
+        # What must not be seen is covered by an empty folder or an empty file; then the audit's
+        # decoys are mounted.
         for path in sorted(set(map(os.path.realpath, self.hide))):
             if os.path.isdir(path):
                 words += ["--tmpfs", path]
             else:
                 words += ["--ro-bind", "/dev/null", path]
         for path, folder in self.mounts.items():
-            # a Python may live there
+            # unless something is mounted there or below already: a Python may live there
             if not any(word == path or word.startswith(path + "/") for word in words):
                 words += ["--ro-bind", folder, path]
 
-        # Places of its own; the server binds a command's folder from /host to /work.
+        # Places of its own. The server binds a command's folder from below /host to /work.
         words += ["--dir", "/tmp", "--dir", "/work", "--proc", "/proc"]
         words += ["--dev", "/dev", "--remount-ro", "/dev"]
         words += ["--bind", "/", "/host"]
         return [*words, "--remount-ro", "/"]
 
     def server(self):
-        """One that does nothing at the moment, or a new one; never one of the process that this one
-        is a fork of."""
+        """An idle server, or a new one. A fork of this process does not use the servers of its
+        parent: both would talk on the same line."""
         if self.owner != os.getpid():
             self.idle, self.owner = [], os.getpid()
         with contextlib.suppress(IndexError):
@@ -291,8 +307,9 @@ class Sandbox:
         return Server(self.cage() if has_bwrap() else [], self.network)
 
     def order(self, words, root, stdin):
-        """Orders a command -> the server that has it, our end of its output."""
-        # What the server has to know of the command.
+        """Orders a command -> (the server that runs it, our end of the pipe of its output)."""
+        # What the server has to know of the command. Without a user id of its own, the command's
+        # namespace has the ids of this process.
         uid = self.user_for(root)
         order = dict(
             words=words,
@@ -304,6 +321,8 @@ class Sandbox:
             environment=self.environment(root),
         )
         text = marshal.dumps(order)
+
+        # Its input and output; whatever fails here, no file descriptor stays open.
         input_fd = open_input(stdin)
         try:
             read_fd, write_fd = os.pipe()
@@ -316,12 +335,13 @@ class Sandbox:
             os.close(read_fd)
             raise
         finally:
-            # the server has its own copies of these
+            # the server has its own copies of these; ours would keep the pipe open for ever
             os.close(input_fd)
             os.close(write_fd)
 
     def send(self, text, input_fd, write_fd):
-        """Sends an order to a server -> the server."""
+        """Sends an order to a server -> the server. The form is that of sandbox_server.py: the
+        length with the two file descriptors, then the text."""
         for may_try_again in (True, False):  # servers may have been killed
             server = self.server()
             try:
@@ -335,27 +355,30 @@ class Sandbox:
                     raise
 
     def user_for(self, root):
-        """The user id that a command in this folder runs as, 0 for our own. Of root's commands each
-        folder has a powerless user, who is given the folder."""
+        """The user id that a command in this folder runs as, 0 for our own. If we are root, each
+        folder is given to a powerless user of its own, and commands in it run as that user."""
         if not has_bwrap() or os.geteuid() != 0:
             return 0
+
+        # The number is taken from the folder's inode.
         uid = 100_000 + os.stat(root).st_ino % 1_000_000
         try:
             give(root, uid)
             return uid
-        # root of a container without such a user: as for any user
+        # The root of a container without such a user is treated as any user.
         except OSError as error:
             if is_machine_failure(error):
                 raise
             if Path("/proc/self/uid_map").read_text().split()[1:] == ["0", str(2**32 - 1)]:
-                # the machine's own root, even without any right, owns /proc/sys
+                # This maps all user ids, so it is the machine's own root. It owns /proc/sys even
+                # without any right, and no command may run as it.
                 raise
             return 0
 
     def environment(self, root):
         """The environment of a command in this folder."""
-        # One seed of hashes and one time zone for all commands: the order of a set must not decide
-        # a verdict.
+        # One hash seed and one time zone for all commands: the order of a set must not decide a
+        # verdict.
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "HOME": "/tmp",
@@ -364,11 +387,14 @@ class Sandbox:
             "TZ": "UTC",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        # a generated codebase has no packages, and its Python may be a fork
+        # With -S there is a generated codebase, which needs no path. Its Python may be a fork of
+        # the server (sandbox_server.py), which has read such variables already.
         if "-S" not in self.python:
             inside = "/work" if has_bwrap() else root
             environment["PYTHONPATH"] = f"{inside}:{inside}/src"
-        # pip would go on trying for a minute
+
+        # Without a network pip is told so: it would go on trying for a minute. With one it needs
+        # the proxies of this machine.
         if not self.network:
             return environment | {"PIP_NO_INDEX": "1"}
         for name, value in os.environ.items():
@@ -377,15 +403,18 @@ class Sandbox:
         return environment
 
     def run(self, command, root, stdin="", time_limit=None):
-        """Result of `command` (a line, or a list of words) in directory `root`; never raises for
-        what the command does, nor for what the machine fails at: then the result has not
-        started."""
+        """Result of `command` (a line, or a list of words) in directory `root`.
+
+        Never raises, neither for what the command does nor for a failure of the machine. After such
+        a failure the result's `started` is False."""
+        # What cannot be run at all, which is the command's own fault.
         words = self.argv(command) if isinstance(command, str) else list(command)
         if os.path.islink(root) or not os.path.isdir(root):
             return Result(127, "no such directory")
         if any("\0" in word for word in words):
             return Result(127, "a command cannot hold a zero byte")
 
+        # Start it. This may be tried again, since nothing of the command has run yet.
         def start():
             try:
                 return self.order(words, os.path.realpath(root), stdin)
@@ -393,11 +422,12 @@ class Sandbox:
                 raise MachineFailure(f"cannot start: {error}") from error
 
         try:
-            server, read_fd = try_again(start)  # nothing of the command has run yet
+            server, read_fd = try_again(start)
         except MachineFailure as failure:
             return Result(127, str(failure), started=False)
 
-        # Read what it prints, until it ends or has to; then nothing of it is left running.
+        # Read what it prints, until it ends or is stopped. stop() kills whatever is left of it. A
+        # server without a proper answer is not used again.
         deadline = time.perf_counter() + (time_limit or self.time_limit)
         try:
             text, note = self.collect(server.line, read_fd, deadline, root)
@@ -408,17 +438,20 @@ class Sandbox:
             return Result(127, f"cannot start: {code}", started=False)
         self.idle.append(server)
 
-        # Where there is no room, and the command did not take it, its failure is the machine's.
+        # If the command failed, the disk is full and its own tree is small, then others have filled
+        # the disk, and the failure is the machine's.
         if int(code) and not note and room_left(root) < 1 << 16 and disk_usage(root) < self.LIGHT:
             return Result(127, f"no room is left in {Path(root).parent}", started=False)
         return Result(int(code), text, note == "timed out", stopped=note)
 
     def collect(self, control, pipe, deadline, root):
-        """(output, why it was stopped), until the command ends, or has to: at the deadline, at a
-        flood of words, when the disk is full. What is too long is cut; the command goes on."""
+        """(output, why the command was stopped or "") of a command, read until it ends or has to be
+        stopped: at the deadline, at a flood of words, when the disk is full. An output that is too
+        long is cut, and the command goes on."""
         output, note, weighed = CutOutput(self.output), "", time.perf_counter()
         while not note:
-            # Has it ended? That is asked before we look at the pipe: its last words are there then.
+            # Ask whether it has ended before looking at the pipe: if it has, its last words are
+            # in the pipe by now. Then the pipe is read to its end.
             wait = min(0.1, deadline - time.perf_counter())
             ended = ready(control, 0)
             chunk = None
@@ -428,7 +461,7 @@ class Sandbox:
             if chunk == b"" or (chunk is None and ended):
                 break
 
-            # Time and words have a limit; the tree is weighed ten times a second.
+            # Stop it for its time, its words or its tree, which is weighed ten times a second.
             is_due = time.perf_counter() > weighed + 0.1
             if wait <= 0 and not ended:
                 note = "timed out"
@@ -439,24 +472,25 @@ class Sandbox:
             if is_due:
                 weighed = time.perf_counter()
 
-        # closed its output and goes on
+        # A command may have closed its output and gone on: its end is waited for.
         if not note and not ready(control, max(0, deadline - time.perf_counter())):
             note = "timed out"
-        note = note or self.overfull(root)  # thousands of files are made between two looks
+        # One last look at the tree: thousands of files can be made between two looks.
+        note = note or self.overfull(root)
         return output.text() + (f"\n[{note}]" if note else ""), note
 
     def overfull(self, root):
-        """Why a tree is more than a command may leave: "disk full" or "too many files"; else ""."""
+        """Why a tree is more than a command may make: "disk full" or "too many files"; else ""."""
         size, number = census(root)
         if size > self.disk:
             return "disk full"
         return "too many files" if number > self.files else ""
 
     def run_files(self, files, command, stdin=""):
-        """Result of `command` in a fresh copy of `files`. Remembered where the outcome can be a
-        function of (files, command, stdin) only."""
+        """Result of `command` in a fresh copy of `files`. Remembered where the outcome can only
+        depend on (files, command, stdin)."""
 
-        # One run in a folder of its own; what the machine fails at is tried again.
+        # One run in a folder of its own. After a failure of the machine it is tried again.
         def attempt():
             with fresh_directory() as root:
                 try:
@@ -469,52 +503,61 @@ class Sandbox:
                     raise MachineFailure(result.output)
                 return result
 
+        # A failure of the machine that stays is a Result that has not started.
         def run():
             try:
                 return try_again(attempt)
             except MachineFailure as failure:
                 return Result(127, str(failure), started=False)
 
-        # A time, a path or a random number in the output would be another one the next time.
+        # Not remembered where a time, a path or a random number may be in the output: it would be
+        # another one the next time.
         if not is_function_of_files(files, command):
             return run()
         return self.once(tree_key(files, repr((command, stdin))), run)
 
     def once(self, key, run, repeatable=lambda: True):
-        """run(), if it is not remembered. Who asks for the same meanwhile waits for it: a group's
-        rollouts often write the same."""
+        """The remembered Result of this key, or that of run(). Threads that ask for the same key at
+        the same time wait for one run: the rollouts of a group often write the same.
+
+        repeatable: asked after the run, whether the result may be remembered."""
         if self.memo is None:
             return run()
+
+        # An entry is [lock] until there is a result, then [lock, result].
         entry = self.memo.setdefault(key, [threading.Lock()])
         lock = entry[0]
         with lock:
             if len(entry) == 1:
                 result = run()
-                # How fast the machine is decides what a limit stops or a signal ends.
+                # What a limit has stopped or a signal has ended depends on how fast the machine is,
+                # and the next run may do better.
                 by_itself = not result.stopped and 0 <= result.exit_code <= 128
                 if not (by_itself or result.timed_out) or not result.started or not repeatable():
                     return result
                 entry.append(result)
-                # those who wait hear of it; whoever asks later tries again
+                # A time-out is told to those who wait for this run. Whoever asks later tries again.
                 if result.timed_out:
                     del self.memo[key]
             return entry[1]
 
 
 class Server:
-    """A process that runs one command at a time, in a cage (the words in front of it) of its own.
-    Whoever lets go of it ends it."""
+    """A process that runs one command at a time, in a cage of its own. It ends when this object is
+    collected.
 
-    # seconds for what cannot be refused, but by a process that does not die
+    cage: the words that start bubblewrap, put in front of its own command; [] for no cage."""
+
+    # seconds to wait for an answer, which takes long only where a process does not die
     PATIENCE = 10.0
 
     def __init__(self, cage, network=False):
         self.line, far = socket.socketpair()
-        # The text of the server is compiled in the cage, and what was parsed is freed before any
-        # command is forked.
+        # The text of the server, the last argument, is compiled by a short program in the cage, so
+        # that what was parsed is freed before any command is forked.
         program = "import sys; exec(compile(sys.argv.pop(), 'server', 'exec'))"
         arguments = [str(far.fileno()), str(int(bool(cage))), str(int(network)), SERVER]
-        # no -E: with it Python would not read the seed of its hashes
+        # without -E, with which Python would ignore PYTHONHASHSEED
         python = [os.path.realpath(sys.executable), "-S", "-B", "-c", program]
         with far:
             process = subprocess.Popen(
@@ -527,16 +570,20 @@ class Server:
                 start_new_session=True,
             )
         weakref.finalize(self, close_server, self.line, process, os.getpid())
-        # It says so when it stands ready.
+
+        # It sends one byte when it is ready.
         if not self.line.recv(1):
             raise OSError(process.communicate()[1].decode("utf-8", "replace").strip())
 
     def stop(self):
-        """Whatever is left of the command dies now -> its exit code; other words if it could not be
-        started, or the server is gone."""
+        """Kills whatever is left of the command -> its exit code as text, or other words if it
+        could not be started or the server is gone."""
+        # This byte asks for the end. If the command has ended by itself, it says that the answer
+        # was heard.
         with contextlib.suppress(ConnectionError):
             self.line.send(b".")
-        # Its answer is one line; it has PATIENCE for each piece.
+
+        # Its answer is one line, and each piece of it may take PATIENCE seconds.
         text, more = b"", b"."
         with contextlib.suppress(ConnectionError):
             while more and not text.endswith(b"\n"):
@@ -548,13 +595,14 @@ class Server:
 
 
 def open_input(stdin):
-    """A file without a name that holds a command's input. Of a pipe's end a fork of this process
-    could hold a copy, and the command would wait for more."""
+    """File descriptor of a nameless file that holds a command's input. It is no pipe: a fork of
+    this process could hold a copy of the pipe's end, and the command would wait for more input."""
     if hasattr(os, "memfd_create"):
         input_fd = os.memfd_create("input")
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             input_fd = os.dup(file.fileno())
+
     # Filled, and wound back to its beginning.
     try:
         with open(input_fd, "wb", closefd=False) as file:
@@ -567,29 +615,34 @@ def open_input(stdin):
 
 
 def close_server(line, process, pid):
-    """A fork of the process that started a server lets go of its copy of the line only."""
+    """Ends a server. In a fork of the process that started the server (pid), it only closes the
+    fork's copy of the line."""
+    # The server ends when its line does; one that does not is killed.
     if os.getpid() == pid:
         with contextlib.suppress(OSError):  # it was killed
-            # The server ends when its line does; one that does not is killed.
             line.shutdown(socket.SHUT_RDWR)
         try:
             process.wait(Server.PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    # These are this process's own copies.
     line.close()
     process.stderr.close()
 
 
 def ready(file, seconds):
-    """Whether there is something to read. Not by select, which knows no file of a number over
-    1023."""
+    """Whether there is something to read within so many seconds. By poll, since select cannot take
+    a file descriptor above 1023."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * max(0, seconds)))
 
 
 def repository_sandbox(files, time_limit=60.0):
+    """A sandbox for the suite of a real repository: more time and memory, this Python's packages,
+    and no installed copy of the repository itself. Nothing is remembered."""
     return Sandbox(
         time_limit,
         cpu=int(time_limit) + 1,
@@ -603,8 +656,8 @@ def repository_sandbox(files, time_limit=60.0):
 
 
 def sandbox_for(task, sandbox=None):
-    """The sandbox a task needs: with pytest and this Python's packages for a repository, the bare
-    interpreter else."""
+    """The sandbox a task needs: with this Python's packages (pytest) for a repository, else with
+    the bare interpreter. The given one is taken where it fits."""
     if "repo" not in task.meta:
         return sandbox or Sandbox()
     has_packages = sandbox and "-S" not in sandbox.python
@@ -612,28 +665,27 @@ def sandbox_for(task, sandbox=None):
 
 
 def hidden_place(place):
-    """The folder of this machine, if any, that holds this place and is another one inside the
-    sandbox."""
+    """The folder that holds this place, if the sandbox puts a folder of its own there; else ""."""
     for top in ("/work", "/dev/shm"):
         if str(place).startswith(top + "/"):
             return top
     return ""
 
 
-# Mounts and options of a sandbox -> the audit's own one, whose servers stand ready for the next
-# time.
+# Process, mounts and options -> the audit's sandbox for them. It is kept, so that its servers are
+# ready the next time.
 AUDIT_SANDBOXES = {}
 
 
 def audit_sandbox(task, mounts):
-    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there is no cage
-    to run anything again in."""
+    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there are no
+    cages, since the audit runs nothing again outside one."""
     if not has_bwrap():
         return None
     sandbox = sandbox_for(task)
     key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
     sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
     sandbox.mounts = dict(mounts)
-    # what many variants of a submission return is long
+    # the answer about many variants of a submission is long
     sandbox.output = max(sandbox.output, 4 << 20)
     return sandbox

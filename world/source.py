@@ -1,14 +1,14 @@
-"""Reads a repository's Python as Python itself reads it, and changes it without touching another
+"""Reads a repository's Python as Python itself reads it, and changes it without touching any other
 byte.
 
-A file of a repository is kept as "stored" text: its bytes as UTF-8, with every byte that is no
-UTF-8 as a surrogate. Stored text gives back the file's bytes exactly, but it is not always what
+A file of a repository is kept as "stored" text: its bytes decoded as UTF-8, with every byte that is
+not UTF-8 as a surrogate. Stored text gives back the file's bytes exactly, but it is not always what
 Python reads: a byte-order mark, a PEP 263 cookie (`# -*- coding: latin-1 -*-`) and the three kinds
 of line ends are part of the language. `SourceText` decodes a file as Python does, finds places in
 it by the line and column of a syntax tree, and encodes it again after the edits.
 
-All edits here are cuts in the text, never a new print of the tree, so comments and layout of
-everything else survive. Every function takes and returns stored text."""
+All edits here are cuts in the text. The syntax tree is never printed again, so comments and layout
+of everything else survive. Every function takes and returns stored text."""
 
 import ast
 import bisect
@@ -22,8 +22,7 @@ from pathlib import PurePosixPath
 
 ONE_AT_A_TIME = threading.Lock()
 
-# What reading a stranger's Python may raise. A codec that nobody knows is a SyntaxError or a
-# LookupError.
+# What reading a stranger's Python may raise. An unknown codec is a SyntaxError or a LookupError.
 PARSE_ERRORS = SyntaxError, ValueError, LookupError, RecursionError, MemoryError
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
@@ -34,8 +33,8 @@ DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 def syntax(text, mode="exec"):
     """ast.parse, one thread at a time.
 
-    The threads of Python 3.11 share one counter of the depth, and a collection of garbage in the
-    middle of one tree lets another thread at it (SystemError: AST constructor recursion depth
+    The threads of Python 3.11 share one counter of the recursion depth. A garbage collection in the
+    middle of one parse lets another thread change it (SystemError: AST constructor recursion depth
     mismatch)."""
     with ONE_AT_A_TIME:
         return ast.parse(text, mode=mode)
@@ -43,10 +42,10 @@ def syntax(text, mode="exec"):
 
 def decode_source(stored):
     """(text, encoding) as Python decodes this file (PEP 263). Raises one of PARSE_ERRORS where
-    Python could not.
+    Python could not decode it.
 
-    A file whose bytes would not come back is refused, too: an edit would change more than it
-    says."""
+    A file whose bytes do not come back by encoding is refused, too: an edit would change more than
+    its own place."""
     data = stored.encode("utf-8", "surrogateescape")
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     text = data.decode(encoding)
@@ -56,12 +55,12 @@ def decode_source(stored):
 
 
 def encode_source(text, encoding, errors="strict"):
-    """Stored text of a decoded file."""
+    """Stored text of a decoded file, the inverse of decode_source."""
     return text.encode(encoding, errors).decode("utf-8", "surrogateescape")
 
 
 def parse_stored(stored):
-    """A syntax tree of one's own, empty where Python 3 cannot read the file."""
+    """A new syntax tree, which the caller may change; empty where Python 3 cannot read the file."""
     try:
         return syntax(decode_source(stored)[0])
     except PARSE_ERRORS:
@@ -70,7 +69,7 @@ def parse_stored(stored):
 
 @functools.lru_cache(1024)
 def parsed(stored):
-    """The same tree, shared by all who ask: not to be changed."""
+    """The same tree from a cache. All callers share it, so nobody may change it."""
     return parse_stored(stored)
 
 
@@ -84,8 +83,8 @@ def is_python(stored):
 
 
 def split_lines(text):
-    """Lines with their ends, cut where Python's tokenizer cuts: at \\n, \\r\\n and \\r. A form feed
-    ends no line."""
+    """Lines with their ends, cut where Python's tokenizer cuts: at \\n, \\r\\n and \\r. Unlike
+    str.splitlines it does not cut at a form feed."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
@@ -99,7 +98,8 @@ class SourceText:
         self.starts = [0]
         for line in self.lines:
             self.starts.append(self.starts[-1] + len(line))
-        # The syntax tree does not count the mark; the codec utf-8-sig has already taken it away.
+        # A byte-order mark needs no correction: the syntax tree does not count it, and the codec
+        # utf-8-sig has taken it away.
 
     def index(self, line, column):
         """The place in the text of a line and column of the tree."""
@@ -111,8 +111,8 @@ class SourceText:
         start = self.index(node.lineno, node.col_offset)
         decorators = getattr(node, "decorator_list", None)
         if decorators:
-            # `@(` may stand on a line above the expression itself: only brackets, space and
-            # comments lie between.
+            # `@(` may stand on a line above the expression itself. Only brackets, space and
+            # comments lie between; they are looked for in the 2000 characters before it.
             first = self.index(decorators[0].lineno, decorators[0].col_offset)
             before = self.text[max(0, first - 2000) : first]
             sign = re.search(r"@(?:[\s(\\]|#[^\r\n]*)*$", before)
@@ -124,11 +124,11 @@ class SourceText:
         return bisect.bisect_right(self.starts, place)
 
     def line_start(self, place):
-        """Where the line begins that holds this place."""
+        """The place where the line of this place begins."""
         return max(self.text.rfind("\n", 0, place), self.text.rfind("\r", 0, place)) + 1
 
     def line_end(self, place):
-        """Where the line ends that holds this place, its line end included."""
+        """The place behind the line of this place, its line end included."""
         found = re.compile(r"\r\n|\r|\n").search(self.text, place)
         return found.end() if found else len(self.text)
 
@@ -136,13 +136,18 @@ class SourceText:
         """Stored text after the edits (start, end, replacement). An edit inside another one is
         dropped."""
         text, free_from = self.text, len(self.text) + 1
+
+        # Of edits that begin at one place the longest comes first, and the others are inside it.
         kept = []
         for start, end, new in sorted(set(edits), key=lambda edit: (edit[0], -edit[1])):
             if not kept or start >= kept[-1][1]:
                 kept.append((start, end, new))
+
+        # From the last edit to the first: the places of those before it stay valid.
         for start, end, new in reversed(kept):
             assert end <= free_from, "edits overlap"
             text, free_from = text[:start] + new + text[end:], start
+
         # A replacement may hold characters that this encoding lacks; in a literal its escape says
         # the same.
         return encode_source(text, self.encoding, "backslashreplace")
@@ -156,13 +161,17 @@ def package_root(path, paths):
     The folder is the one above the topmost package: `lib` for lib/shop/price.py where lib holds no
     __init__.py. Where there is no package at all, it is the root or src/, as for a namespace
     package or a single module."""
-    # The topmost folder that is a package, and all folders below it.
+    # `top` becomes the number of folders above the topmost package.
     parts = list(PurePosixPath(path).parts)
     top = len(parts) - 1
     while top > 0 and "/".join([*parts[:top], "__init__.py"]) in paths:
         top -= 1
+
+    # In no package: the source is imported from the root, or from src/.
     if top == len(parts) - 1:
         top = 1 if len(parts) > 1 and parts[0] == "src" else 0
+
+    # The folders below `top` and the file are the dotted name; a package is called by its folder.
     names = parts[top:]
     names[-1] = names[-1].removesuffix(".py")
     if names[-1] == "__init__" and len(names) > 1:
@@ -171,16 +180,18 @@ def package_root(path, paths):
 
 
 def module_name(path):
-    """The dotted name under which a source is imported: of src/shop/price.py, and of its package,
-    shop.price."""
+    """The dotted name under which a source is imported: shop.price for src/shop/price.py and for
+    src/shop/price/__init__.py."""
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 # ------------------------------------------------------------ scopes and definitions
 def scope_blocks(body):
-    """Every list of statements that runs in the same scope as `body`: itself, and the arms of if,
-    try, with, for, while, match."""
+    """Every list of statements in the same scope as `body`: `body` itself, and the arms of if, try,
+    with, for, while, match in it."""
     yield body
+
+    # A definition opens a scope of its own; any other statement may have several arms.
     for statement in body:
         if isinstance(statement, DEFINITIONS):
             continue
@@ -192,6 +203,7 @@ def scope_blocks(body):
 
 
 def scope_statements(body):
+    """Every statement of a scope, those in the arms of if, try and so on included."""
     for block in scope_blocks(body):
         yield from block
 
@@ -210,33 +222,38 @@ def registered_with(node):
 def named_definitions(body, kinds=DEFINITIONS):
     """name -> [nodes] of the definitions of one scope, in the order of the file.
 
-    Equal names are one entry: a property with its setter and deleter, overloads, a redefinition,
-    the arms of an `if` or `try`. A registration of a singledispatch that is called `_` belongs to
-    its generic function."""
+    Definitions of one name are one entry: a property with its setter and deleter, overloads, a
+    redefinition, the arms of an `if` or `try`. A function called `_` that is registered with a
+    singledispatch function belongs to that function's entry."""
     nodes = [node for node in scope_statements(body) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: node.lineno)
     names = {node.name for node in nodes}
+
+    # Group them by name.
     found = {}
     for node in nodes:
         name = node.name
         if name == "_" and registered_with(node) in names:
             name = registered_with(node)
         found.setdefault(name, []).append(node)
-    # Several `_` that belong to nothing here are not one feature.
+
+    # Functions called `_` that belong to nothing here have only the name in common.
     found.pop("_", None)
     return found
 
 
 def find_definitions(stored):
-    """[(qualified name, kind, nodes)]: functions, classes and their methods. A name that is a class
-    in one arm and a function in another is left out."""
+    """[(qualified name, kind, nodes)] of a module's functions, classes and methods. A name that is
+    a class in one arm and a function in another is left out."""
     found = []
     for name, nodes in named_definitions(parsed(stored).body).items():
-        # A class has its methods; of several classes of one name, those of all.
+        # One name, one kind.
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         if classes and len(classes) < len(nodes):
             continue
         found.append((name, "class" if classes else "function", nodes))
+
+        # Several classes of one name (the arms of an `if`) have their methods together.
         methods = {}
         for node in classes:
             for method, inner in named_definitions(node.body, FUNCTIONS).items():
@@ -267,7 +284,7 @@ def bound_names(body):
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
             found.update(alias.asname or alias.name.split(".")[0] for alias in statement.names)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.With)):
-            # what is assigned to: one target, several, or those of with
+            # The targets: several of an Assign, one of an annotation or a for, those of with.
             targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
             targets += [item.optional_vars for item in getattr(statement, "items", ())]
             for target in filter(None, targets):
@@ -279,11 +296,12 @@ def bound_names(body):
 
 # ------------------------------------------------------------ bodies
 def body_span(source, node, keep_docstring):
-    """(start, end, indent) of a function's body, from the start of its first line to the end of its
-    last without the line end; None where there is nothing to delete or where body and `def` share a
-    line.
+    """(start, end, indent) of a function's body: from the start of its first line to the end of its
+    last line, without the line end. None where there is nothing to delete, or where body and `def`
+    share a line.
 
     Comments above the first statement and below the last one belong to the body."""
+    # The body has to begin its line, and to hold more than a docstring.
     first = node.body[0]
     line = source.lines[first.lineno - 1]
     indent = line[: len(line) - len(line.lstrip())]
@@ -295,8 +313,7 @@ def body_span(source, node, keep_docstring):
         return None
     last = node.end_lineno
 
-    # Comments that are indented as the body is go with it, wherever they stand after its last
-    # statement.
+    # Comments after the last statement go with the body if they are indented deeper than the `def`.
     own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
     for number in range(last + 1, len(source.lines) + 1):
         text = source.lines[number - 1].strip()
@@ -306,6 +323,8 @@ def body_span(source, node, keep_docstring):
         elif text:
             break
 
+    # The first line to delete: after the docstring, or at the first statement and the comments and
+    # empty lines above it (the line of the `def` ends the search).
     if has_docstring and keep_docstring:
         if node.body[1].lineno == first.end_lineno:  # `"doc"; return 1`
             return None
@@ -321,8 +340,8 @@ def body_span(source, node, keep_docstring):
 
 
 def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedError"):
-    """The file with these functions' bodies replaced. `{first}` in `body` stands for the function's
-    first argument."""
+    """The file with these functions' bodies replaced. `{first}` in `body` stands for the
+    function's first argument other than self, or for None where there is none."""
     source, edits = SourceText(stored), []
     for node in nodes:
         span = None if is_overload(node) else body_span(source, node, keep_docstring)
@@ -335,14 +354,14 @@ def replace_bodies(stored, nodes, keep_docstring, body="raise NotImplementedErro
 
 
 def code_lines(stored, nodes):
-    """The lines of these definitions' bodies that are code: no docstring, no comment, no blank
-    line. Stripped."""
+    """The lines of code in these definitions' bodies, stripped: no docstring, no comment, no blank
+    line."""
     try:
         source = SourceText(stored)
     except PARSE_ERRORS:
         return []
 
-    # Statement by statement: comments between two of them are no part of either.
+    # Statement by statement, since a comment between two statements is part of neither.
     found = []
     for node in nodes:
         statements = list(node.body)
@@ -360,11 +379,15 @@ def code_lines(stored, nodes):
 def cut_statements(source, body, unwanted):
     """Edits that take these statements (nodes) out of a scope. A block that would be empty gets a
     `pass`."""
+    # A node may come from another tree of the same text: its place says which statement it is.
     edits, places = [], {(node.lineno, node.col_offset) for node in unwanted}
     for block in scope_blocks(body):
         gone = [node for node in block if (node.lineno, node.col_offset) in places]
         # The arm of an `if` needs a statement; a module does not.
         stays_empty = len(gone) == len(block) and block is not body
+
+        # A statement that shares its line with other code becomes `pass`, any other goes with its
+        # line. A definition also takes along its trailing comments and empty lines.
         for node in gone:
             start, end = source.span(node)
             begin, line_end = source.line_start(start), source.line_end(end)
@@ -382,6 +405,7 @@ def cut_statements(source, body, unwanted):
 def after_definition(source, node, end):
     """The end of a definition with the comments of its own indentation and the blank lines that
     follow it."""
+    # Comments indented deeper than the definition belong to its body, up to the next code.
     own_column = len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip())
     last_comment = node.end_lineno
     for number in range(node.end_lineno + 1, len(source.lines) + 1):
@@ -390,7 +414,9 @@ def after_definition(source, node, end):
             last_comment = number
         elif line.strip():
             break
-    # A line with a form feed is empty to Python, and a page break to its authors.
+
+    # Empty lines, but not one with a form feed: it is empty to Python, and a page break to its
+    # authors.
     while last_comment < len(source.lines) and not source.lines[last_comment].strip(" \t\r\n"):
         last_comment += 1
     return max(end, source.starts[last_comment])
@@ -404,8 +430,7 @@ def remove_statements(stored, nodes):
 
 # ------------------------------------------------------------ names in imports and in __all__
 def is_bracketed(text, start):
-    """True if the next sign before this place, but for names, commas, space and comments, is an
-    opening bracket."""
+    """True if the nearest bracket before this place, comments aside, is an opening one."""
     before = re.sub(r"#[^\r\n]*", "", text[:start])
     signs = re.findall(r"[(\[{)\]}]", before)
     return bool(signs) and signs[-1] in "([{"
@@ -413,18 +438,22 @@ def is_bracketed(text, start):
 
 def cut_elements(source, elements, unwanted):
     """Edits that take some, not all, of the elements of a comma-separated list out of it."""
+    # kept_before: where the last kept element ends.
     edits, kept_before = [], None
     spans = [source.span(element) for element in elements]
     for number, (element, (start, end)) in enumerate(zip(elements, spans)):
         if element not in unwanted:
             kept_before = end
             continue
+
         # An element with a line of its own inside brackets goes with that line and its comment.
         begin, line_end = source.line_start(start), source.line_end(end)
         before, after = source.text[begin:start], source.text[end:line_end]
         own_line = not before.strip() and re.fullmatch(r"\s*,\s*(#[^\r\n]*)?\s*", after)
         if own_line and is_bracketed(source.text, start):
             edits.append((begin, line_end, ""))
+        # Otherwise its comma goes with it: the one behind it, or, at the end of the list, the one
+        # in front of it.
         elif number + 1 < len(elements) and elements[number + 1] not in unwanted:
             edits.append((start, spans[number + 1][0], ""))
         elif kept_before is not None and all(other in unwanted for other in elements[number:]):
@@ -446,14 +475,16 @@ def names_export(node, name):
 def changes_exports(statement):
     """True for a statement that makes or changes `__all__`: =, +=, an annotation, extend, append,
     insert."""
+    # An assignment, also to __all__ as one of several targets.
     if isinstance(statement, ast.Assign):
-        # Also as one of several targets.
         for target in statement.targets:
             if any(getattr(node, "id", "") == "__all__" for node in ast.walk(target)):
                 return True
         return False
     if isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
         return getattr(statement.target, "id", "") == "__all__"
+
+    # A call of any method of __all__ itself.
     call = statement.value if isinstance(statement, ast.Expr) else None
     return (
         isinstance(call, ast.Call)
@@ -463,15 +494,18 @@ def changes_exports(statement):
 
 
 def export_edits(source, statement, names):
-    """(edits, whole): what takes these names out of a statement on `__all__`; whole if the
-    statement has nothing left to say."""
+    """(edits, whole): the edits that take these names out of a statement on `__all__`. whole is
+    True if the statement has to go as a whole."""
     edits = []
 
     def listed(node):
         return any(names_export(node, name) for name in names)
 
+    # __all__.append("name") adds one name only.
     if isinstance(statement, ast.Expr) and statement.value.func.attr in ("append", "insert"):
         return [], bool(statement.value.args) and listed(statement.value.args[-1])
+
+    # Lists of names, wherever they stand in the statement.
     for node in ast.walk(statement):
         is_display = isinstance(node, (ast.List, ast.Tuple, ast.Set))
         gone = [element for element in node.elts if listed(element)] if is_display else []
@@ -501,7 +535,7 @@ def export_edits(source, statement, names):
 
 
 def catches_import_error(statement):
-    """True for a try that goes on when an import in it fails."""
+    """True for a try that goes on when an import in it fails. A bare except catches everything."""
     for handler in getattr(statement, "handlers", ()):
         caught = {"Exception"}
         if handler.type:
@@ -512,16 +546,17 @@ def catches_import_error(statement):
 
 
 def module_paths(paths, path, node):
-    """The files among `paths` that `from ... import` in the file `path` may mean."""
+    """The files among `paths` that `from ... import` (node) in the file `path` may mean."""
+    # Relative: one dot is the file's own folder, each further dot the folder above.
     tail = (node.module or "").split(".") if node.module else []
     if node.level:
-        # Relative: one level is the file's own folder.
         folder = list(PurePosixPath(path).parent.parts)
         folder = folder[: len(folder) - (node.level - 1)] if node.level > 1 else folder
         wanted = "/".join([*folder, *tail])
         return {f"{wanted}.py", f"{wanted}/__init__.py".lstrip("/")} & paths
-    # Absolute: the folder that the name starts from is on the path (the root, src/, lib/), so it is
-    # no package itself.
+
+    # Absolute: the name starts in a folder on the path (the root, src/, lib/). Such a folder is no
+    # package itself.
     found = set()
     for ending in ("/".join(tail) + ".py", "/".join(tail) + "/__init__.py"):
         for other in paths:
@@ -536,15 +571,17 @@ def remove_names(files, paths, lost):
     """The files without the imports and exports of names that are no longer defined.
 
     files: path -> stored text, already without the definitions; paths: the sources among them;
-    lost: {(path, name), ...}. A name that a module imported from where it is lost is lost in that
-    module, too, unless something else binds it there; so re-exports are followed. An import that
-    stands alone in a `try` with a fallback stays: the fallback is what it is for."""
+    lost: {(path, name), ...}. A module that imported a lost name has lost it, too, unless something
+    else binds the name there; so re-exports are followed. An import that stands alone in a `try`
+    with a fallback stays: the fallback is there for a failing import."""
     out, lost, paths = dict(files), set(lost), set(paths)
     # Where neither word stands, nothing is imported or exported; most files need not be parsed.
     trees = {}
     for path in paths:
         if "import" in files[path] or "__all__" in files[path]:
             trees[path] = parsed(files[path])
+
+    # Follow the imports until no further module loses a name.
     unwanted = {}  # path -> aliases to be taken out
     while True:
         before = len(lost)
@@ -552,6 +589,8 @@ def remove_names(files, paths, lost):
             follow_imports(path, tree, paths, lost, unwanted)
         if len(lost) == before:
             break
+
+    # Then write each file once.
     for path, tree in trees.items():
         names = {name for place, name in lost if place == path}
         if names or unwanted.get(path):
@@ -560,8 +599,8 @@ def remove_names(files, paths, lost):
 
 
 def follow_imports(path, tree, paths, lost, unwanted):
-    """Notes which imported names of one module are lost: in `unwanted` their aliases, in `lost` the
-    names they were bound to."""
+    """Notes which imported names of one module are lost: adds their aliases to `unwanted`, and the
+    names they were bound to in this module to `lost`."""
     # Imports that stand alone in a `try` with a fallback stay.
     with_fallback = set()
     for statement in scope_statements(tree.body):
@@ -569,22 +608,28 @@ def follow_imports(path, tree, paths, lost, unwanted):
         if stands_alone and catches_import_error(statement):
             with_fallback.add(id(statement.body[0]))
 
-    # Which names are imported from where they are lost.
+    # Which names are imported from a module that has lost them.
     gone_here = unwanted.setdefault(path, [])
     local_gone = Counter()
     imports = [node for node in scope_statements(tree.body) if isinstance(node, ast.ImportFrom)]
     lost_names = {name for _, name in lost}
     for node in imports:
+        # Most imports name nothing that is lost anywhere, or no module of the repository.
         if not lost_names & {alias.name for alias in node.names} and node.names[0].name != "*":
             continue
         targets = module_paths(paths, path, node)
         if not targets:
             continue
+
+        # A star import loses here what its module has lost, unless this module binds the name.
         if node.names[0].name == "*":
             for target, name in list(lost):
                 if target in targets and not bound_names(tree.body)[name]:
                     lost.add((path, name))
             continue
+
+        # Any other import loses the aliases of lost names. A fallback keeps the import only if all
+        # of its names are lost.
         lost_here = {name for target, name in lost if target in targets}
         aliases = [alias for alias in node.names if alias.name in lost_here]
         stays = id(node) in with_fallback and len(aliases) == len(node.names)
@@ -622,8 +667,7 @@ def without_names(stored, tree, aliases, names):
 
 # ------------------------------------------------------------ tests
 def function_of_test(node_id):
-    """The node id of a test function, of which this node id may be one case: without the [...] of
-    its parameters."""
+    """The node id of a test's function: of a parametrized case the part before its [...]."""
     return node_id.split("[")[0]
 
 
@@ -633,9 +677,10 @@ def file_of_test(node_id):
 
 
 def find_test(stored, node_id):
-    """The ast node of a test function by its node id; None where it is inherited, generated, or
-    where it is not certain which definition the name means. Of several definitions in one block the
-    last is the one that Python keeps."""
+    """The ast node of a test function by its node id. None where the test is inherited or
+    generated, or where it is not certain which definition the name means. Of several definitions in
+    one block Python keeps the last."""
+    # Class by class, then the function.
     body, node = parsed(stored).body, None
     for name in node_id.split("[")[0].split("::")[1:]:
         named = [node for node in body if getattr(node, "name", None) == name]
@@ -650,27 +695,31 @@ def find_test(stored, node_id):
 
 def remove_tests(stored, node_ids):
     """The file without these test functions. Earlier definitions of the same name go with them:
-    without the last one Python would keep the one before, which nobody ever ran."""
+    without the last one Python would keep the one before it, which has never been run."""
     source, edits = SourceText(stored), []
     for node_id in node_ids:
+        # The scope of the test: the module, or the class that is last of its name.
         body = parsed(stored).body
         *classes, name = node_id.split("[")[0].split("::")[1:]
         for outer in classes:
             body = [node for node in body if getattr(node, "name", None) == outer][-1].body
+
+        # Every definition of this name in it goes with its lines.
         for node in (node for node in body if getattr(node, "name", None) == name):
             start, end = source.span(node)
             begin = source.line_start(start)
             indent = source.text[begin:start]
             if indent.strip():
                 raise ValueError(f"{node_id} shares its line with other code")
-            # A class may have no other statement.
+
+            # In a class a `pass` takes its place: the class may have no other statement.
             line_end = source.line_end(end)
             line_break = re.search(r"[\r\n]*$", source.text[begin:line_end]).group()
             edits.append((begin, line_end, f"{indent}pass{line_break}" if classes else ""))
     return source.apply(edits)
 
 
-# What it takes to read a hostile child's answer: numbers too large for a float are an
+# What reading a hostile child's answer may raise. A number too large for a float is an
 # ArithmeticError.
 ANSWER_ERRORS = (
     ValueError,

@@ -1,8 +1,8 @@
 """How the authors of a repository run its tests, and what a failed run means, in words.
 
-Pure functions of {path: text}. A Plan is the way a suite is run: by the judge, by the study before
-tasks are made, and by the command that a task tells the agent. Ours, after what pytest documents
-about its configuration files.
+Pure functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it,
+and so do the study before tasks are made and the command that a task tells the agent. Ours, after
+what pytest documents about its configuration files.
 """
 
 import configparser
@@ -12,8 +12,8 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-# Where pytest looks for its configuration, in this order; of the last three only a file with its
-# section counts.
+# Where pytest looks for its configuration, in this order. The last three serve other tools as well
+# and count only where they hold a section of pytest's.
 CONFIG_FILES = (
     "pytest.toml",
     ".pytest.toml",
@@ -24,8 +24,8 @@ CONFIG_FILES = (
     "setup.cfg",
 )
 
-# Options that cannot be kept, by the reason. Coverage traces the code, as we do; several processes,
-# another order and a stop at the first failure would hide outcomes.
+# Options that cannot be kept, each with the reason. Coverage would set a trace function, and so do
+# we. Several processes, another order or a stop at the first failure would hide outcomes.
 LEFT_OUT = [
     (re.compile(pattern), why)
     for pattern, why in (
@@ -59,8 +59,8 @@ VALUED = set("""
     --workers -W -c -k -m -n -o -p -r
     """.split())
 
-# Who provides a fixture, a mark or an option: known names only, since a package guessed from a name
-# is a stranger's code.
+# Each plugin with the fixtures, marks and options that it provides. Only known names are listed: a
+# package whose name was guessed is a stranger's code.
 PROVIDED = """
 anyio: anyio anyio_backend
 faker: faker
@@ -132,7 +132,7 @@ class Plan:
     said: list = field(default_factory=list)  # what was left out, a line each
 
     def to_meta(self):
-        """What a task has to remember of it."""
+        """The fields that a task stores in its `meta`: all but `said`."""
         return dict(
             options=self.options,
             config=self.config,
@@ -143,10 +143,11 @@ class Plan:
 
 
 def plan_of_task(meta):
-    """The Plan that to_meta() remembered, None where there is none; ValueError for anything
-    else."""
+    """The Plan that to_meta() wrote; None for None, ValueError for anything else."""
     if meta is None:
         return None
+
+    # A file of tasks may come from a stranger: only known fields are taken, each of its type.
     lists, texts = ("options", "paths"), ("config", "folder")
     refusal = ValueError("no plan of a suite")
     if type(meta) is not dict or not set(meta) <= {*lists, *texts, "rewrite"}:
@@ -172,6 +173,7 @@ def plan_of_task(meta):
 
 # ---------------------------------------------------------------- what the configuration says
 def read_toml(text):
+    """The tables of a TOML file; {} where it is none."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -190,12 +192,13 @@ def read_ini(text):
 
 def pytest_settings(files):
     """(configuration file, its settings) as pytest finds them at the root; ("", {}) for none."""
+    # The first file that counts decides; settings are never merged.
     for name in CONFIG_FILES:
         text = files.get(name)
         if text is None:
             continue
 
-        # TOML: pyproject.toml counts only with a table of pytest's, the others count without.
+        # TOML: pyproject.toml counts only if it has a table for pytest, the other files always do.
         if name.endswith(".toml"):
             tool = read_toml(text)
             if name == "pyproject.toml":
@@ -208,7 +211,7 @@ def pytest_settings(files):
                 return name, {}
             continue
 
-        # An ini file: those that are not pytest's own count only with its section.
+        # An ini file: one that is not pytest's own counts only if it has a section for pytest.
         section = "tool:pytest" if name == "setup.cfg" else "pytest"
         sections = read_ini(text)
         if section in sections or name in ("pytest.ini", ".pytest.ini"):
@@ -227,14 +230,19 @@ def words_of(value):
 
 
 def grouped(words, exists=lambda word: False):
-    """The words of a command line in groups: an option with its value is one."""
+    """The words of a command line in groups; an option and its value form one group.
+
+    exists: whether a word names a file or folder of the repository."""
+    # Each word begins a group; the word after it may be its value.
     groups, left = [], list(words)
     while left:
         word = left.pop(0)
         groups.append([word])
         if not left or left[0].startswith("-"):
             continue
-        # Which options take a value is known of some; what no list knows may take a number.
+
+        # VALUED lists the options that take a value. An unknown option may take a number. --cov
+        # takes its value or none: a path behind it is what to collect.
         is_option = word.startswith("-") and "=" not in word
         takes_one = word in VALUED or is_option and re.fullmatch(r"\d+(\.\d+)?", left[0])
         if takes_one and not (word == "--cov" and exists(left[0])):
@@ -245,7 +253,8 @@ def grouped(words, exists=lambda word: False):
 def keep_options(words):
     """(the words that are kept, {reason: those left out})."""
     kept, left_out = [], {}
-    # By the option itself, or by the plugin that it names.
+
+    # An option is left out for what it does, or because `-p` names a plugin that is not used here.
     unused = re.compile(r"-p (no:)?(xdist|randomly|random_order|cov|pytest_cov)")
     for group in grouped(words):
         why = next((why for pattern, why in LEFT_OUT if pattern.fullmatch(group[0])), None)
@@ -260,10 +269,13 @@ def keep_options(words):
 
 def configured_plan(files):
     """The Plan of `pytest` at the root: its configuration, without what cannot be kept."""
+    # Which of the configured options can be kept.
     config, settings = pytest_settings(files)
     addopts = words_of(settings.get("addopts"))
     kept, left_out = keep_options(addopts)
-    # What is left out is said, and replaces the configuration's own options.
+
+    # If one has to go, the kept ones are given on the command line, where they replace the
+    # configuration's own addopts.
     plan = Plan(config=config)
     if left_out:
         plan.options = ["-o", f"addopts={shlex.join(kept)}"]
@@ -275,7 +287,8 @@ def configured_plan(files):
 
 def without_options(plan, files, refused, why):
     """The plan without the options that pytest refused, and without their values."""
-    # The options of the configuration, or those that this plan has put in their place.
+    # The options in force: those of the configuration, or those that this plan has put in their
+    # place by `-o addopts=...` (the word before them is the -o).
     _, settings = pytest_settings(files)
     addopts, other = words_of(settings.get("addopts")), list(plan.options)
     for i, word in enumerate(plan.options):
@@ -284,11 +297,12 @@ def without_options(plan, files, refused, why):
             other = plan.options[: i - 1] + plan.options[i + 1 :]
             break
 
+    # whether a word names a file or a folder of the repository
     def present(word):
         folder = word.rstrip("/") + "/"
         return word in files or any(path.startswith(folder) for path in files)
 
-    # A word that follows a refused option and names no file is its value.
+    # Drop the refused options. A word that follows one and names no file is its value.
     kept, gone, refused_before = [], [], False
     for group in grouped(addopts, present):
         is_value = not group[0].startswith("-") and not present(group[0])
@@ -298,6 +312,8 @@ def without_options(plan, files, refused, why):
         else:
             kept += group
             refused_before = False
+
+    # None tells that nothing could be dropped, so another run would be refused again.
     if not gone:
         return None
     options = ["-o", f"addopts={shlex.join(kept)}", *other]
@@ -306,13 +322,19 @@ def without_options(plan, files, refused, why):
 
 
 def provider(name):
-    """The plugin that provides a fixture, a mark or an option; "" where none is known."""
+    """The plugin that provides a fixture, a mark or an option; "" where none is known.
+
+    An option is known by its whole name or by its first word: --cov-report by `cov`."""
     bare = name.lstrip("-").partition("=")[0]
     return PLUGINS.get(bare) or PLUGINS.get(bare.partition("-")[0], "")
 
 
 def adapted(plan, files, said, errors):
-    """The plan without what pytest could not take in this environment; None for other reasons."""
+    """The plan without what pytest refused in this environment; None where nothing can be left out.
+
+    said: what pytest printed; errors: {where: text} of the run. One refusal is handled per call:
+    the caller runs the suite again and asks again."""
+    # Options of plugins that are not installed, and plugins that cannot be loaded.
     if match := re.search(r"unrecognized arguments: (.*)", said):
         words = words_of(match[1])
         names = sorted({provider(word) for word in words} - {""})
@@ -324,7 +346,8 @@ def adapted(plan, files, said, errors):
         words = [["-p", match[1]], f"-p{match[1]}"]
         return without_options(plan, files, words, f"the plugin {match[1]} is not installed")
 
-    # pytest-asyncio warns of its own default, and the repository makes errors of warnings
+    # pytest-asyncio warns where its loop scope is unset, and the repository turns warnings into
+    # errors: a scope that is set is not warned of.
     unset = r"INTERNALERROR> .*configuration option \"(\w+_loop_scope)\" is unset"
     if match := re.search(unset, said):
         more = ["-o", f"{match[1]}=function"]
@@ -332,7 +355,8 @@ def adapted(plan, files, said, errors):
             line = f"{match[1]} is set to function (pytest-asyncio warns where it is unset)"
             return with_options(plan, more, line)
 
-    # refused by a strict configuration, or a warning that the repository makes an error of
+    # A setting that no plugin here knows. A strict configuration refuses it, or pytest warns of it
+    # and the repository turns warnings into errors.
     if match := re.search(r"Unknown config option:? ?s?:? ?([\w, ]+)", said):
         name = match[1].strip()
         more = ["-o", "strict_config=false", "-W", "ignore::pytest.PytestConfigWarning"]
@@ -342,6 +366,8 @@ def adapted(plan, files, said, errors):
         if found:
             return with_options(found, more)
         return with_options(plan, more, f"unknown settings are allowed ({name})")
+
+    # The same for marks: first as a warning, then as an error of --strict-markers.
     if name := first_group(r"Unknown pytest\.mark\.(\w+)", [said, *errors.values()]):
         more = ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
         if more[1] in plan.options:
@@ -362,12 +388,12 @@ def adapted(plan, files, said, errors):
 
 
 def with_options(plan, more, *lines):
-    """The plan with more options, and with what is said of them."""
+    """The plan with more options, and with these lines that explain them."""
     return replace(plan, options=[*plan.options, *more], said=[*plan.said, *lines])
 
 
 def first_group(pattern, texts):
-    """The first group of a pattern in the first text that it is found in; "" if in none."""
+    """The first group of a pattern's match in the first text that has one; "" if none has."""
     for text in texts:
         if match := re.search(pattern, text):
             return match[1]
@@ -387,14 +413,16 @@ RUNNERS = re.compile(
 )
 
 
-# what stands before a command in a build file: a prompt, a dash, a key
+# what may precede a command in a line of a build file: a prompt, a dash of a list, a key
 LINE_HEAD = re.compile(
     r"^[\s@$>*-]*(-\s+)?(run|script|test|tests|commands|check|test_script)?" r"\s*[:=]?\s*[-@|]*\s*"
 )
 
 
 def command_lines(files):
-    """(path, line) of every line of the build files that starts tests."""
+    """(path, line) of every line of the build files that may hold a command; stated_plans keeps
+    those that run tests."""
+    # Where the authors are most likely to say it comes first; prose (README) comes last.
     order = ("tox.ini", "noxfile.py", "pyproject.toml", "setup.cfg", "Makefile", "setup.py")
 
     def rank(path):
@@ -402,7 +430,7 @@ def command_lines(files):
         return place, path.startswith(("README", "CONTRIB")), path
 
     for path in sorted((path for path in files if COMMAND_FILES.match(path)), key=rank):
-        # A command may go on in the next line.
+        # A command may go on in the next line. Each kind of file writes commands in its own way.
         text = files[path].replace("\\\n", " ")
         if path == "noxfile.py":
             for call in re.findall(r"session\.run\(([^)]*)\)", text, re.S):
@@ -421,12 +449,13 @@ def command_lines(files):
 
 def stated_plans(files):
     """[(Plan, where it is said)] of the commands by which the authors run their tests."""
+    # Each command that starts a known runner, once.
     plans = []
     for path, line in command_lines(files):
         if not RUNNERS.search(line):
             continue
         folder = ""
-        # A line may go to a folder first, and hold several commands.
+        # One line may hold several commands, and a `cd` before them.
         for part in re.split(r"&&|;|\|\|?", line):
             words = words_of(part)
             if words[:1] == ["cd"] and len(words) == 2:
@@ -435,7 +464,8 @@ def stated_plans(files):
             found = plan_in_folder(part.strip(), files, folder)
             if found and all(found != plan for plan, _ in plans):
                 plans.append((found, f"`{part.strip()[:80]}` in {path}"))
-    # Files that are named like tests, though not as pytest names them.
+
+    # Last, files that hold tests and are named like tests, though not by pytest's own pattern.
     named = sorted(
         path
         for path in files
@@ -467,11 +497,14 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
-    # From the runner on. What setup.py runs is read from the file itself (command_lines).
+    # Only the words from the runner on count. What setup.py runs is read from that file itself
+    # (command_lines).
     words = without_launchers(words_of(without_variables(line)))
     if words[:2] == ["FILE", "setup.py"] or not words:
         return None
     plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
+
+    # A path counts only if the repository has it.
     folders = set()
     for path in files:
         folders.update(str(parent) for parent in PurePosixPath(path).parents)
@@ -482,7 +515,8 @@ def plan_of_command(line, files):
     def tidy(word):
         return word.removeprefix("./").rstrip("/") or "."
 
-    # Each runner has its own way to say what is collected.
+    # Each runner has its own way to say what is collected. A test module that Python is given as a
+    # file (FILE) is collected by pytest instead.
     if head in ("pytest", "py.test"):
         kept, _ = keep_options(rest)
         for group in grouped(kept, present):
@@ -504,7 +538,10 @@ def plan_of_command(line, files):
 
 
 def without_variables(line):
-    """A command line without the variables of tox, make and shells, as far as they can be told."""
+    """A command line without the variables of tox, make and shells.
+
+    Python and the root are put in their places, defaults of {posargs} are kept, and every other
+    variable becomes a space."""
     line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
     python = r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?"
     line = re.sub(python, lambda match: "" if "bindir" in match[0] else "python", line)
@@ -513,13 +550,15 @@ def without_variables(line):
 
 
 def without_launchers(words):
-    """The words of a command from the runner of the tests on: without an environment, `poetry run`,
-    `python -m`, `coverage run`. The word FILE stands before a program that Python is given."""
+    """The words of a command from the test runner on: without an environment, `poetry run`,
+    `python -m`, `coverage run`. The word FILE precedes a program that Python is given as a file."""
+    # Variables and wrappers, then a manager of environments.
     while words and re.fullmatch(r"\w+=.*|time|xvfb-run|env|exec|-", words[0]):
         words.pop(0)
     managers = ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
     while len(words) > 2 and words[0] in managers and words[1] == "run":
         words = words[2:]
+
     # Python with its own options: what follows is a module or a file.
     if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
         words = words[1:]
@@ -528,6 +567,8 @@ def without_launchers(words):
         while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
             words = words[1:]
         words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
+
+    # Coverage with its own options: the runner under it is again a module or a file.
     if words[:2] == ["coverage", "run"]:
         words = words[2:]
         alone = ("-a", "-p", "--append", "--branch", "--parallel-mode")
@@ -540,7 +581,8 @@ def without_launchers(words):
 
 def unittest_plan(plan, words, present):
     """The Plan of `python -m unittest WORDS`: its folders and patterns, as pytest takes them."""
-    # What the words say: where to start, which files, or names of modules.
+    # What the words say: where to start, a pattern of file names, names of modules. Values of
+    # options that do not matter here are dropped.
     folder, pattern, names, words = "", "", [], list(words)
     while words:
         word = words.pop(0)
@@ -560,6 +602,8 @@ def unittest_plan(plan, words, present):
             if present(path.rstrip("/")):
                 plan.paths.append(path.rstrip("/"))
                 break
+
+    # A folder to start from. unittest's own pattern, test*.py, holds wherever a folder is searched.
     folder = folder and (folder.rstrip("/").removeprefix("./") or ".")
     if folder and present(folder):
         plan.paths.append(folder)
@@ -571,7 +615,9 @@ def unittest_plan(plan, words, present):
 
 
 def test_command(plan, deselected=(), ignored=()):
-    """The command line that runs the suite by this plan, for a person or an agent at the root."""
+    """The command line that runs the suite by this plan, for a person or an agent at the root.
+
+    deselected: node ids that are not run; ignored: files that are not collected."""
     words = ["python", "-m", "pytest", "-q", *plan.options]
     if plan.folder:
         up = [".."] * len(PurePosixPath(plan.folder).parts)
@@ -584,6 +630,7 @@ def test_command(plan, deselected=(), ignored=()):
 
 # ---------------------------------------------------------------- what went wrong, in words
 def normalised(name):
+    """The name of a package as the package index compares names (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -600,23 +647,27 @@ def declared_names(files):
 
 
 def own_metadata(files):
-    """{path: text} by which importlib.metadata finds the package: its name and its version and
-    nothing else.
+    """{path: text} of a file by which importlib.metadata finds the package. It holds the name and
+    the version and nothing else.
 
-    They are those of a source distribution's PKG-INFO, or of pyproject.toml; {} where neither tells
+    Both come from a source distribution's PKG-INFO, or from pyproject.toml; {} where neither holds
     both."""
-    # A source distribution's own words, or the project's.
+    # A source distribution says both in its PKG-INFO, whose headers end at the first empty line.
     name = version = ""
     for line in files.get("PKG-INFO", "").split("\n\n")[0].split("\n"):
         key, _, value = line.partition(": ")
         name = value.strip() if key == "Name" else name
         version = value.strip() if key == "Version" else version
+
+    # Otherwise pyproject.toml may; a version that a build works out is not written there.
     project = read_toml(files.get("pyproject.toml", "")).get("project", {})
     if not (name and version) and isinstance(project, dict):
         name, version = project.get("name", ""), project.get("version", "")
     for word in (name, version):
         if not isinstance(word, str) or not re.fullmatch(r"[\w.+!-]+", word):
             return {}
+
+    # The least metadata that importlib.metadata accepts.
     folder = re.sub(r"[-_.]+", "_", name)
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     return {f"{folder}.egg-info/PKG-INFO": text}
@@ -639,7 +690,9 @@ VERSION_WRITERS = re.compile(
 
 
 def written_by_build(module, files):
-    """(what writes this file of the repository, the command that helps), or None."""
+    """(why this module of the repository is missing, the command that helps) if a build writes the
+    module; None if no build does."""
+    # Where the module would stand, and all that the build files say.
     path = "/".join(module.split("."))
     stem = path.rpartition("/")[2]
     build = "\n".join(
@@ -648,7 +701,8 @@ def written_by_build(module, files):
     )
     helps = "python -m pip install --no-deps --editable"
 
-    # The file is named in the configuration of setuptools_scm, hatch-vcs and the like.
+    # A file of Python that the build writes, as setuptools_scm and hatch-vcs write a version: the
+    # configuration names it, or it is called like a version and such a tool is in use.
     is_named = re.search(rf"{re.escape(path)}\.py|[/\"']{re.escape(stem)}\.py", build)
     if is_named or "version" in stem and VERSION_WRITERS.search(build):
         tools = ("setuptools_scm", "hatch-vcs", "versioningit", "versioneer", "flit_scm")
@@ -659,7 +713,7 @@ def written_by_build(module, files):
                 break
         return f"{path}.py is written by {tool} when the package is built", helps
 
-    # Its source is there, or the build says that it is compiled.
+    # A compiled extension: its source is there, or the build says that it compiles one.
     short, whole = re.escape(stem.lstrip("_")), re.escape(stem)
     extension = re.compile(
         rf"(?i:(^|/){short}\w*\.(pyx|c|cc|cpp|cxx|rs|f90))$"
@@ -678,7 +732,10 @@ def written_by_build(module, files):
 
 
 def explain_error(where, text, files, own, repo):
-    """What an error of a suite means and what helps, in one line."""
+    """What an error of a suite means and what helps, in one line.
+
+    where: the test or file it belongs to; own: top-level names of the repository; repo: its path as
+    the user gave it."""
     first = f"{where}: {text}" if where else text
 
     # A plugin of pytest is missing: for a fixture, a mark, async tests.
@@ -697,7 +754,7 @@ def explain_error(where, text, files, own, repo):
         helps = f"pip install {named[0]}" if named else "pytest-asyncio and anyio are such plugins"
         return f"{where}: its async tests need a plugin that runs them: {helps}"
 
-    # The package itself, or a module, is not there as an installation leaves it.
+    # The package was never installed, or a module is missing.
     if re.search(
         r"PackageNotFoundError: (?:No package metadata was found for )?['\"]?([\w.-]+)", text
     ):
@@ -718,6 +775,7 @@ def explain_error(where, text, files, own, repo):
 
 def explain_missing(module, files, own, repo):
     """What helps where a module is missing. own: the names that the repository's files take."""
+    # A module of the repository may be written by a build; any other one may be declared.
     top = module.partition(".")[0]
     if top in own:
         built = written_by_build(module, files)
@@ -727,7 +785,7 @@ def explain_missing(module, files, own, repo):
         name = normalised(top)
         return f"it is declared but not installed: pip install {name}, or --autoinstall"
 
-    # Some part of the repository, by where it is or by how it is called.
+    # Otherwise it is a part of the repository that is not here, judged by its place or its name.
     is_helper = re.search(r"test|conftest|helper|util|support|fixtures", top)
     if top in own or is_helper or any(path.split("/")[0] == top for path in files):
         return (
@@ -738,9 +796,12 @@ def explain_missing(module, files, own, repo):
 
 
 def explain_usage(said):
-    """The line of pytest's own output that says why it did not start."""
+    """(file name of the conftest.py that failed, or "", and the line of pytest's own output that
+    says why it did not start)."""
     lines = [line.strip() for line in said.strip().split("\n") if line.strip()]
-    # The first of these patterns that any line has; of those lines the last one.
+
+    # The patterns stand in the order of how much they tell. The first one that matches any line
+    # decides; of the lines that match it, the last one is taken.
     telling = (
         r"E +(.*)",
         r"INTERNALERROR>\s*([\w.]+(?:Error|Warning|Exception|Exit): .*)",
@@ -753,5 +814,7 @@ def explain_usage(said):
         if marked:
             why = marked[-1]
             break
+
+    # Whose fault it is, where pytest names a conftest.py.
     conftest = first_group(r"ImportError while loading conftest '([^']*)'", lines)
     return conftest.rpartition("/")[2], why[:300]

@@ -6,11 +6,11 @@ twin is the same test with one thing changed that it asserts: another expected v
 exception, the opposite operator. Code that does what the test asks for fails the twin; code that
 only makes tests pass passes the twin as well, and is found out.
 
-A change is one that must fail *because* the test passes, whatever the implementation: what is
+A change must make the twin fail *because* the test passes, whatever the implementation: what is
 expected is changed, never what the feature is given. Where a value is expected, test and twins call
-the same function `odd`, which hands its value on or changes it, according to a number; so all
-copies look alike but for a number. Where nothing is to be changed in a value (`is`, `<`, `not`),
-the twin has the opposite operator.
+the same function `odd`, which returns its value unchanged or changed, according to a number. So all
+copies look alike but for a number. Where changing a value would not do (`is`, `<`, `not`), the twin
+has the opposite operator.
 
 Left out: assertions in fixtures, in helpers of one argument, and in what a test calls by a name
 that says nothing. Such a test has no twin, and a task is not judged by it alone.
@@ -25,10 +25,12 @@ from pathlib import Path
 
 from world.source import SourceText, encode_source, find_test, syntax
 
-# The functions that the copies call, without the head of their file.
+# The functions that the copies call, as text. The file's head is left out, and so are the numbers
+# that stand there for the drawn ones.
 HELPERS = Path(__file__).with_name("twin_helpers.py").read_text(encoding="utf-8")
 HELPERS = "\n\n\n" + HELPERS[HELPERS.index("def GUARD") :]
 
+# For each operator one that is false where it is true. == and `in` get other values instead.
 OPPOSITE = {
     ast.NotEq: ast.Eq,
     ast.NotIn: ast.In,
@@ -39,7 +41,7 @@ OPPOSITE = {
     ast.Gt: ast.LtE,
     ast.GtE: ast.Lt,
 }
-# unittest's methods that have an opposite; the others compare two values or wait for an exception
+# unittest's methods that have an opposite; the others compare two values or expect an exception
 OPPOSITE_METHOD = {
     "assertTrue": "assertFalse",
     "assertIs": "assertIsNot",
@@ -56,6 +58,7 @@ OPPOSITE_METHOD |= {
     "assertNotRegex": "assertRegex",
     "assertNotAlmostEqual": "assertAlmostEqual",
 }
+# calls that expect an exception or a warning
 RAISES = {
     "raises",
     "warns",
@@ -85,28 +88,30 @@ WRITING = APPROXIMATE | {
     "Path",
     "array",
 }
-# calls whose truth compares what they are given
+# calls that compare their arguments and return whether they agree
 COMPARING = re.compile(
     r"(^|_)(isclose|allclose|array_equal|array_equiv|startswith|endswith|equals?"
     r"|same)$"
     r"|^(fullmatch|match|search)$"
 )
+# those of them that look for one argument inside another
 CONTAINING = {"startswith", "endswith", "fullmatch", "match", "search"}
 # calls that assert by themselves: a package's own helpers, numpy.testing, mock
 HELPER = re.compile(
     r"assert|check|verif|expect|same|equal|compare|should|ensure|validate|match" r"|close", re.I
 )
 ASSERTING_METHOD = re.compile(r"assert|expect|same|equal|should", re.I)
+# what a test calls or raises to fail
 FAILING = {"fail", "AssertionError"}
 
 
 class Twins(ast.NodeTransformer):
     """One pass over a test that numbers every change, and makes the change of number `chosen`.
 
-    `numbers(changed)` draws the number that tells `odd` whether to change its value. Values that
-    are expected are sent through `odd` whether they are changed or not; `lost` are the names of the
-    feature, whose arguments are never changed. `changes` says of each whether a "value" is changed
-    or an "operator"."""
+    odd: the name of the function in the copies that hands on expected values. Every expected value
+    goes through it, changed or not. numbers(changed): draws the number that tells `odd` whether to
+    change its value. lost: the names of the feature; the arguments of a call to one are never
+    changed. `changes` lists what each change is: "value" or "operator"."""
 
     def __init__(self, odd, numbers, chosen=None, lost=()):
         self.odd, self.numbers, self.chosen, self.lost = odd, numbers, chosen, set(lost)
@@ -116,21 +121,24 @@ class Twins(ast.NodeTransformer):
     def through_odd(self, value, how=""):
         """The call odd(number, value[, how]).
 
-        `how` is "far" for a value that must not be contained in another, "all" for a container of
-        which no element may stay, "kind" for exceptions."""
+        `how` is "far" for a value that must not occur inside another one, "all" for a container of
+        which no element may stay, "kind" for a class of exceptions."""
         self.changes.append("value")
         number = self.numbers(len(self.changes) - 1 == self.chosen)
         words = [ast.Constant(number), value] + [ast.Constant(how)] * bool(how)
         return ast.Call(ast.Name(self.odd, ast.Load()), words, [])
 
     def is_opposite(self):
-        """True if this is the change to make: the caller then turns its operator around."""
+        """Counts a change of an operator. True if it is the one to make: then the caller replaces
+        the operator by its opposite."""
         self.changes.append("operator")
         return len(self.changes) - 1 == self.chosen
 
     # ------------------------------------------------------------------ truths
     def falsify(self, node):
-        """The expression, true in a passing test, with its changes: each makes it false."""
+        """An expression that is true in a passing test, with its changes; each change alone makes
+        it false."""
+        # What the expression is made of.
         if isinstance(node, ast.Compare):
             return self.falsify_compare(node)
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
@@ -141,7 +149,8 @@ class Twins(ast.NodeTransformer):
         if is_not(node) and is_unequal(node.operand):
             self.change_sides(node.operand)  # `not a != b` asserts a == b
             return node
-        # A call: all(...) of what is checked for each, or one that compares its arguments.
+
+        # A call: all(... for ...), where each item is checked, or one that compares its arguments.
         if isinstance(node, ast.Call):
             name = called_name(node)
             given = node.args[0] if len(node.args) == 1 else None
@@ -153,10 +162,12 @@ class Twins(ast.NodeTransformer):
             if name not in self.lost and node.args and (COMPARING.search(name) or helper):
                 node.args = self.changed_arguments(node.args, "far" if name in CONTAINING else "")
                 return node
+
+        # Of any other expression only its truth can be changed.
         return self.negated(node)
 
     def negated(self, node):
-        """`not node`; of `not x`, x."""
+        """`not node`, or x for `not x`, if this is the change to make."""
         if not self.is_opposite():
             return node
         if is_not(node):
@@ -164,7 +175,9 @@ class Twins(ast.NodeTransformer):
         return ast.UnaryOp(ast.Not(), node)
 
     def falsify_or(self, node):
-        """All parts become false in one change: equalities by a value, the rest by `and False`."""
+        """An `or` with one change that makes all its parts false: an equality gets another value,
+        any other part `and False`."""
+        # In every copy the equalities go through `odd`, so that the copies look alike.
         made = self.is_opposite()
         for place, part in enumerate(node.values):
             if compares_by(part, ast.Eq):
@@ -175,13 +188,15 @@ class Twins(ast.NodeTransformer):
         return node
 
     def falsify_compare(self, node):
-        """Equality and containment get other values, every other operator is turned around."""
+        """A comparison with its changes: == and `in` get other values, every other operator becomes
+        its opposite. Of a chain (a < b < c) each operator is a change of its own."""
         sides = [node.left, *node.comparators]
         for place, operator in enumerate(node.ops):
             left, right = sides[place], sides[place + 1]
             if isinstance(operator, (ast.Eq, ast.In)):
                 contained = isinstance(operator, ast.In)
-                # the plainer side is the expected one; where that is unclear, each side is changed
+                # Of an equality the plainer side is the expected one; of two equally plain sides
+                # each is a change. Of `in` both sides are.
                 difference = plainness(left) - plainness(right)
                 if contained or difference <= 0:
                     sides[place + 1] = self.expected(right, "all" if contained else "")
@@ -193,14 +208,15 @@ class Twins(ast.NodeTransformer):
         return node
 
     def expected(self, node, how=""):
-        """An expected value through `odd`: of approx(value), the value."""
+        """An expected value, sent through `odd`; of approx(value) it is the value inside."""
         if isinstance(node, ast.Call) and called_name(node) in APPROXIMATE and node.args:
             node.args[0] = self.through_odd(node.args[0], how)
             return node
         return self.through_odd(node, how)
 
     def changed_arguments(self, arguments, how=""):
-        """Arguments that call nothing, each a change of its own; all, if each calls something."""
+        """Arguments of a comparing call. Those that call nothing are expected values, and each is a
+        change of its own; if all of them call something, each is one."""
         plain = [argument for argument in arguments if not has_call(argument)] or arguments
         changed = []
         for argument in arguments:
@@ -209,7 +225,7 @@ class Twins(ast.NodeTransformer):
         return changed
 
     def change_sides(self, test):
-        """Both sides of a comparison of two, each a change of its own."""
+        """Makes both sides of a comparison a change each."""
         test.left, test.comparators = self.expected(test.left), [self.expected(test.comparators[0])]
 
     # ------------------------------------------------------------------ statements
@@ -219,13 +235,16 @@ class Twins(ast.NodeTransformer):
 
     def visit_If(self, node):
         """`if a != b: fail()` asserts a == b."""
-        # The exception or the function that its first statement calls.
+        # What its first statement raises or calls.
         first = node.body[0]
         call = None
         if isinstance(first, ast.Raise):
             call = first.exc
         elif isinstance(first, ast.Expr):
             call = first.value
+
+        # If that fails the test, the condition is one that must not hold. Any other `if` is
+        # searched for assertions.
         fails = call is not None and called_name(call) in FAILING
         if fails and is_unequal(node.test):
             self.change_sides(node.test)
@@ -252,18 +271,20 @@ class Twins(ast.NodeTransformer):
         return node
 
     def visit_Assign(self, node):
-        """`error = pytest.raises(...)` and `with` are the same assertion."""
+        """`error = pytest.raises(...)` asserts the same as `with pytest.raises(...)`."""
         if isinstance(node.value, ast.Call) and called_name(node.value) in RAISES:
             node.value = self.asserting_call(node.value)
         return node
 
     def asserting_call(self, node, in_with=False):
-        """A call that asserts: unittest's methods, raises and warns, helpers of any package."""
+        """A call with its changes, if it is one that asserts: unittest's methods, raises and warns,
+        helpers of any package."""
+        # A call to the feature itself is given its arguments as they are.
         name, method = called_name(node), isinstance(node.func, ast.Attribute)
         if name in self.lost:
             return node
 
-        # raises, warns: another exception, another text to match.
+        # raises, warns: another exception, another pattern to match.
         if name in RAISES:
             if node.args and not isinstance(node.args[0], ast.Starred):
                 node.args[0] = self.through_odd(node.args[0], "kind")
@@ -286,6 +307,8 @@ class Twins(ast.NodeTransformer):
             elif self.is_opposite():
                 node.func.attr = OPPOSITE_METHOD[name]
             return node
+
+        # The remaining ones assert only where they stand alone, not as a context manager.
         if in_with:
             return node
         if method and name.startswith("assert") and len(node.args) > 1:
@@ -298,7 +321,7 @@ class Twins(ast.NodeTransformer):
                 node.args[:2] = self.changed_arguments(node.args[:2])
             return node
 
-        # Helpers of any package, by their names.
+        # Helpers of any package, known by their names or by having two arguments.
         if is_helper(node, name, method):
             node.args = self.changed_arguments(node.args)
             for keyword in node.keywords:
@@ -308,13 +331,13 @@ class Twins(ast.NodeTransformer):
 
 
 def called_name(node):
-    """The last name of what is called: approx of pytest.approx(1); "" for anything else."""
+    """The last name of what is called, `approx` for pytest.approx(1); "" where it has no name."""
     function = node.func if isinstance(node, ast.Call) else node
     return getattr(function, "id", None) or getattr(function, "attr", "")
 
 
 def compares_by(node, operator):
-    """Whether a node compares two things, by this operator."""
+    """Whether a node is a comparison of two things by this operator."""
     is_single = isinstance(node, ast.Compare) and len(node.ops) == 1
     return is_single and isinstance(node.ops[0], operator)
 
@@ -328,7 +351,9 @@ def is_not(node):
 
 
 def is_helper(node, name, method):
-    """Whether a call that stands alone asserts: by its name, or as a function of two things."""
+    """Whether a call that stands alone asserts, judged by its name or, for a plain function, by its
+    having two arguments. method: whether it is called as an attribute."""
+    # Of methods only telling names count; a wider choice of names on the test class itself.
     if method:
         owner = getattr(node.func.value, "id", "")
         own = owner in ("self", "cls") and HELPER.search(name)
@@ -338,14 +363,15 @@ def is_helper(node, name, method):
 
 
 def has_call(node):
-    """Whether an expression calls anything but approx and what only writes a value down."""
+    """Whether an expression calls anything but WRITING: approx and constructors of plain values."""
     calls = (ast.Call, ast.Await, ast.Yield)
     parts = (part for part in ast.walk(node) if isinstance(part, calls))
     return any(called_name(part) not in WRITING for part in parts)
 
 
 def plainness(node):
-    """2 for what is written down, 1 for what only has names, 0 for what calls something."""
+    """How much an expression looks like an expected value: 2 for literals, 1 if it has names, 0 if
+    it calls something."""
     if has_call(node):
         return 0
     has_name = any(isinstance(part, (ast.Name, ast.Attribute)) for part in ast.walk(node))
@@ -361,7 +387,8 @@ def list_changes(test, lost=()):
 
 
 def changed_copy(test, odd, numbers, chosen=None, lost=()):
-    """A copy of a test's ast with the change of number `chosen`; without one it means the same."""
+    """A copy of a test's ast with the change of number `chosen`. Without one, the copy asserts the
+    same as the test."""
     made = copy.deepcopy(test)
     twins = Twins(odd, numbers, chosen, lost)
     made.body = [twins.visit(statement) for statement in made.body]
@@ -369,7 +396,8 @@ def changed_copy(test, odd, numbers, chosen=None, lost=()):
 
 
 def draw_numbers(draw):
-    """(modulus, rest, numbers): numbers(False) draws one of this rest, numbers(True) another."""
+    """(modulus, rest, numbers): numbers(False) draws a number with this rest, numbers(True) one
+    with any other rest."""
     # A number tells by its remainder whether it changes a value: only the parent knows which.
     modulus = draw.randrange(101, 999)
     rest = draw.randrange(modulus)
@@ -379,6 +407,7 @@ def draw_numbers(draw):
             number = draw.getrandbits(40)
             if (number % modulus != rest) == changed:
                 return number
+            # move it to the right rest; with changed=True draw again instead
             if not changed:
                 return number - number % modulus + rest
 
@@ -386,8 +415,8 @@ def draw_numbers(draw):
 
 
 class EqualityGuard(ast.NodeTransformer):
-    """Sends both sides of every compared equality through a check that they are not equal to
-    everything."""
+    """Sends both sides of every equality that a test compares through a check that they are not
+    equal to everything."""
 
     def __init__(self, name):
         self.name = name  # of the function that checks (GUARD in world/twin_helpers.py)
@@ -413,24 +442,30 @@ class EqualityGuard(ast.NodeTransformer):
 
 def with_twins(text, groups, draw, sites=None, lost=()):
     """Each test under a new name, beside twins that must fail: (text, {old name: [new name, twin,
-    ...]}).
+    ...]}). Names are node ids of test functions.
 
-    `sites` names for each group the changes of which its twins are made, `lost`
-    the names of the feature; without sites a test has one twin, which fails at its end. Only the
-    parent knows which copy is which, so code that makes every test pass gives itself away, as does
-    code that replaces what compares; and results that claim to equal everything, or everything of a
-    kind, fail. What remains: code that reads the bytecode of the running test to tell the copies
-    apart."""
+    groups: the tests; draw: a random.Random; sites: {test: numbers of the changes of which its
+    twins are made}; lost: the names of the feature. A test without sites has one twin, which fails
+    at its end.
+
+    Only the parent knows which copy is which. So code that makes every test pass gives itself away,
+    and so does code that replaces what compares. Results that claim to equal everything, or
+    everything of a kind, fail. What remains: code that reads the bytecode of the running test to
+    tell the copies apart."""
+    # Names and numbers, drawn anew for each file and run.
     read, names, plain = SourceText(text), {}, f"same_{draw.getrandbits(32):08x}"
-    # Nobody reads these bytes but Python, to which all line ends are one.
+    # Only Python reads the result, and to Python all line ends are the same.
     lines = [line.rstrip("\r\n") for line in read.lines] + [""]
     odd = f"same_{draw.getrandbits(32):08x}"
     modulus, rest, numbers = draw_numbers(draw)
     nodes = {group: find_test(text, group) for group in groups}
-    # The last test first: what is above it keeps its lines.
+
+    # The last test first, so that the tests above it keep their line numbers.
     for group, node in sorted(nodes.items(), key=lambda item: -item[1].lineno):
         start, old = read.line_number(read.span(node)[0]) - 1, node.name
-        # One copy that means the same, and one for each change.
+
+        # The first copy asserts the same as the test; each other one has a change. Without sites,
+        # both copies get one more assertion at their end, which only the first one passes.
         chosen = (sites or {}).get(group)
         if chosen:
             made = [changed_copy(node, odd, numbers, site, lost) for site in [None, *chosen]]
@@ -440,10 +475,11 @@ def with_twins(text, groups, draw, sites=None, lost=()):
             for copied, number in zip(made, (one, two)):
                 copied.body += syntax(f"assert {one} == int('{number}')").body
 
-        # Each in the test's place under a new name, with its equalities guarded, in chance order.
+        # All copies stand in the test's place, under new names, with their equalities guarded, and
+        # in a drawn order.
         copies = []
         for copied in made:
-            # not the decorators: they run before `plain` exists
+            # not in the decorators: they run before the function `plain` is defined
             copied.body = [EqualityGuard(plain).visit(statement) for statement in copied.body]
             copied.name = f"{old}_{draw.getrandbits(32):08x}"
             source = ast.unparse(ast.fix_missing_locations(copied)).split("\n")
@@ -453,7 +489,8 @@ def with_twins(text, groups, draw, sites=None, lost=()):
         draw.shuffle(copies)
         lines[start : node.end_lineno] = itertools.chain.from_iterable(copies)
 
-    # The functions that the copies call, under the names of this run.
+    # The functions that the copies call, at the end of the file. In their text the words in
+    # capitals are replaced by the names and numbers that were drawn.
     drawn = dict(GUARD=plain, ODD=odd, MODULUS=modulus, REST=rest, NUMBER=draw.getrandbits(48))
     drawn.update(UNRELATED=f"{odd}_kind", CANDIDATES=f"{odd}_values")
     helpers = re.sub(r"\b[A-Z]+\b", lambda word: str(drawn.get(word[0], word[0])), HELPERS)
@@ -462,8 +499,8 @@ def with_twins(text, groups, draw, sites=None, lost=()):
 
 
 def lost_names(names):
-    """What a feature's parts are called by: of Class.method both, but for what Python itself
-    calls."""
+    """The names by which a feature's parts are called: of Class.method both names, but no special
+    method such as __init__, which Python itself calls."""
     parts = set()
     for name in names:
         parts.update(name.split("."))
@@ -472,7 +509,7 @@ def lost_names(names):
 
 def place_twins(files, sites, draw, lost):
     """(files with the copies of these tests in their places, {test function: [new name, twin,
-    ...]})."""
+    ...]}). sites: as in with_twins, of tests in any number of files."""
     tree, copies = dict(files), {}
     for path in sorted({group.split("::")[0] for group in sites}):
         own = {group: numbers for group, numbers in sites.items() if group.split("::")[0] == path}
