@@ -139,9 +139,9 @@ def kept_lines(before, after):
 
 
 def put_in_place(shown, start, old, new):
-    """The bytes that replace `old`, which is shown at `start`. Lines that are in both keep their
-    bytes, others get the file's line end, and bytes that are no text stay where they are shown
-    again."""
+    """The text that replaces `old`, which is shown at `start`. Lines that are in both `old` and
+    `new` keep their bytes, others get the file's line end. Bytes that are no text stay where `new`
+    shows them again."""
     parts, done, end = [], 0, line_end(shown.whole, shown.place(start))
     for a, b, c, d in kept_lines(old, new):
         # What both texts share up to here, as the file holds it; then the new stretch.
