@@ -26,7 +26,8 @@ def is_bytecode(data):
     CPython 3, a CR and an LF."""
     if data[:4] == importlib.util.MAGIC_NUMBER:
         return True
-    # Other versions of Python: a text could begin like that, but has no zero byte in its head.
+    # Of another version of Python the number is in this range. The zero byte rules out a text that
+    # begins alike.
     number = int.from_bytes(data[:2], "little")
     return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
 

@@ -131,8 +131,7 @@ def draw_function(rng, module, noun, steps, held_out):
     # The names that belong to this split.
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
 
-    # Draw compositions until one belongs to this split, too. The same step twice in a row would
-    # often be one step.
+    # Draw compositions until one belongs to this split, too. No operation follows itself.
     while True:
         ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
         function = Function(
