@@ -200,6 +200,7 @@ def install(files, tries):
     was printed. The first try installs everything at once; the second one by one, whatever fails;
     the third uses no index but the packages of this Python; later ones mock what is still
     missing."""
+    # This Python's pip installs into the bare environment, which has none.
     pip = (
         f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
         "--disable-pip-version-check install -q --no-compile --retries 1"
@@ -253,6 +254,7 @@ def autoinstall(
     as described in an environment that was bare at first. `proposer` and `installer` are scripts
     here; a policy can take their place. Refusal after `attempts` tries, with the reason. `keep` is
     a folder for the environment that works; it must not exist yet."""
+    # A folder that cannot be used is refused now, not after minutes of work.
     files = copy_repository(repo)
     if keep is not None:
         refuse_place(keep)

@@ -142,6 +142,7 @@ def telltales(files, names):
 
     A text without a suffix (LICENSE, Makefile) may hold any word. It counts only where `def` or
     `class` stands before the name, as in an index of definitions."""
+    # Sources, prose and links are passed over.
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
     found = []
     for path, text in files.items():

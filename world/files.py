@@ -140,6 +140,7 @@ def write_tree(files, root):
         if isinstance(text, FileText):
             place.chmod(text.mode)
 
+    # Last the links, which write_links checks all together.
     outside = write_links(files, root)
     if outside:
         raise Refusal(f"the link {outside!r} leads out of its tree or cannot be made")
@@ -157,6 +158,7 @@ def matches(files, query, hits=20):
             if query in line:
                 found.append(f"{path}:{number}:{line.strip()[:200]}")
 
+    # Show the first ones, and how many more there are.
     shown = found[:hits]
     if len(found) > hits:
         shown.append(f"[{len(found) - hits} more]")

@@ -83,6 +83,7 @@ def copy_repository(repo):
                 if has_own_mode(status.st_mode):
                     files[path] = with_mode(files[path], status.st_mode)
 
+            # The first file beyond a limit ends the walk.
             if len(files) > MOST_FILES or size > MOST_BYTES:
                 most = f"{MOST_FILES} files or {MOST_BYTES >> 20} MB"
                 raise Refusal(f"{repo}: too large (more than {most})")

@@ -190,6 +190,7 @@ class Recorder:
     """
 
     def __init__(self, root, files):
+        # What the episode's files hold: tests and configuration, and leftovers of the original.
         self.root, self.files = str(root), files
         self.protected = [path for path in files if is_protected(path)]
         self.leftovers = {path for path in files if LEFTOVER.search(path)}

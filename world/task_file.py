@@ -49,6 +49,7 @@ def read_tasks(path):
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
 
+        # The first line with an id keeps it.
         name = task.instance_id
         if name in seen:
             raise Refusal(
@@ -76,6 +77,7 @@ def check_task(task):
             path.encode("utf-8", "surrogateescape")
             text.encode("utf-8", "surrogateescape")
 
+    # What else has to hold depends on where the task comes from.
     if "repo" in task.meta:
         check_repository_task(task)
         return

@@ -28,6 +28,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def read_flags():
     """The flags of the command line. Where one is wrong, the program ends with one line."""
+    # Every flag has to be spelt in full.
     parser = FlagParser(
         allow_abbrev=False,
         description="Feature-deletion tasks. Without flags: a ten-second demonstration.",

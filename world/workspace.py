@@ -154,11 +154,13 @@ class Workspace:
             def is_unchanged():
                 return (self.files(), self.shape()) == (files, shape)
 
+            # Rollouts of a group that ask for the same at once share one run.
             key = tree_key(files, repr((command, shape)))
             return self.sandbox.once(key, run, is_unchanged)
 
     def shape(self):
         """What files() does not tell of the tree: folders, links, modes and sizes."""
+        # An entry is (path, mode, size, where a link points to).
         found = []
         for folder, folders, names in walk(self.root):
             for name in folders + names:
