@@ -35,15 +35,15 @@ from world.task import Refusal
 
 @dataclass
 class Proposal:
-    """A command, what its output has to match, and that in words."""
+    """A command, the pattern that its output has to match, and the same in words (`says`)."""
 
     command: str
     pattern: str
     says: str
 
     def failure(self, result):
-        """Why the result is not as described, or "". Of a suite nine tests in ten have to pass, of
-        the rest all must be well."""
+        """Why the result is not as described, or "". A suite that is not green still counts where
+        more than nine times as many tests passed as failed; other commands must end with code 0."""
         end = result.output[-400:]
         passed = sum(map(int, re.findall(r"(\d+) passed", end)))
         failed = sum(map(int, re.findall(r"(\d+) (?:failed|error)", end)))
@@ -56,8 +56,8 @@ class Proposal:
 
 
 def settings(node, path=""):
-    """(dotted path, words) of every list in a parsed configuration; of a table of poetry's
-    dependencies, its names."""
+    """(dotted path, words) of every list in a parsed configuration. A table of poetry's
+    dependencies counts as the list of its names."""
     for key, value in node.items():
         where = f"{path}.{key}"
         if isinstance(value, dict):
@@ -69,9 +69,9 @@ def settings(node, path=""):
 
 
 def declared(files):
-    """What pip needs for the tests, as its arguments: what the configuration declares and nothing
-    guessed. A module's name is not its package's, and what strangers have registered under a name
-    must not run here."""
+    """The arguments of pip that install what the tests need: what the configuration declares, and
+    nothing guessed. A module's name need not be its package's name, and what a stranger has
+    registered under a guessed name must not run here."""
     # Every list of the configuration by its dotted path, and which extras the package has.
     lists = dict(settings(suites.read_toml(files.get("pyproject.toml", ""))))
     for name in ("setup.cfg", "tox.ini"):
@@ -82,7 +82,7 @@ def declared(files):
     extras = {match[2] for path in lists if (match := optional.search(path))}
     extras |= set(re.findall(r"['\"](tests?|testing|dev)['\"]\s*:\s*\[", files.get("setup.py", "")))
 
-    # The words of the lists that tests need, of noxfile.py, and of build files that call pip.
+    # Words that may be requirements. First those of the lists that tests need.
     needed = re.compile(
         r"^\.dependency-groups\.[^.]*(test|dev)[^.]*$|(test|dev)[^.]*\.(extra-)?dependencies$"
         r"|\.(dev-dependencies|tests_require|testenv\.deps)$"
@@ -91,6 +91,8 @@ def declared(files):
     for path, value in lists.items():
         if needed.search(path):
             words += value
+
+    # Then what noxfile.py installs, and what build files give to pip.
     for call in ast.walk(parsed(files.get("noxfile.py", ""))):
         if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "install":
             given = [word.value for word in call.args if isinstance(word, ast.Constant)]
@@ -101,7 +103,8 @@ def declared(files):
             for line in re.findall(r"pip3? install ([^\n&|;#]*)", text):
                 words += line.split()
 
-    # Of these what is a requirement of another package; and the lists of requirements as they are.
+    # Keep the words that have the form of a requirement and name neither this repository nor a tool
+    # that installs or builds.
     own = {name.lower() for name in packages(files)} | {"pip", "tox", "nox", "build", "twine"}
     requirement = re.compile(r"([A-Za-z][\w.-]*)(\[[\w,-]*\])?\s*([<>=!~;][^:]*)?$")
     named = {"pytest"}
@@ -109,15 +112,19 @@ def declared(files):
         match = requirement.match(word)
         if match and re.match(r"[\w-]*", word)[0].lower().replace("-", "_") not in own:
             named.add(word)
+
+    # Files of requirements are handed to pip as they are, and so is the package with its extras.
     listed = re.compile(r"^[^/]*requirements?[^/]*(\.txt|/[^/]*(test|dev)[^/]*\.txt)$")
     lists = [f"-r{path}" for path in files if listed.search(path)]
     extras = ",".join(sorted(name for name in extras if re.search("test|dev", name)))
     return [f"--editable=.[{extras}]".replace("[]", ""), *sorted(named), *lists]
 
 
+# files that say how the authors run things
 STATING_FILES = re.compile(
     r"^(tox\.ini|Makefile|README[^/]*|\.github/workflows/[^/]*|\.gitlab-ci\.yml|\.travis\.yml)$"
 )
+# a line of such a file that runs Python or pytest
 PYTHON_LINE = re.compile(
     r"^[ \t$>-]*(?:run:|commands ?=)?[ \t]*(python3? .*|py\.?test(?: .*)?)$", re.M
 )
@@ -141,9 +148,12 @@ def stated(files):
 def propose(files):
     """Stage 1: ten commands that work where the repository does, the most telling first."""
     test_file = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|tests)\.py$")
+    # The test files. Those whose outermost folder is not named for tests come last: benchmarks are
+    # not the suite.
     tests, ran = [path for path in files if test_file.search(path)], (r"\d+ passed", "pass")
-    # benchmarks are not the suite
     tests.sort(key=lambda path: "test" not in path.partition("/")[0])
+
+    # The modules that a command can import, the outermost first.
     every_module = [module_name(path) for path in sources(files)]
     modules = []
     for name in every_module:
@@ -159,7 +169,8 @@ def propose(files):
         plan = stated_ones[0][0]
     suite = suites.test_command(plan)
 
-    # The whole suite, what the build files say, modules, test files, single tests.
+    # The commands, the most telling first: the suite, the authors' own lines, imports, test files,
+    # the modules' documentation, single tests. Ten of them are kept.
     found = [(suite, *ran), (f"{suite} --collect-only", "::", "list the tests")]
     for line in list(stated(files))[:3]:
         found.append((line, *(ran if "pytest" in line else ("", "end well"))))
@@ -176,6 +187,7 @@ def propose(files):
     return [Proposal(*words) for words in dict.fromkeys(found)][:10]
 
 
+# the source of a module from which anything can be imported
 MOCK = (
     "from unittest.mock import MagicMock\n"
     "__path__ = []\n"
@@ -184,9 +196,11 @@ MOCK = (
 
 
 def install(files, tries):
-    """Stage 2: the shell command of the next try; `tries` holds each one before with all that was
-    printed. First everything at once; then one by one, whatever fails; then no index, but the
-    packages of this Python; then mocks of what is still missing."""
+    """Stage 2: the shell command of the next try. `tries` holds each earlier command with all that
+    was printed. The first try installs everything at once; the second one by one, whatever fails;
+    the third uses no index but the packages of this Python; later ones mock what is still
+    missing."""
+    # This Python's pip installs into the bare environment, which has none.
     pip = (
         f"unset PYTHONPATH; {shlex.quote(sys.executable)} -m pip --python .venv/bin/python "
         "--disable-pip-version-check install -q --no-compile --retries 1"
@@ -198,11 +212,14 @@ def install(files, tries):
     if len(tries) == 1:
         return "; ".join(f"{pip} {word}" for word in wanted)
 
-    # What this Python has, then mocks.
+    # A .pth file lends the environment the packages of this Python; only the repository itself is
+    # installed.
     site = "$(echo .venv/lib/*/site-packages)"
     if len(tries) == 2:
         borrow = f"echo {shlex.quote(sysconfig.get_path('purelib'))} > {site}/borrowed.pth"
         return f"{borrow}; {pip} --no-index --no-build-isolation --no-deps --editable=."
+
+    # A mock for each module that was missing in any try so far, but for the repository's own.
     printed = "".join(text for _, text in tries)
     mocks = []
     for name in dict.fromkeys(re.findall(r"No module named '?([A-Za-z]\w*)", printed)):
@@ -211,7 +228,7 @@ def install(files, tries):
     return "; ".join(mocks) or "true"
 
 
-# of the installation and of the commands
+# limits of the sandboxes of the installation and of the commands
 LIMITS = dict(
     cpu=600,
     memory=4 << 30,
@@ -233,10 +250,11 @@ def autoinstall(
     attempts=5,
     keep=None,
 ):
-    """[(install command, output)] of the tries, the last of which made three of the ten proposals
-    run as described in what was a bare environment. Proposer and installer are scripts here and may
-    be the policy. Refusal after `attempts`, with the reason. `keep` is a folder for the environment
-    that works; it must not be there yet."""
+    """[(install command, output)] of the tries. After the last one, three of the ten proposals ran
+    as described in an environment that was bare at first. `proposer` and `installer` are scripts
+    here; a policy can take their place. Refusal after `attempts` tries, with the reason. `keep` is
+    a folder for the environment that works; it must not exist yet."""
+    # A folder that cannot be used is refused now, not after minutes of work.
     files = copy_repository(repo)
     if keep is not None:
         refuse_place(keep)
@@ -248,6 +266,8 @@ def autoinstall(
     chosen = [proposals[0], *random.Random(seed).sample(proposals[1:], 2)]
     for one in proposals:
         print("*" if one in chosen else " ", f"`{one.command}` should {one.says}")
+
+    # Two sandboxes, which both hide copies of the repository that are installed on this machine.
     limits = {**LIMITS, "hide": installed_copies(files)}
     # Only the installation reaches the network.
     offline = Sandbox(time_limit, python=(".venv/bin/python", "-B"), **limits)
@@ -263,6 +283,8 @@ def autoinstall(
             results = [offline.run(one.command, root) for one in chosen]
             outputs = [result.output for result in (installed, *results)]
             tries.append((command, "\n".join(outputs)))
+
+            # Report the try: done, or the first thing that was not as described.
             failures = [one.failure(result) for one, result in zip(chosen, results)]
             failures = list(filter(None, failures))
             print(
@@ -279,13 +301,16 @@ def autoinstall(
 
 
 def refuse_place(keep):
-    """A Refusal where an environment cannot be kept, or could not be used from."""
+    """Raises a Refusal where an environment cannot be kept, or could not be used later."""
     place = Path(keep).resolve()
-    # Nothing is overwritten, and what is made can be reached: by us, and in the sandbox.
+
+    # Nothing is overwritten, not even a link to nowhere.
     if os.path.lexists(keep):
         raise Refusal(
             f"{keep}: is there already: use it, remove it, or name another folder by --keep=DIR"
         )
+
+    # We can write there, and a command in the sandbox can see it.
     if not os.access(place.parent, os.W_OK):
         raise Refusal(f"{keep}: cannot be written: name another folder by --keep=DIR")
     if has_bwrap() and hidden_place(place):
@@ -296,11 +321,11 @@ def refuse_place(keep):
 
 
 def keep_environment(found, place, files):
-    """Makes a virtual environment at `place` with what is installed in the one that was found, the
-    repository itself left out.
+    """Makes a virtual environment at `place` with the packages of the environment `found`, without
+    the repository itself.
 
     Nothing of it runs when its Python starts: .pth files and customisations of the interpreter,
-    which a stranger's installation may have written, stay behind. The packages themselves run in
+    which a stranger's installation may have written, are not copied. The packages themselves run in
     the sandbox only."""
     # An empty environment of this Python, without pip.
     made = subprocess.run(
@@ -308,7 +333,9 @@ def keep_environment(found, place, files):
     )
     if made.returncode:
         raise Refusal(f"{place}: no environment can be made: {made.stderr.strip()[-200:]}")
-    # What was installed is copied, but for what would run by itself.
+
+    # Copy what was installed, but for links, bytecode, the repository itself, and what runs when
+    # Python starts.
     source, target = (next(top.glob("lib/*/site-packages")) for top in (found, place))
     own = set(packages(files))
     for one in sorted(source.iterdir()):
@@ -326,6 +353,8 @@ def keep_environment(found, place, files):
             )
         else:
             shutil.copyfile(one, target / one.name)
-    # the last resort of `install`: the packages of this Python
+
+    # No .pth file was copied. The one by which the third try of `install` borrows the packages of
+    # this Python is written anew.
     if (source / "borrowed.pth").exists():
         (target / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")

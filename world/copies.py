@@ -8,8 +8,8 @@ copies would hand an agent the answer:
     on the machine            the same package installed for some Python (`installed_copies`):
                               the sandbox hides these places
 
-A module that needs the very same code for a purpose of its own has to stay. Then the feature makes
-no task, since its code is still there to be copied.
+A module that needs the very same code for a purpose of its own has to stay. Such a feature makes no
+task, since its code could still be copied from there.
 
 How a text is searched for code, whatever its form, is world/leftovers.py.
 """
@@ -28,12 +28,13 @@ from world.tree import Link
 
 
 def installed_copies(files):
-    """Paths of this machine, as far as a sandbox shows it, that would give an agent the original:
-    installed for this Python or for another, inside another package, or in an archive of packages;
-    of a module its bytecode, too.
+    """Paths of this machine, visible in a sandbox, that would give an agent the original. It may be
+    installed for this Python or for another, inside another package, or in an archive of packages.
+    Beside a module its bytecode is listed, too.
 
-    At the root or in src/ the name decides, as only one package can have it. Elsewhere, and outside
-    site-packages, half of the names defined have to agree as well: `utils` may be anybody's."""
+    In this Python's site-packages a name from the repository's root or from src/ decides, as only
+    one package can have it. Anywhere else half of the names defined have to agree as well: `utils`
+    may be anybody's."""
     # What the repository defines, under the names by which it can be imported.
     paths = set(sources(files))
     by_name = set()
@@ -45,6 +46,7 @@ def installed_copies(files):
         if root in ("", "src"):
             by_name.add(name.removesuffix(".py"))
         defined.setdefault(name, set()).update(names_defined(files[path]))
+    # every package may have one: the name says nothing
     defined.pop("__init__.py", None)
 
     # Installed for this Python: the name decides.
@@ -58,14 +60,16 @@ def installed_copies(files):
     # Elsewhere on the machine: the names that are defined decide.
     python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     for name, place in places(frozenset(defined)):
-        # Another version, or a part of the package that was copied, may agree in the outermost
-        # folder only.
+        # All Python of the place, and apart from it that of its outermost folder: another version,
+        # or a copied part of the package, may agree there only.
         texts, outermost = {}, []
         for path in place.rglob("*.py*") if place.is_dir() else [place]:
             if path.suffix in (".py", ".pyi") and path.is_file():
                 texts[path] = path.read_text(errors="replace")
                 if not place.is_dir() or path.parent == place:
                     outermost.append(texts[path])
+
+        # A folder that holds Python itself or its library cannot be hidden.
         if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), 0.25):
             if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
                 found.append(place)
@@ -78,12 +82,13 @@ def installed_copies(files):
 
 
 def names_defined(text):
+    """Names of all functions and classes, also of a source that does not parse."""
     return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
 
 
 def same_names(own, texts, share=0.0):
-    """True if half of the names in `own`, or of those that these texts define, are common, and
-    `share` of the longer list."""
+    """True if `own` and the names that these texts define have more than half of the shorter list
+    in common, and at least `share` of the longer list."""
     theirs = set().union(*map(names_defined, texts))
     common = len(theirs & own)
     shorter, longer = sorted((len(theirs), len(own)))
@@ -92,7 +97,8 @@ def same_names(own, texts, share=0.0):
 
 @functools.lru_cache(16)
 def places(names):
-    """(name, place) of every folder or module so named in what a sandbox shows of this machine."""
+    """(name, place) of every folder or file with one of these names, in what a sandbox shows of
+    this machine."""
     found = []
     for top in {"/usr", sys.prefix, sys.base_prefix}:
         for folder, folders, files in os.walk(top):
@@ -102,8 +108,8 @@ def places(names):
 
 @functools.lru_cache(1)
 def archives():
-    """Archives of Python packages in what a sandbox shows of this machine: ensurepip's wheels,
-    zipped eggs."""
+    """Archives of Python packages that a sandbox shows of this machine, for example the wheels of
+    ensurepip."""
     found = []
     for top in {"/usr", sys.prefix, sys.base_prefix}:
         for folder, _, names in os.walk(top):
@@ -114,7 +120,7 @@ def archives():
 
 
 def archive_holds(place, defined):
-    """True if an archive holds a copy of one of these packages or modules, wherever in it."""
+    """True if an archive holds a copy of one of these packages or modules, anywhere inside."""
     try:
         with zipfile.ZipFile(place) as archive:
             # Per package the files in its folder, wherever that stands in the archive.
@@ -124,17 +130,19 @@ def archive_holds(place, defined):
                 texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
                 if texts and same_names(own, texts, 0.25):
                     return True
+    # An archive that is damaged holds nothing that could be read.
     except (OSError, zipfile.BadZipFile):
         pass
     return False
 
 
 def telltales(files, names):
-    """Files that are neither source nor prose and still hold a deleted identifier: as text, bytes,
-    in an archive.
+    """Files that are neither Python nor prose and still hold a deleted identifier: as text, as
+    bytes, or in an archive.
 
-    A text without a suffix (LICENSE, Makefile) may hold any word; an index of definitions holds
-    `def name`."""
+    A text without a suffix (LICENSE, Makefile) may hold any word. It counts only where `def` or
+    `class` stands before the name, as in an index of definitions."""
+    # Sources, prose and links are passed over.
     prose = (".py", ".md", ".rst", ".txt", ".toml", ".cfg", ".ini", ".in", ".yml", ".yaml")
     found = []
     for path, text in files.items():
@@ -144,6 +152,8 @@ def telltales(files, names):
         is_plain = "." not in Path(path).name.lstrip(".") and "\0" not in text
         before = rb"(?:def|class)\s+" if is_plain else rb"\b"
         words = [re.compile(before + name.encode() + rb"\b") for name in names]
+
+        # The file as it is, and whatever is packed in it.
         data = text.encode("utf-8", "surrogateescape")
         for part in leftovers.unpacked(data):
             if any(word.search(part) for word in words):
@@ -154,9 +164,9 @@ def telltales(files, names):
 
 def without_copies(files, base, lost, gone):
     """(base without the files that hold the deleted code, whether a file that has to stay holds
-    it).
+    it). lost: the deleted definitions; gone: whether they were deleted as a whole.
 
-    By content, whatever the file is called: backups, builds, checkpoints of notebooks, archives,
+    The content decides, not the file's name: backups, builds, checkpoints of notebooks, archives,
     and docs that quote a body are left out. A module that holds the very same code for a purpose of
     its own has to stay, and so have the tests."""
     base, copied, origins = dict(base), False, {one.path for one in lost}
@@ -172,12 +182,19 @@ def without_copies(files, base, lost, gone):
         for node in nodes:
             if not isinstance(node, FUNCTIONS):
                 continue
+
+            # What is looked for: the function's lines of code, and whether more than one of them
+            # says something by itself.
             lines = code_lines(files[one.path], [node])
             several = len(leftovers.distinctive(lines)) > 1
             for path, text in list(base.items()):
+                # Another source may go only if most of its lines are lines of the original.
                 may_go = path not in origins and not PROTECTED.search(path)
                 if path in code_paths:
                     may_go = may_go and leftovers.is_copy(text, files[one.path])
+
+                # Half of the lines are enough to leave a file out. A file that has to stay counts
+                # as a copy only if it holds every line of several: one line may be chance.
                 if may_go and leftovers.holds_code(text, lines, node.name):
                     del base[path]
                 elif may_go or not several:
@@ -188,7 +205,7 @@ def without_copies(files, base, lost, gone):
 
 
 def without_test_copies(files, base, hidden):
-    """The tree without files that are no Python and hold the code of a hidden test."""
+    """The tree without those files that are not Python and hold the code of a hidden test."""
     base = dict(base)
     for group in hidden:
         node = find_test(files[group.split("::")[0]], group)

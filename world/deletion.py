@@ -1,9 +1,9 @@
-"""deletion.py: the edits of which a deletion consists, for a set of definitions.
+"""deletion.py: the edits that delete a set of definitions from a tree of files.
 
-synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). Here is how its
-definitions leave the files: as stubs (`stub_bodies`) or as a whole (`remove_definitions`), and
-which helpers nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it
-is; what that takes is in world/source.py, which knows one file and its syntax tree at a time.
+synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). This file removes
+its definitions: it leaves stubs (`stub_bodies`) or nothing (`remove_definitions`), and it finds the
+helpers that nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it is;
+world/source.py makes such edits, in one file and its syntax tree at a time.
 
 Definitions are those of world/repository.py. Standard library only.
 """
@@ -59,14 +59,15 @@ def find_dead_helpers(files, base, chosen, found):
     """Top-level functions that only the deleted code used: they would give the answer away.
 
     files: before the deletion; base: after it; found: all definitions."""
+    # Candidates are the other functions in the files of the deleted code.
     paths = {one.path for one in chosen}
     candidates = []
     for one in found:
         if one.kind == "function" and one.path in paths and one not in chosen:
             candidates.append(one)
 
-    # The deleted code has to name a helper. Its lines as they stand are a first sieve, which is
-    # quick; what `unparse` writes has no comments and is the judge.
+    # The deleted code has to name a helper. A search in its lines, comments included, quickly rules
+    # most candidates out. `words` decides: they come from `unparse`, which writes no comments.
     deleted_lines, deleted = [], []
     for one in chosen:
         lines = split_lines(files[one.path])
@@ -79,7 +80,8 @@ def find_dead_helpers(files, base, chosen, found):
         return []
     words = set(re.findall(r"\w+", "\n".join(deleted)))
 
-    # Nothing that is left may name it, but its own definition.
+    # Nothing that is left may name a helper, except its own definition: the one occurrence in all
+    # that is left is the one in its own file.
     left = "\n".join(base[path] for path in base if path.endswith((".py", ".pyi")))
     helpers = []
     for one in candidates:
@@ -91,7 +93,7 @@ def find_dead_helpers(files, base, chosen, found):
 
 
 def find_again(files, chosen):
-    """The same definitions at their lines in the changed files."""
+    """The same definitions, with their nodes and lines in the changed files."""
     now = {}
     for one in definitions(files, {one.path for one in chosen}):
         now[one.path, one.name] = one

@@ -15,7 +15,7 @@ import re
 LONE_BYTES = "[\udc80-\udcff]+"
 LINE_END = re.compile("\r\n|\n")
 NO_TEXT = "\ufffd"  # what read_file shows for bytes that are no text
-MOST_LINES = 2000  # beyond so many, changed lines are not told from kept ones
+MOST_LINES = 2000  # in longer stretches, kept lines are not looked for
 
 
 class ToolError(ValueError):
@@ -23,18 +23,25 @@ class ToolError(ValueError):
 
 
 class Shown:
-    """A text as an agent sees it, and for every place in it the place in the text itself."""
+    """A text as an agent sees it (`text`), and for every place in it the place in the whole text,
+    as the file holds it.
+
+    shown_at and whole_at are places that belong together, in rising order. Between two of them both
+    texts are alike."""
 
     def __init__(self, text):
         self.whole = text
         pieces, self.shown_at, self.whole_at, done, length = [], [0], [0], 0, 0
-        # What is shown otherwise than it stands in the file. A lone \r ends a line only in a file
-        # that knows no other line end.
+
+        # The units that are shown in another form than the file has. A lone \r ends a line only in
+        # a file that has no other line end.
         returns = "\r" if only_returns(text) else "\r\n"
         for found in re.finditer(f"{returns}|{LONE_BYTES}", text):
             pieces.append(text[done : found.start()])
             length += found.start() - done
-            # Each unit is one character as it is shown and one or more in the text.
+
+            # Each unit is one character as it is shown and one or more in the text. The places
+            # before and behind it are noted.
             done = found.start()
             for size in [len(returns)] if found[0] == returns else undecodable(found[0]):
                 self.shown_at.append(length)
@@ -46,18 +53,18 @@ class Shown:
         self.text = "".join(pieces) + text[done:]
 
     def place(self, at):
-        """Where in the whole text the character stands that is shown at `at`."""
+        """The place in the whole text of the character that is shown at `at`."""
         last = bisect.bisect_right(self.shown_at, at) - 1
         return self.whole_at[last] + at - self.shown_at[last]
 
     def piece(self, start, end):
-        """What stands in the whole text where this stretch is shown."""
+        """The stretch of the whole text that is shown from `start` to `end`."""
         return self.whole[self.place(start) : self.place(end)]
 
 
 def undecodable(run):
-    """How many of these lone bytes are shown as one replacement character, for each such
-    character."""
+    """For each replacement character that is shown in place of these lone bytes, the number of
+    bytes that it stands for."""
     data, sizes = run.encode("utf-8", "surrogateescape"), []
     while data:
         try:
@@ -65,20 +72,21 @@ def undecodable(run):
             start, end = len(data), len(data)
         except UnicodeDecodeError as error:
             start, end = error.start, error.end
-        # Bytes that would make a character together stand alone all the same: one for one.
+        # Bytes that together would make a character are still shown one by one; the rest is the
+        # invalid stretch that the decoder replaces by one character.
         sizes += [1] * start + [end - start] * (end > start)
         data = data[end:]
     return sizes
 
 
 def only_returns(text):
-    """Whether the lines of this text end as those of old Macintoshes did."""
+    """Whether all lines of this text end in \\r alone, as on old Macintoshes."""
     return "\r" in text and "\n" not in text
 
 
 def line_end(whole, start):
-    """The line end of whole that belongs to what stands at `start`: the first one from there on,
-    else the last one before, else None."""
+    """The line end to use at the place `start` of a whole text: that of the first line that ends
+    there or later, else that of the last line before, else None."""
     if only_returns(whole):
         return "\r"
     found = whole.find("\n", start)
@@ -89,13 +97,14 @@ def line_end(whole, start):
 
 
 def with_line_ends(text, end):
-    """The text with its lines ended in `end`; as it is where the file has no line end to go by."""
+    """The text with `end` as its line ends; unchanged where `end` is None, since the file has no
+    line end to go by."""
     return text if end is None else LINE_END.sub(lambda found: end, text)
 
 
 def only_place(text, old):
-    """Where `old` stands in `text`. ToolError if it stands nowhere or, also overlapping itself,
-    more than once."""
+    """Where `old` stands in `text`. ToolError if it stands nowhere or more than once; two places
+    that overlap are two."""
     first = text.find(old)
     if first < 0:
         raise ToolError("old text not found")
@@ -105,14 +114,15 @@ def only_place(text, old):
 
 
 def kept_lines(before, after):
-    """(start, end, start, end) of the stretches in which two texts differ: between their common
-    beginning and end, by lines."""
+    """[(start, end, start, end)] of the stretches in which two texts differ, in the first and in
+    the second text. Their common beginning and end are kept by characters, the rest by lines."""
     # How many characters the two share at their beginnings and at their ends.
     most = min(len(before), len(after))
     head = next((i for i in range(most) if before[i] != after[i]), most)
     tail = next((i for i in range(most - head) if before[-1 - i] != after[-1 - i]), most - head)
 
-    # The lines in between, and where each of them ends in its text.
+    # The lines in between, and the places where they begin and end in their text. Comparing very
+    # many lines would take too long: then all of them count as changed.
     lines, ends = [], []
     for text in (before, after):
         lines.append(re.findall(r"[^\n]*\n|[^\n]+", text[head : len(text) - tail]))
@@ -120,7 +130,7 @@ def kept_lines(before, after):
     if max(map(len, lines)) > MOST_LINES:
         return [(head, len(before) - tail, head, len(after) - tail)]
 
-    # Of these the stretches that differ.
+    # The stretches of these lines that differ.
     stretches = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes():
         if kind != "equal":
@@ -129,18 +139,23 @@ def kept_lines(before, after):
 
 
 def put_in_place(shown, start, old, new):
-    """What takes the place of `old`, shown at `start`: lines that are in both keep their bytes,
-    others get the file's line end, and bytes that are no text stay where they are shown again."""
+    """The text that replaces `old`, which is shown at `start`. Lines that are in both `old` and
+    `new` keep their bytes, others get the file's line end. Bytes that are no text stay where `new`
+    shows them again."""
     parts, done, end = [], 0, line_end(shown.whole, shown.place(start))
     for a, b, c, d in kept_lines(old, new):
+        # What both texts share up to here, as the file holds it; then the new stretch.
         parts.append(shown.piece(start + done, start + a))
         fresh = with_line_ends(new[c:d], end)
+
+        # The bytes behind the replacement characters in the old stretch.
         lone = []
         for place in range(a, b):
             if old[place] == NO_TEXT:
                 lone.append(shown.piece(start + place, start + place + 1))
-        # As many as were shown there: each is what it was. Otherwise there is no telling which one
-        # is meant.
+
+        # Where the new stretch has as many of these characters, each stands for the same bytes as
+        # before. Otherwise nobody can tell which one is meant, and they are written as they are.
         if lone and fresh.count(NO_TEXT) == len(lone):
             words = fresh.split(NO_TEXT)
             fresh = words[0] + "".join(byte + word for byte, word in zip(lone, words[1:]))
@@ -150,21 +165,25 @@ def put_in_place(shown, start, old, new):
 
 
 def edited(text, path, old, new):
-    """`text` (None: no such file yet) with `old`, which must stand there exactly once, replaced by
-    `new`; an empty `old` appends.
+    """`text` with `old`, which must stand there exactly once, replaced by `new`. An empty `old`
+    appends; `text` is None where there is no such file yet.
 
-    Both are taken as they are shown: \\n stands for the file's own line end. ToolError says why
-    nothing was changed."""
+    `old` and `new` are written as an agent sees a file: \\n stands for the file's own line end.
+    ToolError says why nothing was changed."""
+    # Append, after a line end where the last line has none.
     if not old:
         end = line_end(text, len(text)) if text else None
         begun = text and not text.endswith(("\n", "\r") if end == "\r" else "\n")
         return (text or "") + (end or "\n") * bool(begun) + with_line_ends(new, end)
     if text is None:
         raise ToolError(f"no such file: {path[:80]}")
-    # Who writes \r\n and means just these bytes is taken at the word where they stand once.
+
+    # An `old` with \r\n may mean exactly these bytes: so it does where the file holds them once.
     if "\r\n" in old and text.count(old) == 1 and text.find(old, text.find(old) + 1) < 0:
         start = text.find(old)
         return text[:start] + with_line_ends(new, line_end(text, start)) + text[start + len(old) :]
+
+    # Otherwise \r\n is a plain line end, and the text is looked for as it is shown.
     shown, old = Shown(text), old.replace("\r\n", "\n")
     if line_end(text, 0) is not None:
         new = new.replace("\r\n", "\n")
@@ -177,10 +196,11 @@ def edited(text, path, old, new):
 
 
 def without_middle(text, most):
-    """The text in at most `most` characters: of more, its beginning, its end, and a line between
-    that says how much is missing."""
+    """The text in at most `most` characters. Of a longer text the beginning and the end are left,
+    and a line between them says how much is missing."""
     if len(text) <= most:
         return text
+    # 40 characters are room for that line.
     half = max(0, most - 40) // 2
     missing = len(text) - 2 * half
     return f"{text[:half]}\n[{missing} characters cut]\n{text[len(text) - half:]}"

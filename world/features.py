@@ -1,7 +1,7 @@
 """features.py: which definitions of a repository make one feature, and how a task speaks of it.
 
-REPO_LEVELS are the kinds of features, from one function to a whole module. `draw_feature` draws one
-that no task was made of before; the other functions write what a task says of it: its prompt, its
+REPO_LEVELS are the kinds of features, from one function to a whole module. `draw_feature` draws a
+feature that was not drawn before. The other functions write what a task says of it: its prompt, its
 id, its statistics.
 
 Ours: the levels and their order, the wording of the prompt. Standard library only.
@@ -15,8 +15,8 @@ from world.hygiene import sources
 from world.repository import methods
 from world.source import parsed
 
-# kind "gone": the feature goes as a whole, signature and all. The others leave stubs; docstring
-# says whether these keep their docstrings.
+# kind "gone": the feature is deleted as a whole, signature and all. The other kinds leave stubs;
+# `docstring` says whether the stubs keep their docstrings.
 REPO_LEVELS = [
     dict(kind="function", docstring=True),
     dict(kind="function", docstring=False),
@@ -26,20 +26,21 @@ REPO_LEVELS = [
     dict(kind="module", docstring=False),
 ]
 
-# definitions of fewer lines are too easy to write again
+# a shorter definition is too easy to write again
 FEWEST_LINES = 3
-# a feature that more of the stable tests run is no single feature
+# what a greater share of the stable tests runs is not a single feature
 MOST_OF_TESTS = 0.6
 
 
 def draw_feature(repository, level, rng, taken):
-    """Definitions that make one feature of this level, none of them drawn before; None when there
-    is none left. taken: the features drawn so far, to which this one is added."""
+    """Definitions that together make one feature of this level that was not drawn before; None when
+    there is none left. taken: the features drawn so far, to which this one is added."""
     kind = REPO_LEVELS[level]["kind"]
     usable = usable_definitions(repository, kind)
-    # Each usable definition in chance order is what a feature may grow from.
+    # A feature grows from any usable definition; they are tried in random order.
     for seed in rng.sample(usable, len(usable)):
         chosen = grow_feature(kind, seed, usable, rng)
+        # Of a kind that has several definitions, one alone is not the whole feature.
         is_whole = len(chosen) > 1 or kind not in ("multi-file", "module", "class")
         key = frozenset((kind, one.path, one.name) for one in chosen)
         if chosen and is_whole and key not in taken:
@@ -55,7 +56,8 @@ def usable_definitions(repository, kind):
     for one in repository.definitions:
         if not 0 < len(one.tests) <= most_tests or one.size() < FEWEST_LINES:
             continue
-        # Without its name no test is collected; without its body nothing can be imported.
+        # Tests that import a name cannot be collected once it is gone. What runs during the import
+        # of the package cannot be a stub.
         is_needed = one.wanted if kind == "gone" else one.early
         if not is_needed:
             usable.append(one)
@@ -63,18 +65,21 @@ def usable_definitions(repository, kind):
 
 
 def grow_feature(kind, seed, usable, rng):
-    """The definitions of one feature of this kind that begins with `seed`; [] if there is none."""
+    """The definitions of one feature of this kind that grows from `seed`; [] if there is none."""
 
     def unlike(one):
-        """Minus the share of tests in common: of all that run either, those that run both."""
+        """Minus the share of tests that run both definitions among those that run either."""
         return -len(one.tests & seed.tests) / len(one.tests | seed.tests)
 
+    # Related are functions that run in the same tests, those with the most tests in common first.
     is_class = seed.kind == "class"
     related = [one for one in functions_of(usable) if one is not seed and one.tests & seed.tests]
     related.sort(key=unlike)
-    # Drawn for every kind, so that a seed gives the same features whatever is asked of it.
+    # A number of partners in other files, for the kind "multi-file". It is drawn for every kind, so
+    # that a random seed gives the same features whatever kind is asked for.
     number = 0 if is_class else rng.randint(1, 3)
 
+    # A single definition; a class with its methods; functions of several files, or all of one file.
     if kind == "function":
         return [] if is_class else [seed]
     if kind == "gone":
@@ -82,7 +87,7 @@ def grow_feature(kind, seed, usable, rng):
     if kind == "class":
         if is_class:
             return [seed, *methods(seed, usable)]
-        # no classes here: functions of one file that belong together
+        # the seed is a function: up to two related ones of its file take the place of methods
         return [seed] + [one for one in related if one.path == seed.path][:2]
     if kind == "multi-file":
         elsewhere = [one for one in related if one.path != seed.path]
@@ -91,25 +96,30 @@ def grow_feature(kind, seed, usable, rng):
 
 
 def feature_id(repository, chosen, level):
-    """The id of a task: a name to recognise it by, and a hash of all that was deleted."""
+    """The id of a task: a name that people recognise, and a hash of all that was chosen."""
     names = sorted((one.path, one.name) for one in chosen)
     mark = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
     return f"{repository.name}-{level}-{chosen[0].name}-{mark}"
 
 
 def repository_prompt(chosen, style, some_visible):
-    """Short and underspecified, or with signature and docstring."""
-    # Of a class and its methods, the methods are named.
+    """The prompt of a repository's task: short and underspecified, or (style "full") with the
+    signature and docstring of each function."""
+    # Which definitions were deleted. A class is named by its methods, and three names are enough.
     named = [one for one in chosen if one.kind != "class" or len(chosen) == 1]
     places = [f"`{one.name}` in {one.path}" for one in named[:3]]
     more = f" and {len(chosen) - 3} more" if len(functions_of(chosen)) > 3 else ""
     verb = "was" if len(places) == 1 else "were"
+
+    # What to do, and whether the agent has any of the tests.
     text = f"{', '.join(places)}{more} {verb} lost. "
     text += "Put the feature back so that the rest of the code can use it."
     if some_visible:
         text += " Some of its tests are still here; others will be run."
     else:
         text += " Its tests will be run."
+
+    # The full style says what each function takes and does.
     if style == "full":
         for one in functions_of(chosen):
             signature = f"{one.name}({ast.unparse(one.node.args)})"
@@ -118,7 +128,7 @@ def repository_prompt(chosen, style, some_visible):
 
 
 def statement_depth(node):
-    """How deep the deepest statement inside this node stands."""
+    """How many statements the deepest statement inside this node is nested in, itself included."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         deepest = max(deepest, statement_depth(child) + isinstance(child, ast.stmt))
@@ -126,7 +136,7 @@ def statement_depth(node):
 
 
 def count_callers(files, names):
-    """Calls of anything of these names, in all sources."""
+    """The number of calls in all sources of anything that has one of these names."""
     number = 0
     for path in sources(files):
         for node in ast.walk(parsed(files[path])):
@@ -137,9 +147,10 @@ def count_callers(files, names):
 
 
 def statistics_of(repository, chosen, helpers):
-    """lines deleted, files touched, callers elsewhere, nesting depth of the deepest statement."""
+    """Statistics of a task: lines deleted, files touched, definitions deleted, calls of the feature
+    in all sources, nesting depth of its deepest statement."""
     deleted = chosen + helpers
-    # The lines of a class hold those of its methods.
+    # The lines of a class include those of its methods, which must not count twice.
     has_class = any(one.kind == "class" for one in chosen)
     outer = [one for one in deleted if one.kind != "method" or not has_class]
     return dict(

@@ -1,4 +1,4 @@
-"""files.py: trees of files on a disk that an agent may have filled with anything.
+"""files.py: trees of files, on a disk that an agent may have filled with anything.
 
 A tree in memory is a dictionary path -> text (world/tree.py). Here it is written to a folder, read
 back, measured and handed to another user. The folder may hold what ordinary helpers stumble over:
@@ -31,18 +31,21 @@ from world.tree import FileText, Link, write_links
 
 
 def walk(root):
-    """os.walk, which is recursive in Python 3.11: an agent may make two thousand folders, one in
-    another."""
+    """Like os.walk, without recursion: an agent may nest two thousand folders, and os.walk of
+    Python 3.11 calls itself for each."""
     left = [os.fspath(root)]
     while left:
         folder = left.pop()
         try:
             entries = list(os.scandir(folder))
         except OSError as error:
-            # no file number is left: this folder is not empty
+            # A folder that is closed to us counts as empty. Where no file number is left, that
+            # would be wrong.
             if is_machine_failure(error):
                 raise
             continue
+
+        # Links to folders are listed among the names and not followed.
         folders, names = [], []
         for entry in entries:
             (folders if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
@@ -51,20 +54,21 @@ def walk(root):
 
 
 def give(root, uid):
-    """Hands the tree to a user; links themselves, never what they point to."""
+    """Hands the tree to a user. Of a link the link itself changes hands, never what it points
+    to."""
     for folder, folders, names in walk(root):
         for path in [folder, *(os.path.join(folder, name) for name in folders + names)]:
             try:
                 os.chown(path, uid, uid, follow_symlinks=False)
-            # a path that is too long was made by a command, and is its user's already
+            # only a command can make a path that is too long, and it belongs to its user already
             except OSError as error:
                 if error.errno != errno.ENAMETOOLONG:
                     raise
 
 
 def census(root):
-    """(bytes on disk, number of files, links and folders) under a directory; what cannot be looked
-    at counts nothing."""
+    """(bytes on disk, number of entries) under a directory. Entries are files, links and folders;
+    what cannot be looked at does not count."""
     total = number = 0
     with contextlib.suppress(OSError):
         for folder, folders, names in walk(root):
@@ -81,15 +85,18 @@ def disk_usage(root):
 
 
 def read_regular(place, most):
-    """The bytes of a regular file of at most `most` bytes. ToolError for anything else: a pipe, a
-    device or a link is not opened for waiting, however quickly it took the file's place."""
-    # Opened first and looked at then: between a look and an opening it could be replaced.
+    """The bytes of a regular file of at most `most` bytes. ToolError for anything else: reading
+    never follows a link and never waits for a pipe or a device, even if a command puts one in the
+    file's place at the last moment."""
+    # Open it first and look at it afterwards: between a look and an opening it could be replaced.
     try:
         file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if is_machine_failure(error):
             raise MachineFailure(f"cannot read in {place.parent}: {error.strerror}") from error
         raise ToolError(f"cannot read: {place.name[:80]}") from error
+
+    # Only a regular file of bearable size is read. It may grow meanwhile, so the read has a bound.
     with open(file, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -100,8 +107,8 @@ def read_regular(place, most):
 
 
 def write_regular(place, data):
-    """Writes a regular file, in place, so that its mode stays; never a pipe or what a link leads
-    to."""
+    """Writes a regular file in place, so that its mode stays. Anything else (a pipe, a device, a
+    link) is an OSError or a ToolError."""
     file = os.open(
         place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
     )
@@ -113,36 +120,45 @@ def write_regular(place, data):
 
 
 def tree_key(files, command):
+    """A key under which the outcome of a command in a tree is remembered."""
     return hashlib.sha256(json.dumps([command, sorted(files.items())]).encode()).digest()
 
 
 def write_tree(files, root):
+    """Writes a tree into a folder, modes and links included. Refusal where a path or a link leads
+    out of it."""
     for path, text in files.items():
         place = Path(root) / path
-        # a file of tasks may come from a stranger
+        # The tree may come from a stranger's file of tasks.
         if os.path.isabs(path) or ".." in place.parts:
             raise Refusal(f"{path!r} leads out of its tree")
+        # Links come last, so that no file is written through one.
         if isinstance(text, Link):
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(text.encode("utf-8", "surrogateescape"))
         if isinstance(text, FileText):
             place.chmod(text.mode)
+
+    # Last the links, which write_links checks all together.
     outside = write_links(files, root)
     if outside:
         raise Refusal(f"the link {outside!r} leads out of its tree or cannot be made")
 
 
 def matches(files, query, hits=20):
-    """Lines holding the fixed string, as `path:line:text`, like grep -n."""
+    """The lines that hold the fixed string, as `path:line:text` like grep -n; `hits` of them, and
+    how many more there are."""
     if not query.strip():
         raise ToolError("empty query")
     found = []
     for path, text in sorted(files.items()):
-        # most files do not hold it
+        # Most files do not hold it and need not be split into lines.
         for number, line in enumerate(text.split("\n") if query in text else (), 1):
             if query in line:
                 found.append(f"{path}:{number}:{line.strip()[:200]}")
+
+    # Show the first ones, and how many more there are.
     shown = found[:hits]
     if len(found) > hits:
         shown.append(f"[{len(found) - hits} more]")
@@ -150,12 +166,12 @@ def matches(files, query, hits=20):
 
 
 def readable(text):
-    """Bytes that are no text, shown as the replacement character."""
+    """The text with the replacement character in place of bytes that are no text."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def printable(text, longest=200):
-    """The end of a text that came from anywhere, fit for any log: no surrogates."""
+    """The last characters of a text of any origin, fit for any log: surrogates are replaced."""
     return text[-longest:].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -165,11 +181,13 @@ def unified(before, after):
     for path in sorted(before.keys() | after.keys()):
         if before.get(path) == after.get(path):
             continue
-        # A line ends at \n and nowhere else.
+        # A line ends at \n and nowhere else, so splitlines would cut too often.
         old = re.findall(r"[^\n]*\n|[^\n]+", before.get(path, ""))
         new = re.findall(r"[^\n]*\n|[^\n]+", after.get(path, ""))
         old_name = f"a/{path}" if path in before else "/dev/null"
         new_name = f"b/{path}" if path in after else "/dev/null"
+
+        # A last line without a line end is marked as git marks it.
         for line in difflib.unified_diff(old, new, old_name, new_name):
             has_end = line.endswith("\n")
             written.append(line if has_end else f"{line}\n\\ No newline at end of file\n")

@@ -1,8 +1,8 @@
 """gates.py: what a repository's task has to pass before it is one.
 
-synth_tasks.py asks the first two questions of any codebase: do tests fail without the feature, and
-do no others. A real repository needs more, each a function here that raises Discard with the
-reason:
+synth_tasks.py asks two questions of any codebase: do tests fail without the feature, and do all
+others still pass? A real repository has to pass more checks. Each is a function here, which raises
+Discard with the reason:
 
     check_collected, check_imports   the rest of the repository still works
     judging_tests                    some of the failing tests can be hidden and judge
@@ -38,15 +38,17 @@ class Discard(Exception):
 
 # ---------------------------------------------------------------- the rest still works
 def check_collected(repository, errors):
-    """Refuses a deletion without which a test file cannot be collected, which could be before."""
+    """Discards a deletion that keeps a test file from being collected which could be before.
+    errors: {what could not be collected, or a node id: why}, without the feature."""
     files = [where for where in errors if "::" not in where]
     if any(where not in repository.ignored for where in files):
         raise Discard("a test file cannot be collected without it")
 
 
 def check_imports(repository, base, sandbox):
-    """Refuses a deletion without which a module cannot be imported, which could be before. The
-    tests may not import every module."""
+    """Discards a deletion that keeps a module from being imported which could be before. The tests
+    alone do not show that, since they may not import every module. base: the files without the
+    feature."""
     dropped = [path for path in repository.files if path not in base and path.endswith(".py")]
     left_out = {package_root(path, set(repository.files))[1] for path in dropped}
     modules = [name for name in repository.importable if name not in left_out]
@@ -57,13 +59,15 @@ def check_imports(repository, base, sandbox):
 
 # ---------------------------------------------------------------- which tests can judge
 def judging_tests(files, broken, outcomes, deleted_from):
-    """(node ids that may judge, node ids that the deletion left without a setup, test functions
-    that can be hidden) of the tests that a deletion broke. deleted_from: paths of its files."""
-    # A test whose setup or teardown broke has not failed: it must pass with the feature in place,
-    # and is no test of it.
+    """Sorts the tests that a deletion broke -> (node ids that may judge, node ids that the deletion
+    left without a setup, test functions that can be hidden). deleted_from: paths of the files from
+    which it deleted."""
+    # A test whose setup or teardown broke has not failed itself. It has to pass with the feature in
+    # place, but it is not a test of the feature.
     unready = {node for node in broken if outcomes.get(node) != "failed"}
-    # Tests in the file that the feature lives in are the agent's to edit, so they judge nothing; a
-    # doctest may have gone with its docstring.
+
+    # The agent may edit the file that the feature lives in, so tests in that file judge nothing; a
+    # doctest there may have been deleted with its docstring.
     judging = {node for node in broken - unready if file_of_test(node) not in deleted_from}
     if not judging:
         if unready:
@@ -71,7 +75,8 @@ def judging_tests(files, broken, outcomes, deleted_from):
         raise Discard("its tests are in its own file")
     unready = {node for node in unready if file_of_test(node) not in deleted_from}
 
-    # Of a test function all cases are hidden, or none.
+    # All cases of a test function are hidden, or none. A function is not hidden if one of its cases
+    # was left without a setup.
     half_ready = {function_of_test(node) for node in unready}
     groups = []
     for group in sorted({function_of_test(node) for node in judging}):
@@ -84,14 +89,14 @@ def judging_tests(files, broken, outcomes, deleted_from):
 
 
 def is_hideable(text, node_id):
-    """True if the test function is here and no other test calls it by name."""
+    """True if this file defines the test function and names it nowhere else."""
     name = function_of_test(node_id).split("::")[-1]
     return find_test(text, node_id) is not None and not re.search(rf"(?<!def )\b{name}\b", text)
 
 
 def inherited_tests(files, stable, groups):
-    """The tests that run one of these test functions again, in a subclass or in a file that imports
-    it: they cannot be hidden, and go with it."""
+    """The stable tests that run one of these test functions again, in a subclass or in a file that
+    imports it. They cannot be hidden themselves and disappear with the function."""
     inherited = set()
     for node in stable:
         function = function_of_test(node)
@@ -112,18 +117,19 @@ def without_tests(files, groups):
     return out
 
 
-# twins of one test; copies of all tests that one run may have
+# the most twins of one test; the most twins in one run
 MOST_CHANGES, MOST_TWINS = 3, 300
 
 
 def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
-    """{test function: its changes (at most MOST_CHANGES) that fail for the original in every one of
-    `nodes`}. They are what the judge's twins are made of (world/twins.py)."""
+    """{test function: numbers of its changes (at most MOST_CHANGES)}. A change is kept if the
+    changed test fails for the original in each of its cases among `nodes`. The judge's twins are
+    made of these changes (world/twins.py). names: what the deleted definitions are called."""
     lost = lost_names(names)
     nodes = sorted(node for node in nodes if function_of_test(node) in groups)
 
-    # Candidates, one more than is needed, in chance order. Other values tell more than other
-    # operators: they come first.
+    # Draw candidates in random order, one more than is needed. A changed value tells more than a
+    # changed operator, so values come first.
     most = max(1, min(MOST_CHANGES + 1, MOST_TWINS // len(nodes)))
     candidates = {}
     for group in groups:
@@ -133,7 +139,8 @@ def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
         operators = [number for number in order if kinds[number] != "value"]
         candidates[group] = (values + operators)[:most]
 
-    # One run of the original's suite with a twin for each candidate.
+    # Run the original's suite once, with a twin for each candidate beside the tests. The first copy
+    # of a test is the test itself, so the twins begin at place 1.
     sites = {group: numbers for group, numbers in candidates.items() if numbers}
     tree, copies = place_twins(files, sites, rng, lost)
     twins = {}
@@ -147,7 +154,7 @@ def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
         outcomes = run_suite(tree, sandbox, sorted(twins.values()), plan=plan)["outcomes"]
     failing = {key for key, twin in twins.items() if outcomes.get(twin) == "failed"}
 
-    # A change counts if its twin fails in every case of its test.
+    # Keep a change if its twin fails in every case of its test.
     found = {}
     for group, numbers in candidates.items():
         own = [node for node in nodes if function_of_test(node) == group]
@@ -160,15 +167,16 @@ def failing_changes(files, groups, nodes, names, rng, sandbox, plan=None):
 
 
 # ---------------------------------------------------------------- bodies that must not win
-# An exception of every kind that tests ask for, with every text they look for in it.
+# A body that raises an exception of every kind that tests ask for, whose message holds every text
+# they look for. Its braces are doubled twice: both it and the body of a stub are format strings.
 ANY_EXCEPTION = (
     "raise type('Any', (ValueError, KeyError, TypeError, AttributeError, RuntimeError, "
     "ZeroDivisionError, IndexError), {{{{'__str__': lambda self: {text!r}}}}})()"
 )
 
 
-# An object that is true, equal, greater, and holds everything, and whose attributes, items, sums
-# and results are such objects.
+# A body that returns an object which is true, equals everything, is greater, and holds everything.
+# Its attributes, items, sums and results are such objects, too.
 UNIVERSAL_OBJECT = (
     "return (lambda make: make(make))(lambda make: type('Any', (), {{"
     "**{{f'__{{name}}__': lambda *words: True for name in "
@@ -183,9 +191,9 @@ UNIVERSAL_OBJECT = (
 
 
 def check_trivial_bodies(files, chosen, task, sandbox, patient):
-    """Refuses a task that a body wins which anybody could write. patient: a sandbox with time for
-    the judge's copies of the tests."""
-    # A feature that is gone as a whole leaves no body.
+    """Discards a task that is won by a body which anybody could write. patient: a sandbox with time
+    for the judge's copies of the tests."""
+    # A feature that is deleted as a whole leaves no body to fill in.
     if task.meta["kind"] != "gone" and trivial_passes(files, chosen, task, sandbox):
         raise Discard("a trivial body passes")
     if universal_passes(files, chosen, task, patient):
@@ -193,7 +201,7 @@ def check_trivial_bodies(files, chosen, task, sandbox, patient):
 
 
 def texts_of_tests(files, task):
-    """All the text of the hidden tests: whatever message they ask for is in it."""
+    """All strings of the hidden tests in one text, which holds any message that they ask for."""
     words = []
     for group in task.meta["hidden_groups"]:
         for part in ast.walk(find_test(files[file_of_test(group)], group)):
@@ -216,8 +224,7 @@ def trivial_passes(files, chosen, task, sandbox):
 
 
 def universal_passes(files, chosen, task, sandbox):
-    """True if the judge is content with a feature that returns an object which equals
-    everything."""
+    """True if the judge accepts a feature that returns an object which equals everything."""
     forged = stub_bodies(files, chosen, False, UNIVERSAL_OBJECT)
     submission = dict(task.files)
     for path in task.solution:
@@ -228,18 +235,23 @@ def universal_passes(files, chosen, task, sandbox):
 
 # ---------------------------------------------------------------- the original must win
 def check_original(task, repository, sandbox):
-    """The task as its own original solves it: by the whole judgement, once in each of WORLDS, and
-    by the command that it states. What the original cannot keep green is not asked for."""
+    """The task with a test command that is green for its original, which has also won the whole
+    judgement once in each of WORLDS. Tests that the original itself cannot keep green are taken out
+    of PASS_TO_PASS. Discard where the original does not win."""
     original = {**task.files, **task.solution}
     for world in WORLDS:
-        # the world of every verdict in both directions, the others in one
+        # A verdict is given in the first world, so that one is tried in both directions. A test
+        # that only stays green may be lost here; a broken test or a twin may not.
         in_both = world == WORLDS[0]
         lost, loose, _ = run_judgement(task, original, sandbox, world, in_both)
         if loose or set(lost) - set(task.PASS_TO_PASS):
             raise Discard("the original does not pass again")
         if not lost:
             continue
-        # Unstable, or at odds with the names of the hidden tests: no other task asks for it either.
+
+        # A lost test is unstable, or it depends on the names of hidden tests, which the judge
+        # changes. No later task of this repository asks for it either. Without it the original has
+        # to win.
         repository.stable = [node for node in repository.stable if node not in lost]
         kept = [node for node in task.PASS_TO_PASS if node not in lost]
         task = replace(task, PASS_TO_PASS=kept)
@@ -247,6 +259,8 @@ def check_original(task, repository, sandbox):
         if lost or loose:
             raise Discard("the original does not pass again")
 
+    # The agent gets a command that is green with the original in place and leaves out no test that
+    # has to pass again.
     command, _, left_out = green_command(
         original, repository.plan, repository.ignored, repository.left_out, sandbox
     )

@@ -1,14 +1,14 @@
 """hygiene.py: which files of a real repository an agent may see, and which it may not change.
 
-`copy_repository` reads a folder into a tree (path -> text). What could give a deleted feature away
-by its name alone stays behind: caches, bytecode, version control, virtual environments, builds
-(JUNK). What decides the verdict is PROTECTED: tests, their configuration, and files that run before
-a program starts. A submission may not change it.
+`copy_repository` reads a folder into a tree (path -> text). Some files could give a deleted feature
+away and are known by their names: caches, bytecode, version control, virtual environments, builds
+(JUNK). They are not copied. What decides the verdict is PROTECTED: tests, their configuration, and
+files that run before a program starts. A submission may not change it.
 
     sources    Python that a feature can be deleted from: no test, no configuration, no docs
     packages   the names under which the sources are imported
 
-What gives a feature away by its content is world/copies.py.
+What gives a feature away by its content is found in world/copies.py.
 """
 
 import os
@@ -41,16 +41,17 @@ MOST_FILES, MOST_BYTES = 5000, 32 << 20
 
 def copy_repository(repo):
     """path -> text of everything an agent may see, with modes and links; bytes that are no text are
-    surrogates.
+    surrogates. Refusal where the folder holds no usable repository.
 
-    A file that Python 3 cannot read (a template, a sample, Python 2) is a file like any other: no
-    feature is taken from it."""
+    A Python file that Python 3 cannot read (a template, a sample, Python 2) is copied like any
+    other; no feature is taken from it."""
     root, files, size = Path(repo), {}, 0
     if not repo or not root.is_dir():
         raise Refusal(f"{repo or '--repo'}: no such directory")
+
     for folder, folders, names in os.walk(root):
-        # A link to a folder is listed among the folders, but it is an entry like a file and is not
-        # walked into.
+        # os.walk lists a link to a folder among the folders. Here it is an entry like a file, and
+        # neither it nor junk is walked into.
         linked = [name for name in folders if Path(folder, name).is_symlink()]
         names += linked
         for name in list(folders):
@@ -59,7 +60,8 @@ def copy_repository(repo):
                 folders.remove(name)
         folders.sort()
 
-        # Links that stay inside, and files that are not compiled Python.
+        # Keep links that stay inside, and files that are not compiled Python. What is beyond the
+        # limit of bytes is not read, only counted.
         for name in sorted(names):
             place = Path(folder, name)
             path = place.relative_to(root).as_posix()
@@ -80,6 +82,8 @@ def copy_repository(repo):
                 files[path] = data.decode("utf-8", "surrogateescape")
                 if has_own_mode(status.st_mode):
                     files[path] = with_mode(files[path], status.st_mode)
+
+            # The first file beyond a limit ends the walk.
             if len(files) > MOST_FILES or size > MOST_BYTES:
                 most = f"{MOST_FILES} files or {MOST_BYTES >> 20} MB"
                 raise Refusal(f"{repo}: too large (more than {most})")
@@ -96,8 +100,8 @@ def copy_repository(repo):
 
 
 def sources(files):
-    """The paths features are deleted from: Python that is neither test nor configuration nor
-    documentation."""
+    """The paths of files that features are deleted from: Python that is neither test nor
+    configuration nor documentation."""
     return [
         path
         for path in files
@@ -109,8 +113,8 @@ def sources(files):
 
 
 def packages(files):
-    """Names under which the sources can be imported: folders at the root or in src/, and packages
-    further down."""
+    """Names under which the sources can be imported: folders and modules at the root or in src/,
+    and packages further down."""
     paths = set(sources(files))
     first = {Path(path.removeprefix("src/")).parts[0].removesuffix(".py") for path in paths}
     first |= {package_root(path, paths)[1].split(".")[0] for path in paths}
@@ -118,8 +122,8 @@ def packages(files):
 
 
 def importable(files):
-    """Top-level names that this repository's files take: folders with modules and single modules,
-    at its root or in src/."""
+    """Top-level names that this repository's files take: packages and single modules, at its root
+    or in src/."""
     names = set()
     for path in files:
         top = "src/" if path.startswith("src/") else ""

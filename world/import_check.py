@@ -1,20 +1,23 @@
 """Runs inside the sandbox: which modules of a repository can be imported, and do they hold what
-their `__all__` says.
+their `__all__` says?
 
-Standard input is JSON: {"roots": folders to import from, "modules": names}. One JSON line per
-module on standard output as soon as it is known, [name, outcome]: "" if all is well, else the name
-of the exception or the names that are missing."""
+Standard input is JSON: {"roots": folders to import from, "modules": names}. For each module one
+JSON line, [name, outcome], is written to standard output as soon as it is known. The outcome is ""
+if all is well, else the name of the exception or the names that are missing."""
 
 import importlib
 import json
 import os
 import sys
 
+# Only we write to the real output; what the modules print goes nowhere.
 order = json.load(sys.stdin)
 output = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 os.dup2(0, 1)
 os.dup2(0, 2)
+
+# The repository comes last on the path, behind the standard library and the installed packages.
 sys.path[:] = [path for path in sys.path if path]
 sys.path += [os.path.abspath(root) for root in order["roots"]]
 

@@ -3,8 +3,8 @@
 A repository holds more than its sources: editors' backups, notebooks' checkpoints, builds,
 archives, docs that quote the code. `holds_code` looks for the deleted lines in any of them: as text
 in any white space, as UTF-16, between HTML tags, in JSON strings, in archives and compressed files.
-Bytecode is told by its first bytes. Not found: code that was rewritten, encrypted, or encoded in
-any other way."""
+Bytecode is recognised by its first bytes. Code that was rewritten, encrypted, or encoded in any
+other way is not found."""
 
 import bz2
 import functools
@@ -22,16 +22,20 @@ MOST_UNPACKED = 32 << 20  # bytes of one archive that are looked at
 
 
 def is_bytecode(data):
-    """True for a compiled Python file, whatever it is called: a magic number of CPython 3, then a
-    CR and an LF."""
+    """True for a compiled Python file, whatever it is called: it begins with a magic number of
+    CPython 3, a CR and an LF."""
     if data[:4] == importlib.util.MAGIC_NUMBER:
         return True
+    # Of another version of Python the number is in this range. The zero byte rules out a text that
+    # begins alike.
     number = int.from_bytes(data[:2], "little")
     return data[2:4] == b"\r\n" and 3000 <= number < 4000 and b"\0" in data[4:16]
 
 
 def find_decompressor(data):
-    """What unpacks a compressed file, told by its first bytes; None for any other."""
+    """The decompressor for a compressed file, which is recognised by its first bytes; None for any
+    other file."""
+    # 31: zlib expects the head and the end of gzip around the data.
     if data[:2] == b"\x1f\x8b":
         return zlib.decompressobj(31)
     if data[:2] in (b"\x78\x01", b"\x78\x9c", b"\x78\xda"):
@@ -44,11 +48,14 @@ def find_decompressor(data):
 
 
 def unpacked(data, depth=2):
-    """The bytes themselves and, for an archive or a compressed file, those of what is in it."""
+    """The bytes themselves and, for an archive or a compressed file, those of what is in it;
+    archives in archives down to `depth` levels."""
     yield data
     if depth == 0:
         return
-    # An archive, a compressed file, a tar: told by their first bytes, never by their names.
+
+    # A zip archive, a compressed file, a tar archive: recognised by their bytes, never by their
+    # names. Members that are too large are passed over.
     try:
         if zipfile.is_zipfile(io.BytesIO(data)):
             archive = zipfile.ZipFile(io.BytesIO(data))
@@ -62,6 +69,8 @@ def unpacked(data, depth=2):
                 for member in archive:
                     if member.isfile() and member.size < MOST_UNPACKED:
                         yield from unpacked(archive.extractfile(member).read(), depth - 1)
+
+    # Damaged, encrypted, or packed in a way that this Python does not know: nothing more is found.
     except (
         zipfile.BadZipFile,
         tarfile.TarError,
@@ -90,20 +99,24 @@ def json_strings(value):
 
 
 def squeeze(text):
-    """Without any white space, so that indentation, wrapping and line ends do not hide a copy."""
+    """The text without any white space, so that indentation, wrapping and line ends do not hide a
+    copy."""
     return re.sub(r"\s+", "", text)
 
 
 @functools.lru_cache(4096)
 def readings(stored):
-    """The texts that a file (as text, its odd bytes as surrogates) may be read as, each without
-    white space."""
+    """The texts that the content of a file may be read as, each without white space. stored: the
+    file as text, with surrogates for bytes that are no text."""
     found, room = [], MOST_UNPACKED
     for part in unpacked(stored.encode("utf-8", "surrogateescape")):
         room -= len(part)
         # An archive may hold a thousand times its own size.
         if room < 0 and found:
             break
+
+        # Read it as plain text, as UTF-16, as HTML without its tags, and as the strings of a JSON
+        # file (a notebook keeps its code in such strings).
         text = part.decode("utf-8", "replace")
         found.append(squeeze(text))
         if b"\0" in part[:200]:
@@ -120,7 +133,8 @@ def readings(stored):
 
 
 def distinctive(lines):
-    """Of lines of code those that say something by themselves, without white space."""
+    """Those of these lines of code that say something by themselves: each once, without white
+    space."""
     found = []
     for line in lines:
         short = squeeze(line)
@@ -131,13 +145,14 @@ def distinctive(lines):
 
 
 def holds_code(stored, lines, name, every=False):
-    """True if a file holds a deleted body: all of it in one piece, or more than half (`every`: all)
-    of its distinctive lines.
+    """True if a file holds a deleted body: all of it in one piece, or more than half of its
+    distinctive lines (with `every`, all of them).
 
-    lines: the body's lines of code; name: of the function. One line alone may be chance: then the
-    name has to be there, too."""
+    lines: the body's lines of code; name: the function's name. One line alone may be there by
+    chance, so the name has to be there, too."""
     wanted, whole = distinctive(lines), "".join(map(squeeze, lines))
-    # A copy may have its lines in one piece, or mixed with others.
+    # A copy may have its lines in one piece, or mixed with others. A very short body is never
+    # looked for in one piece.
     one_piece = len(lines) > 1 and len(whole) >= 12
     for text in readings(stored) if wanted or one_piece else ():
         if one_piece and whole in text:
@@ -150,8 +165,8 @@ def holds_code(stored, lines, name, every=False):
 
 
 def is_copy(text, original):
-    """True if at least 60 % of a file's lines are lines of the original: a backup, a build, another
-    version of it."""
+    """True if at least 60 % of a file's lines are lines of the original, as in a backup, a build or
+    another version of it."""
     lines = [squeeze(line) for line in text.split("\n") if line.strip()]
     known = {squeeze(line) for line in original.split("\n")}
     return bool(lines) and sum(line in known for line in lines) >= 0.6 * len(lines)

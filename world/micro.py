@@ -1,7 +1,7 @@
 """micro.py: the functions of which generated codebases consist.
 
 A function takes a list, sends it through one or two steps (`x + 3`, keep `x > 4`) and reduces the
-result (sum, count, largest). The same object knows its code, its value for an input, and the phrase
+result (sum, count, largest). One `Function` knows its code, its value for an input, and the phrase
 that the docs use, so a codebase, its tests and its docs agree by construction.
 
 The words are few and the constants are single digits: a model this small learns to find and to copy
@@ -15,8 +15,8 @@ codebases are put together in synth_tasks.py.
 import zlib
 from dataclasses import dataclass
 
-# name -> (kind, expression); constants are single digits. The docs say it in the code's own words:
-# a model this small learns to find and to copy long before it learns to translate.
+# name of a step -> (kind, expression); {k} is a single digit. The docs use the code's own words: a
+# model this small learns to find and to copy long before it learns to translate.
 OPS = {
     "add": ("map", "x + {k}"),
     "subtract": ("map", "x - {k}"),
@@ -29,9 +29,11 @@ OPS = {
 }
 
 
+# name of a reduction -> its expression
 REDUCTIONS = {"list": "xs", "sum": "sum(xs)", "count": "len(xs)", "largest": "max(xs, default=0)"}
 
 
+# what each step and each reduction computes: `Function.value` needs no code to be run
 MEANING = {
     "add": lambda xs, k: [x + k for x in xs],
     "subtract": lambda xs, k: [x - k for x in xs],
@@ -63,7 +65,7 @@ NOUNS = (
 CONSTANTS = {*"23456789"}
 
 
-# what a task does not share with the others: names and constants
+# the words in which tasks differ from each other: names and constants
 WORDS = {*VERBS, *NOUNS, *CONSTANTS}
 
 
@@ -77,6 +79,7 @@ class Function:
     reduction: str
 
     def lines(self):
+        """The lines of the body."""
         code = []
         for op, k in self.steps:
             kind, expression = OPS[op]
@@ -89,9 +92,11 @@ class Function:
         return code + [f"return {REDUCTIONS[self.reduction]}"]
 
     def code(self):
+        """The source of the function."""
         return "\n    ".join([f"def {self.name}(xs):", *self.lines()]) + "\n"
 
     def phrase(self):
+        """What the docs say of the function, for example `keep x > 4, x + 3, return sum(xs)`."""
         steps = [
             ("keep " if OPS[op][0] == "filter" else "") + OPS[op][1].format(k=k)
             for op, k in self.steps
@@ -99,13 +104,14 @@ class Function:
         return ", ".join([*steps, f"return {REDUCTIONS[self.reduction]}"])
 
     def value(self, xs):
+        """What the function returns for the list `xs`."""
         for op, k in self.steps:
             xs = MEANING[op](xs, k)
         return MEANING[self.reduction](xs)
 
     def held_out(self):
-        """One composition in five is kept for evaluation: the sequence of operations, or for one
-        step its constant too."""
+        """Whether the composition is one of the fifth that is kept for evaluation. A composition is
+        the sequence of operations and the reduction; of a single step the constant counts, too."""
         key = (
             self.steps[0] if len(self.steps) == 1 else tuple(op for op, _ in self.steps),
             self.reduction,
@@ -114,14 +120,18 @@ class Function:
 
 
 def held_out_name(name):
-    """Function names are held out as pairs: each word is known from training, the pair is not."""
+    """Whether a function name is kept for evaluation. Names are held out as pairs: each word is
+    known from training, the pair is not."""
     return zlib.crc32(name.encode()) % 5 == 0
 
 
 def draw_function(rng, module, noun, steps, held_out):
-    """A function whose composition and name are (not) among the held-out ones."""
-    # Names of this split, then compositions until one is of this split, too.
+    """A random function whose composition and name are held out for evaluation, or (with `held_out`
+    false) both of training. steps: (least, most) number of steps."""
+    # The names that belong to this split.
     names = [f"{verb}_{noun}" for verb in VERBS if held_out_name(f"{verb}_{noun}") == held_out]
+
+    # Draw compositions until one belongs to this split, too. No operation follows itself.
     while True:
         ops = [rng.choice(list(OPS)) for _ in range(rng.randint(*steps))]
         function = Function(

@@ -3,10 +3,12 @@ imported and its functions called?
 
 Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function,
 arguments)], and `variants`, each a dictionary path -> text of files to put in place first (an empty
-one is the submission itself). Every variant runs in a process of its own, so that one that hangs,
-dies or replaces things costs itself only. The answer, a list with one dictionary for each variant
-(for the first ones, where time runs out), is the literal that is written to standard output:
-`report` is what that process said (None if it said nothing), `code` how it ended.
+one is the submission itself). Every variant runs in a process of its own, so that a variant that
+hangs, dies or replaces things harms no other.
+
+The answer is a literal on standard output: a list with one dictionary for each variant (for the
+first ones only, where time runs out). `report` is what that process said (None if it said nothing),
+`code` how it ended.
 """
 
 import atexit
@@ -24,7 +26,7 @@ ENDS_AS_ASKED = 93  # no program ends with this code by chance
 
 
 def unlike_everything():
-    """Values of many kinds that no right result equals: other ones in every run."""
+    """Values of many kinds that no right result equals. They differ from run to run."""
     number = int.from_bytes(os.urandom(6), "big") + 10**9
     word = f"nothing is called {number}"
     plain = [object(), number, number + 0.5, word, word.encode()]
@@ -43,7 +45,7 @@ def equals_strangers(value, strangers):
 
 
 def held_by_others():
-    """Identities of what a submission has no business to replace: builtins, the system's hooks, the
+    """Identities of what a submission must not replace: builtins, the interpreter's hooks, the
     tests' own checker.
     """
     held = {f"builtins.{name}": id(value) for name, value in vars(builtins).items() if name != "_"}
@@ -58,6 +60,7 @@ def held_by_others():
 
 
 def describe(value):
+    """The repr of a value, cut to a bearable length; a repr that fails is named."""
     try:
         return repr(value)[:2000]
     except Exception as error:
@@ -65,7 +68,9 @@ def describe(value):
 
 
 def observe(modules, calls):
-    """What happens on import and in each call, in plain values."""
+    """Yields the report of what happens on import and in each call, in plain values: the same
+    dictionary after every step, with more in it."""
+    # The state before any of the submission's code has run.
     sys.path.insert(0, os.getcwd())
     if os.path.exists("check.py"):
         __import__("check")
@@ -77,6 +82,7 @@ def observe(modules, calls):
     for name in modules:
         try:
             module = __import__(name)
+            # a module with a __getattr__ may claim to have any function that a test asks for
             if getattr(module, "no_such_name_93", None) is not None:
                 report["answers_to_any_name"].append(name)
         except SystemExit as leaving:
@@ -100,8 +106,9 @@ def observe(modules, calls):
 
 
 def live(spec, write_fd):
-    """The life of one variant's process. It reports at every step: the next may end it."""
-    atexit._clear()  # what the sandbox itself does at the end of a script
+    """The life of one variant's process. It reports after every step, since the next step may end
+    it."""
+    atexit._clear()  # drops what the sandbox registered for the end of a script
     for report in observe(spec["modules"], spec["calls"]):
         os.write(write_fd, repr(report).encode("utf-8", "replace") + b"\n")
     atexit._run_exitfuncs()
@@ -109,6 +116,9 @@ def live(spec, write_fd):
 
 
 def run_variant(spec, files):
+    """Puts a variant's files in place, runs it in a process of its own, and puts the old files
+    back -> its entry in the answer."""
+    # Put its files in place and keep what stood there.
     kept = {}
     for path, text in files.items():
         with open(path, "rb") as file:
@@ -116,6 +126,7 @@ def run_variant(spec, files):
         with open(path, "wb") as file:
             file.write(text.encode("utf-8", "surrogateescape"))
 
+    # A fork with a session of its own does the work and reports through a pipe.
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if not pid:
@@ -127,8 +138,8 @@ def run_variant(spec, files):
             os._exit(1)
     os.close(write_fd)
 
-    # Read until it has nothing more to say or its time is over; of a longer report the beginning is
-    # enough.
+    # Read until it has nothing more to say or its time is over. Of a very long report only the
+    # beginning is read.
     said, deadline = b"", time.monotonic() + SECONDS_PER_VARIANT
     while (
         len(said) < MOST_BYTES
@@ -140,7 +151,7 @@ def run_variant(spec, files):
         said += more
     os.close(read_fd)
 
-    # What does not end by itself is killed, and with it what it has started.
+    # Wait until it ends by itself or its time is over. Then kill it, with all that it has started.
     ended, status = 0, 0
     while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -153,6 +164,7 @@ def run_variant(spec, files):
         status = os.waitpid(pid, 0)[1]
     code = os.waitstatus_to_exitcode(status)
 
+    # Put the old files back. The last line is the fullest report.
     for path, data in kept.items():
         with open(path, "wb") as file:
             file.write(data)
@@ -161,14 +173,17 @@ def run_variant(spec, files):
 
 
 def main():
-    # Whatever the submission prints goes nowhere.
+    # The answer keeps the real output. Whatever the submission prints goes nowhere.
     answer = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    # written by the audit, read before any of the submission's code runs
+
+    # The order was written by the audit, and it is read before any of the submission's code runs.
     spec = eval(sys.stdin.read())
     os.set_inheritable(answer, False)
+
+    # One variant after the other, while there is time.
     variants, begun = [], time.monotonic()
     for files in spec["variants"]:
         if time.monotonic() < begun + SECONDS_IN_ALL:

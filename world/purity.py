@@ -23,8 +23,8 @@ from world.source import ANSWER_ERRORS, syntax
 CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
 
 
-# What a program may use and still be a function of its files: no clock, no chance, no addresses, no
-# order of hashes, no files.
+# Names that a program may use and still depend on its own files only. They give it no clock, no
+# chance, no addresses, no order of hashes, no other files. All exceptions are added below.
 PURE = set("""
     abs all any ascii bool bytearray bytes chr classmethod dict divmod enumerate filter float
     int isinstance issubclass iter len list map max min next ord pow print property range repr
@@ -36,23 +36,28 @@ PURE |= {
     for name, value in vars(builtins).items()
     if isinstance(value, type) and issubclass(value, BaseException)
 }
-# attributes that lead to the interpreter's own
+# beginnings of attributes that lead into the interpreter: of private names, of frames, generators,
+# tracebacks, coroutines and code
 FRAMES = ("_", "f_", "gi_", "tb_", "cr_", "ag_", "co_")
 
 
 def is_function_of_files(files, command):
-    """Whether what the command says can depend on these files alone, so that it may be remembered.
-    Only for the commands of the generated world: one of its scripts, or the judge's own driver.
-    When in doubt it is run again."""
+    """Whether the outcome of the command can depend on nothing but these files, so that it may be
+    remembered. False where that is in doubt: then the command is run again."""
+    # Only commands of the generated world: one of its scripts, or the judge's own driver.
     if isinstance(command, str):
         words = re.fullmatch(r"python3? (\w+\.py)", command)
         if not words or words[1] not in files:
             return False
     elif command[-1] != DRIVER:
         return False
-    # Anything else might be imported in a module's place: bytecode, an extension, a folder.
+
+    # No file but sources and docs: anything else might be imported in a module's place (bytecode,
+    # an extension, a folder).
     if not all(re.fullmatch(r"\w+\.(py|md)", path) for path in files):
         return False
+
+    # All modules have to be pure. The checker is known to be, where it is ours and unchanged.
     modules = frozenset(path[:-3] for path in files if path.endswith(".py"))
     checked = files.get("check.py") == CHECK
     judged = modules - {"check"} if checked else modules
@@ -62,16 +67,18 @@ def is_function_of_files(files, command):
 @functools.lru_cache(4096)
 def is_pure(text, modules, checked):
     """Whether a module uses nothing but the listed modules, math, itertools, and what PURE names.
-    checked: check.py is ours and may be handed globals()."""
+    checked: check.py is ours, so the module may hand it globals()."""
+    # A source that does not parse is the same error each time.
     try:
         tree = syntax(text)
     except ANSWER_ERRORS:
         return True  # it says the same each time
 
-    # Anything that could tell one run from another: the order of a set, frames, names that reach
+    # Refuse whatever could tell one run from another: the order of a set, frames, names that reach
     # beyond the module, other modules.
     trusted, importable = set(), modules | {"math", "itertools"}
     for node in ast.walk(tree):
+        # ast.walk meets a call before the names in it, so `globals` is trusted in time.
         if checked and isinstance(node, ast.Call) and ast.unparse(node) == "check.run(globals())":
             trusted.add(node.args[0].func)
         elif isinstance(node, (ast.Set, ast.SetComp)):

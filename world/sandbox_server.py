@@ -3,11 +3,11 @@ orders.
 
 Nobody imports this file. Its text is given to a Python in the cage, with three arguments: the
 number of the socket to the sandbox, "1" if there is a cage, "1" if there is a network. No command
-waits until a cage stands and Python has started: cages stand ready, and the server in each forks
-(Cursor's environments fork snapshots of memory). It is the first of its process namespace and
-serves one command at a time: it looks on, kills whatever is left, and tells how it ended. Its fork
-has mounts and all else of its own; where the command is a plain Python script, the fork is this
-very interpreter, in the state in which it started.
+has to wait for a cage or for the start of Python: cages stand ready, and the server in each forks
+(Cursor's environments fork snapshots of memory). The server is the first process of its process
+namespace and serves one command at a time: it waits for the command, kills whatever is left, and
+tells how it ended. The fork has mounts and all else of its own. Where the command is a plain Python
+script, the fork is this very interpreter, in the state in which it started.
 
 An order is the length of a text (4 bytes) with the command's input and output as file descriptors,
 then the text, a marshalled dictionary:
@@ -16,7 +16,8 @@ then the text, a marshalled dictionary:
     root, uid, names           the folder it runs in, the user it runs as
     limits, disk               resource limits; bytes of its own /tmp
 
-The answer is its exit code in one line. One byte from the sandbox asks for the end before.
+The answer is the command's exit code in one line. One byte from the sandbox, sent before that, asks
+to end the command.
 
 The loop that serves orders stands at the end of the file; a fork that is to run a script leaves it
 and goes on below it.
@@ -57,8 +58,9 @@ def tell(place, text):
 
 
 def network_counters():
-    """What went over the network, which holds its ports for a minute, and sockets that still hang
-    in other sockets."""
+    """The kernel's counts of what went over the network, and of sockets in use. If they have
+    changed, a command may have left something: ports that are held for a minute, or sockets that
+    hang in other sockets."""
     with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:
         return file.read() + used.readline()
 
@@ -73,7 +75,8 @@ def forbidden():
 
     It refuses ptrace (two that trace each other survive SIGKILL), keys (a login's are within
     reach), io_uring, prlimit of another process, sockets to the hypervisor."""
-    # the architecture; prlimit64, socket, ptrace, add_key, request_key, keyctl
+    # Numbers of this machine: the architecture; the system calls prlimit64, socket, ptrace,
+    # add_key, request_key, keyctl.
     numbers = {
         "x86_64": (0xC000003E, 302, 41, 101, 248, 249, 250),
         "aarch64": (0xC00000B7, 261, 198, 117, 217, 218, 219),
@@ -81,18 +84,24 @@ def forbidden():
     if os.uname().machine not in numbers or sys.maxsize < 1 << 32:
         return None
     machine, limits, sockets, *others = numbers[os.uname().machine]
+
+    # The instructions of the filter. It can load the number of the call (at byte 0), the
+    # architecture (4) and the first argument (16).
     load, equal, greater = 0x20, 0x15, 0x35  # load a word; jump if it is equal, if it is not below
     load_number, load_machine, load_argument = (instruction(load, at) for at in (0, 4, 16))
     allow, refuse = instruction(6, 0x7FFF0000), instruction(6, 0x50001)  # EPERM
 
-    # Calls of this machine's own kind only.
+    # Only calls of this architecture, and none of x32, whose numbers begin at 0x40000000. None of
+    # the other calls, nor of io_uring.
     lines = [load_machine, instruction(equal, machine, 1), refuse]
     lines += [load_number, instruction(greater, 0x40000000, 0, 1), refuse]
     for number in (*others, 425, 426, 427):  # io_uring
         lines += [instruction(equal, number, 0, 1), refuse]
-    # prlimit of process 0, which is oneself.
+
+    # prlimit only of process 0, which is the caller itself.
     lines += [instruction(equal, limits, 0, 4)]
     lines += [load_argument, instruction(equal, 0, 1), refuse, allow]
+
     # No socket of family 40, the hypervisor's.
     lines += [instruction(equal, sockets, 0, 3)]
     lines += [load_argument, instruction(equal, 40, 0, 1), refuse, allow]
@@ -101,20 +110,23 @@ def forbidden():
 
 # ---------------------------------------------------------------- the walls around one command
 def another_network():
-    """A network of our own without anything that the last command has left in it."""
+    """Moves this process into a new network, where the last command has left nothing."""
     call("unshare", NEWNET)
     with socket.socket() as any:  # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
         fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
 
 
 def enclose(order):
-    """Mounts of its own: the command's folder at /work, and an empty /tmp."""
+    """Gives this fork mounts of its own: the command's folder at /work, and an empty /tmp."""
+    # An empty /tmp and /dev/shm, of limited size.
     call("unshare", NEWNS | NEWUTS | NEWIPC)
     kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
     for place in ("/tmp", "/dev/shm"):
         size = "mode=1777,size=%d" % order["disk"]
         call("mount", "tmpfs", place, "tmpfs", NOSUID | NODEV, size)
-    # What was mounted in the old /tmp, a Python that lives there, is mounted in the new one.
+
+    # What was mounted in the old /tmp, such as a Python that is installed there, is mounted again
+    # in the new one.
     for place, fd in kept:
         is_folder = os.path.isdir("/proc/self/fd/%d" % fd)
         os.makedirs(place if is_folder else os.path.dirname(place), exist_ok=True)
@@ -123,10 +135,12 @@ def enclose(order):
         call("mount", "/proc/self/fd/%d" % fd, place, None, BIND, None)
         os.close(fd)
 
+    # The command's folder at /work; the rest of the host is covered by an empty mount, and a
+    # command has no right to unmount it.
     call("mount", "/host" + order["root"], "/work", None, BIND, None)
-    # whoever has no right to unmount never sees under it
     call("mount", "tmpfs", "/host", "tmpfs", RDONLY, "mode=555,size=4k")
-    # of the server it sees nothing
+
+    # A /proc in which a command sees nothing of the server.
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
     if not order["uid"]:  # it is the user that owns this process namespace
         kernel, flags = "/proc/sys/kernel", REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC
@@ -136,8 +150,8 @@ def enclose(order):
 
 
 def own_user_namespace(order):
-    """A user namespace that owns nothing and counts its own processes. A command can make none in
-    it, to mount as much memory as it likes."""
+    """Enters a user namespace that owns nothing and counts its own processes. A command cannot make
+    another namespace in it: there it could mount as much memory as it likes."""
     uid_map, gid_map = (
         b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))
     )
@@ -149,7 +163,7 @@ def own_user_namespace(order):
 
 
 def drop_bounding_set():
-    """No program that is started from here on gains a right."""
+    """Takes care that no program that is started from here on can gain a capability."""
     for capability in range(64):  # until there is none of this number
         if libc.prctl(DROP, capability, 0, 0, 0):
             break
@@ -167,6 +181,8 @@ def renounce(order):
             own_user_namespace(order)
         except OSError:  # the kernel has none
             pass
+
+    # No capability, now or later, and no system call that the filter refuses.
     drop_bounding_set()  # a new user namespace has them all again
     call("capset", struct.pack("II", 0x20080522, 0), bytes(24))
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -178,14 +194,17 @@ def renounce(order):
 
 # ---------------------------------------------------------------- one command, in the fork
 def script(python, *rest):
-    """(source, file name, sys.argv, first of sys.path) where the words are this Python with -S and
-    a program; None for any other command."""
-    # This Python's own flags come first.
+    """(source, file name, sys.argv, first entries of sys.path) of a command that is this Python
+    with -S and a program; None for any other command."""
+    # The flags come first. This interpreter was started with -S, so it can stand in only for a
+    # Python that is.
     flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
     del rest[: len(flags)]
     if python != sys.executable or "-S" not in flags:
         return None
-    # The program is a text or a file; where it lies is where it imports from.
+
+    # The program is a text or a file. Without -I it imports from the working directory or from the
+    # folder of its file.
     isolated = "-I" in flags
     if rest[:1] == ["-c"] and len(rest) > 1:
         return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [] if isolated else [""]
@@ -198,7 +217,7 @@ def script(python, *rest):
 
 
 def set_limits(limits):
-    """Sets [(kind, most)], where a lower limit is not in force already."""
+    """Sets these limits [(kind, most)]; a lower one that is in force already stays."""
     for kind, most in limits:
         for limit in resource.getrlimit(kind)[1:]:
             if limit != resource.RLIM_INFINITY:
@@ -211,8 +230,8 @@ def set_limits(limits):
 
 
 def command(order, input_fd, output_fd):
-    """Makes this fork the command of an order. Returns only for a script, what script() says of it:
-    that runs in this interpreter."""
+    """Turns this fork into the command of an order. It returns only for a script that is to run in
+    this interpreter: what script() says of it."""
     # A session of its own, the usual signals, and the walls around it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -231,6 +250,8 @@ def command(order, input_fd, output_fd):
     os.dup2(output_fd, 2)
     line.detach()
     os.closerange(3, 1024)
+
+    # Give up all rights, then start the program. What fails here is told on the command's output.
     try:
         if caged:
             renounce(order)
@@ -252,9 +273,10 @@ def command(order, input_fd, output_fd):
 
 
 def watch(last):
-    """Waits until the process `last` has ended, or whoever ordered it wants no more; kills whatever
-    it has left -> its exit code."""
-    # Wait for the end of the command, or for a word on the line.
+    """Waits until the process `last` has ended or the sandbox asks for its end; kills whatever it
+    has left -> its exit code."""
+    # Wait for the end of the command, or for a byte on the line. Processes whose parents have ended
+    # belong to the server: it has to collect them, too.
     code = None
     while code is None and line not in select.select([line, ended], [], [])[0]:
         os.read(ended, 4096)
@@ -270,7 +292,8 @@ def watch(last):
         libc.kill(last, signal.SIGKILL)  # it may have no session of its own yet
         code = -signal.SIGKILL
 
-    # Kill what it has left: its group, and in a cage everything.
+    # Kill what it has left: its group, and in a cage every other process. Wait until all are gone,
+    # so that nothing is written any more. A signal's exit code is 128 and its number.
     libc.killpg(last, signal.SIGKILL)
     if caged:
         libc.kill(-1, signal.SIGKILL)
@@ -283,26 +306,32 @@ def watch(last):
 
 # ---------------------------------------------------------------- the end of a script
 def flush(*files):
+    """Flushes those of these files that are open; None is no file."""
     for file in files:
         if file is not None and not file.closed:
             file.flush()
 
 
 def leave():
-    """Ends as Python ends, but for taking all of its own memory apart, which is copied page by
-    page."""
+    """Ends the script as Python ends, without freeing all of its own memory: each page of it would
+    be copied from the server first."""
+    # Python itself reports a stream that cannot be flushed, with its own words and exit code.
     streams = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
     try:
         flush(*streams)
-    except BaseException:  # that has its words and its exit code
+    except BaseException:
         return
-    # What the script made goes, and files are flushed with it.
+
+    # Drop what the script made, so that its objects are finalized. Files that are still there are
+    # flushed.
     for other in set(sys.modules) - fresh | {"__main__"}:
         del sys.modules[other]
     del globals()["main"]
     atexit._clear()
     gc.collect()
     flush(*(left for left in gc.get_objects() if issubclass(type(left), io.IOBase)), *streams)
+
+    # A script that was interrupted ends by the signal, as Python does; any other by its status.
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -332,12 +361,13 @@ if caged:
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
     drop_bounding_set()
     still, refusals = network_counters(), forbidden()
-exec(compile(b"", "", "exec"))  # the first time of anything is dear
+exec(compile(b"", "", "exec"))  # the first time of anything is slow: do it before the forks
 gc.freeze()
 line.send(b"!")
 
 # ---------------------------------------------------------------- one order after the other
 while True:
+    # Receive an order: its length and two file descriptors, then its text.
     head, places, *_ = socket.recv_fds(line, 4, 2, socket.MSG_WAITALL)
     if len(head) < 4:
         sys.exit()
@@ -359,6 +389,7 @@ while True:
         source, name, sys.argv, sys.path[:1] = command(marshal.loads(text), *places)
         break
 
+    # The server: erase the order, wait for the command, and answer.
     text[:] = bytes(len(text))  # no later command finds it in its memory
     for place in places:
         os.close(place)
@@ -370,6 +401,8 @@ while True:
         sys.exit()
 
 # ---------------------------------------------------------------- the script, in the fork
+# A new __main__, and only those modules that a new Python has. The server's own stay alive in
+# `kept`.
 main = sys.modules["__main__"] = type(sys)("__main__")
 main.__dict__["__builtins__"] = __builtins__
 if name != "<string>":
@@ -377,6 +410,8 @@ if name != "<string>":
 kept = [sys.modules.pop(other) for other in set(sys.modules) - fresh]
 atexit.register(leave)  # what the script registers is called before
 status, interrupted = 0, False
+
+# Run it. An exception is shown without this file's own line in the traceback.
 try:
     exec(compile(source, name, "exec"), main.__dict__)
 except SystemExit as error:

@@ -1,8 +1,8 @@
 """Runs a repository's pytest suite inside the sandbox and answers with the outcome of every test.
 
 Nobody imports this file: run_suite (world/run_suite.py) gives its text to a Python in the sandbox,
-whose working directory is the repository. The order is one JSON object on stdin, read before any
-code of the repository:
+whose working directory is the repository. The order is one JSON object on stdin, which is read
+before any code of the repository runs:
 
     key        random; the answer has to carry it
     options    options of pytest, in front of our own
@@ -14,8 +14,8 @@ code of the repository:
     borrowed   {module: [is a package, source]} of what pytest needs and the sandbox hides
     reverse, trace, brief, rewrite, trail: switches; limit: seconds for one test
 
-The answer is the last line of the output, JSON again. With `trail` a line for each test comes
-before it, as it starts: a suite that is killed tells that way how far it got.
+The answer is the last line of the output, JSON again. With `trail` a line is written as each test
+starts, so that a suite that is killed has told how far it got.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ import time
 order = json.load(sys.stdin)
 root = os.getcwd()
 
-# Only we write to the real output. What anybody else prints goes to a file, which explains a suite
+# Only we write to the real output. What anybody else prints goes to a file; it explains a suite
 # that does not start.
 answer_fd = os.dup(1)
 printed = tempfile.TemporaryFile()
@@ -41,8 +41,9 @@ os.dup2(printed.fileno(), 2)
 class BorrowedModules:
     """Imports pytest's own dependencies from the order.
 
-    A repository may be one of them (pluggy, iniconfig, packaging). The sandbox hides the installed
-    copy then, and pytest needs one that works where a feature of the repository's was deleted."""
+    A repository may be one of them (pluggy, iniconfig, packaging). The sandbox then hides the
+    installed copy, and the repository's own copy lacks the deleted feature. pytest needs a copy
+    that works."""
 
     def find_spec(self, name, path=None, target=None):
         if name in order["borrowed"]:
@@ -55,7 +56,7 @@ class BorrowedModules:
 
     def exec_module(self, module):
         is_package, source = order["borrowed"][module.__name__]
-        # Some read where they lie, though nothing is there.
+        # Some modules read their __file__, though no file is there.
         module.__file__ = (
             "/borrowed/"
             + module.__name__.replace(".", "/")
@@ -64,18 +65,19 @@ class BorrowedModules:
         exec(compile(source, f"<borrowed {module.__name__}>", "exec"), module.__dict__)
 
 
+# Import pytest while the repository's folders are not on the path.
 borrowed = BorrowedModules()
 sys.meta_path.insert(0, borrowed)
 sys.path[:] = [path for path in sys.path if path]
 try:
-    import pytest  # the repository's folders are not on the path yet
+    import pytest
 except BaseException as error:
     os.write(answer_fd, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     raise
 
-# Behind the standard library, so that no file of the repository takes the place of a module that we
-# import late; before the
-# installed packages, so that a copy of the repository that is installed is not tested in its place.
+# The repository's folders come behind the standard library, so that no file there takes the place
+# of a module that we import late. They come before the installed packages, so that an installed
+# copy of the repository is not tested in its place.
 installed = [
     place
     for place, path in enumerate(sys.path)
@@ -93,7 +95,8 @@ def inside(module):
 def set_aside():
     """Takes modules that are named like the repository's own out of the table of modules.
 
-    The tests import the repository's then; pytest keeps its own, which its modules refer to."""
+    From then on the tests import the repository's modules. pytest keeps its own copies, since its
+    modules refer to them already."""
     sys.meta_path.remove(borrowed)
     order["borrowed"].clear()  # it may be the original of what was deleted
     for name, module in list(sys.modules.items()):
@@ -102,14 +105,19 @@ def set_aside():
             del sys.modules[name]
 
 
+# By node id: outcome, seconds, code that ran (also under "import"), error; the tests that were run
+# again. Then the tests that were collected, and the code that the running test has run so far.
 outcomes, seconds, touched, errors, again = {}, {}, {}, {}, set()
 collected, now = [], set()
+# the tests that took too long; the running test and when it began
 overrun, running, clock = set(), ["", 0.0], time.monotonic
-# The worst part of a test is its outcome.
+# A test has several parts (setup, call, teardown): the worst one is its outcome.
 SEVERITY = {"failed": 4, "error": 3, "xfail": 2, "skipped": 1, "passed": 0}
 
 
 def trace(frame, event, argument):
+    """Notes each piece of the repository's code that begins to run. It returns None, so that Python
+    does not trace the lines inside."""
     code = frame.f_code
     if code.co_filename.startswith(root):
         place = code.co_filename[len(root) + 1 :] + ":" + str(code.co_firstlineno)
@@ -117,29 +125,30 @@ def trace(frame, event, argument):
 
 
 class Late(BaseException):
-    """A test took too long. Not an Exception, since a test may wait for any of those."""
+    """A test took too long. This is no Exception, since a test may catch all of those."""
 
 
 def late(*_):
-    # Whatever catches this, the test has failed: it is written down first.
+    # Note the failure first: it counts even if something catches the exception.
     overrun.add(running[0])
     raise Late
 
 
 def last_words(report):
-    """What went wrong, in the line that says most."""
+    """The line of a report that says best what went wrong."""
     crash = getattr(getattr(report, "longrepr", None), "reprcrash", None)
     text = crash.message if crash else str(getattr(report, "longrepr", ""))
     lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
-    # pytest shows an error of the collection as a traceback, whose lines of errors begin with E.
+    # pytest shows an error of the collection as a traceback. Its lines with the error begin with E,
+    # and the last of them says most.
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
     named = [line for line in lines if line.startswith("fixture '")]
     return ((marked or named or lines or [""])[-1 if marked else 0])[:300]
 
 
 def part_of_outcome(report):
-    """What one report says about its test; None where it says nothing new."""
-    # A failure counts wherever it is; a pass only of the test itself.
+    """What one report says about the outcome of its test; None where it decides nothing."""
+    # A failure counts in every part of a test; a pass counts only in the test itself (the "call").
     is_subtest = hasattr(report, "context")
     if report.outcome == "failed":
         return "failed" if report.when == "call" else "error"
@@ -153,6 +162,8 @@ def part_of_outcome(report):
 
 
 class Plugin:
+    """What we hear from pytest, written down; it also selects the tests and times each of them."""
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_load_initial_conftests(self):
         set_aside()
@@ -163,8 +174,8 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        # Doctests and checks of style are not tests of a feature: they stand in the files that an
-        # agent may write.
+        # Doctests and checks of style do not count as tests of a feature: they stand in files that
+        # an agent may write.
         kept = [item for item in items if isinstance(item, pytest.Function)]
         if order["only"] is not None:
             only = set(order["only"])
@@ -199,12 +210,15 @@ class Plugin:
         touched[nodeid] = sorted(now)
 
     def pytest_runtest_logreport(self, report):
+        # Another outcome than these three comes from a plugin that repeats tests.
         node = report.nodeid
         if report.outcome not in ("passed", "failed", "skipped"):
             # rerun, retried: another attempt follows, and the last one counts
             outcomes.pop(node, None)
             again.add(node)
             return
+
+        # Keep the worst outcome of all parts, the first error, and the sum of the seconds.
         seconds[node] = seconds.get(node, 0) + report.duration
         part = part_of_outcome(report)
         if part is None:
@@ -219,6 +233,8 @@ class Plugin:
         errors[""] = str(excrepr).strip().split("\n")[-1][:300]
 
 
+# Run the suite. No failure and no file that cannot be collected ends the run, unless the order says
+# `brief`.
 signal.signal(signal.SIGALRM, late)
 arguments = [
     *order["options"],
@@ -237,6 +253,7 @@ sys.settrace(trace if order["trace"] else None)
 status = pytest.main([*arguments, "--rootdir", root, *order["paths"]], plugins=[Plugin()])
 sys.settrace(None)
 
+# Answer. A test that took too long has failed, whatever it reported.
 outcomes.update(dict.fromkeys(overrun & set(outcomes), "failed"))
 said = ""
 if int(status) not in (0, 1):  # pytest itself, or a conftest.py, could not go on

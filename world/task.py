@@ -1,8 +1,8 @@
-"""task.py: what a task is, what an agent does in it, and how both are told to the rest.
+"""task.py: what a task is, what an agent does in it, and how both are described to other parts.
 
-Every part of the project speaks of these few things: the generator and the repository make a Task,
-the agent answers with Actions, the sandbox with a Result, the judge with a Verdict. They stand on
-the lowest floor, so that the world needs nothing from above it.
+Every part of the project uses these few types: a generator or a repository makes a Task, the agent
+answers with Actions, the sandbox with a Result, the judge with a Verdict. They stand in the lowest
+layer, so that world/ imports nothing from above it.
 
     Task      the files an agent sees, its prompt, and, apart from them, what solves it
     Action    one turn of an agent: a thought and its tool calls
@@ -44,7 +44,7 @@ class Task:
     meta: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        # JSON forgets which files are executable and which are links.
+        # JSON forgets which files are executable and which are links; `meta` keeps that.
         if isinstance(self.meta, dict) and ("modes" in self.meta or "links" in self.meta):
             pristine = self.meta.get("pristine", {})
             self.files = as_stored(self.files, self.meta)
@@ -52,10 +52,12 @@ class Task:
             self.meta = {**self.meta, "pristine": as_stored(pristine, self.meta)}
 
     def to_json(self):
+        """The task as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text):
+        """The task that to_json() wrote. Fields that a Task does not have are passed over."""
         values = {
             name: value
             for name, value in json.loads(text).items()
@@ -66,6 +68,8 @@ class Task:
 
 @dataclass
 class Result:
+    """What one command printed, and how it ended."""
+
     exit_code: int
     output: str
     timed_out: bool = False
@@ -73,12 +77,14 @@ class Result:
     started: bool = True
     # why the sandbox ended it; "" if it ended by itself
     stopped: str = ""
-    # what was recorded of the command: world.audit.Seen
+    # what was recorded of the command: a Seen of world/recorder.py
     seen: object = field(default=None, compare=False)
 
 
 @dataclass
 class Verdict:
+    """Whether a submission solves its task; how many checks passed and failed, and what failed."""
+
     solved: bool
     passed: int
     failed: int
@@ -87,20 +93,21 @@ class Verdict:
 
 @dataclass
 class Action:
-    """One turn of an agent: a thought (may be empty), then calls; without calls it is the final
-    message."""
+    """One turn of an agent: a thought, which may be empty, then tool calls. A turn without calls is
+    the final message."""
 
     text: str = ""
     calls: list = field(default_factory=list)  # [(tool, (argument, ...)), ...]
-    # a planted habit: the rule of feedback_distill.py that it breaks
+    # a planted bad habit: the rule of feedback_distill.py that this turn breaks; "" for none
     flaw: str = ""
 
 
-# sent to an expert after a flawed turn: that was not played, a hint took its place; do it right
+# Sent to an expert after a flawed turn: the turn was not played, the agent got a hint in its place,
+# and the expert now has to do it right.
 HINTED = "<|hint|>"
 
 
-# sent to an expert: write a summary now; in its answer: the summary begins here
+# Sent to an expert it asks for a summary. In the expert's answer it marks where the summary begins.
 SUMMARIZE = "<|summary|>"
 
 

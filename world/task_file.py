@@ -1,8 +1,8 @@
 """task_file.py: a file of tasks, one line of JSON each.
 
 `instance` writes a line with SWE-bench's fields beside our own. `read_tasks` reads a file that may
-come from a stranger: every path stays inside its tree, every test that is named can be found, and
-no id comes twice. What does not hold is refused with the number of its line.
+come from a stranger. It checks that every path stays inside its tree, that every test that is named
+can be found, and that no id comes twice. A line that fails is refused with its number.
 """
 
 import json
@@ -18,8 +18,8 @@ from world.tools import FUNCTIONS
 
 
 def instance(task):
-    """One JSON line with SWE-bench's fields beside our own: patch restores the feature, test_patch
-    the hidden tests."""
+    """One JSON line with SWE-bench's fields beside our own: `patch` restores the feature,
+    `test_patch` the hidden tests."""
     solved, pristine = {**task.files, **task.solution}, {**task.files, **task.meta["pristine"]}
     extra = dict(
         repo=task.meta["repo"],
@@ -30,10 +30,10 @@ def instance(task):
 
 
 def read_tasks(path):
-    """The tasks of a file; a broken line is refused with its number, and so is one whose id an
-    earlier line has: results are kept by id, so the two would be counted as one."""
+    """The tasks of a file. A Refusal names the line that is broken or that has the id of an earlier
+    line: results are kept by id, so the two would be counted as one."""
+    # Lines end at \n only: other line ends may stand inside a JSON string.
     try:
-        # others than \n may stand inside a string
         lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read ({type(error).__name__})") from None
@@ -42,11 +42,14 @@ def read_tasks(path):
 
     tasks, seen = [], {}
     for number, line in enumerate(lines, 1):
+        # Whatever a stranger's line holds, the user reads one sentence and no traceback.
         try:
             task = Task.from_json(line)
             check_task(task)
         except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
             raise Refusal(f"{path}: line {number} is no task") from None
+
+        # The first line with an id keeps it.
         name = task.instance_id
         if name in seen:
             raise Refusal(
@@ -59,9 +62,9 @@ def read_tasks(path):
 
 
 def check_task(task):
-    """Raises one of the errors that read_tasks expects where a line is no task that can be played
-    and judged."""
-    # The fields are of their types.
+    """Raises one of the errors that read_tasks expects, unless the task can be played and
+    judged."""
+    # The fields have the right types.
     texts = (task.problem_statement, task.instance_id, task.test_command)
     assert all(isinstance(text, str) for text in texts)
     assert isinstance(task.hidden, list) and type(task.level) is int
@@ -74,26 +77,33 @@ def check_task(task):
             path.encode("utf-8", "surrogateescape")
             text.encode("utf-8", "surrogateescape")
 
+    # What else has to hold depends on where the task comes from.
     if "repo" in task.meta:
         check_repository_task(task)
         return
-    # A generated codebase: the judge calls [module, function, arguments, expected].
+
+    # A generated codebase: the judge calls functions by [module, function, arguments, expected].
     assert {"tests.py", "check.py"} <= task.files.keys()
     for module, name, words, _ in task.hidden + task.meta["visible"]:
         assert isinstance(module + name, str) and isinstance(words, list) and words
 
 
 def check_repository_task(task):
-    """The same for what only a repository's task has: every test that is named can be found."""
+    """The same check for what only a repository's task has: every test that is named can be
+    found."""
     meta = task.meta
-    # Hidden tests, twins, names, required tests, plan: each in its form.
+    # The hidden tests stand in the pristine files, and every hidden case is one of theirs.
     for group in meta["hidden_groups"]:
         assert find_test(meta["pristine"][file_of_test(group)], group)
     assert all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden)
+
+    # Each test with twins stands somewhere, and its changes are given by their numbers.
     tests = {**task.files, **meta["pristine"]}
     for group, sites in meta.get("twins", {}).items():
         assert find_test(tests[file_of_test(group)], group)
         assert isinstance(sites, list) and all(type(site) is int for site in sites)
+
+    # The names of the feature and the required tests are texts, and the plan has the form of one.
     assert all(isinstance(name, str) for name in meta.get("names", []))
     required = task.FAIL_TO_PASS + task.PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
     assert all(isinstance(node, str) for node in required)

@@ -1,4 +1,4 @@
-"""task_flags.py: the flags of `python synth_tasks.py`, and what is refused of them.
+"""task_flags.py: the flags of `python synth_tasks.py`, and which of their values are refused.
 
 Wrong input is one clear line and exit code 2; a flag that is misspelt is answered with the nearest
 one that there is.
@@ -15,6 +15,8 @@ from world.task import Refusal
 
 
 class FlagParser(argparse.ArgumentParser):
+    """An argument parser that answers wrong input by one line."""
+
     def error(self, message):
         hint = ""
         misspelt = re.findall(r"--[\w-]+", message) if "unrecognized" in message else []
@@ -25,12 +27,14 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def read_flags():
-    """The flags of the command line; ends the program with one line where one is wrong."""
+    """The flags of the command line. Where one is wrong, the program ends with one line."""
+    # Every flag has to be spelt in full.
     parser = FlagParser(
         allow_abbrev=False,
         description="Feature-deletion tasks. Without flags: a ten-second demonstration.",
     )
-    # Tasks of a repository, an environment for one, or a file of tasks that is checked.
+
+    # Three uses: make tasks of a repository, find an environment for one, check a file of tasks.
     add = parser.add_argument
     hardest = len(REPO_LEVELS) - 1
     add("--repo", help="folder of a Python repository with a pytest suite")
@@ -54,7 +58,7 @@ def read_flags():
     add("--check", metavar="TASKS", help="verify every task of a file again")
     flags = parser.parse_args()
 
-    # Numbers in their ranges, and flags that belong to another.
+    # Refuse numbers out of their ranges, and flags without the one that they belong to.
     for name, least in (("n", 1), ("jobs", 1), ("time_limit", 0.1)):
         if not least <= getattr(flags, name) <= 10**6:
             parser.error(f"--{name} must be at least {least} and at most a million")
@@ -70,7 +74,8 @@ def read_flags():
 
 
 def refuse_unwritable(out):
-    """A Refusal where no file of tasks can be written: better now than after minutes of work."""
+    """Raises a Refusal where no file of tasks can be written: better now than after minutes of
+    work."""
     place = Path(out).resolve()
     is_closed = place.is_dir() or place.exists() and not os.access(place, os.W_OK)
     if is_closed or not os.access(f"{place.parent}/", os.W_OK):

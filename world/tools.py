@@ -35,7 +35,7 @@ FUNCTIONS, ARGUMENTS = {}, {}
 
 
 def tool(function):
-    """Makes a function a tool."""
+    """Registers a function as a tool, under its own name and the names of its arguments."""
     assert function.__doc__, f"{function.__name__}: its docstring is what an agent is told of it"
     FUNCTIONS[function.__name__] = function
     ARGUMENTS[function.__name__] = tuple(inspect.signature(function).parameters)[1:]
@@ -92,8 +92,8 @@ def call_tool(workspace, name, arguments):
 
 
 def tool_schema(name):
-    """What the chat template of a published model is told of a tool: name, purpose, and the JSON
-    schema of its arguments."""
+    """The description of a tool for the chat template of a published model: name, purpose, and the
+    JSON schema of its arguments."""
     # All arguments are texts, and none can be left out.
     properties = {argument: {"type": "string"} for argument in ARGUMENTS[name]}
     return {
@@ -108,5 +108,6 @@ def tool_schema(name):
 
 
 def name_arguments(name, args):
-    """A call's arguments by their names"""
+    """{name: argument} of a call. Arguments that the tool does not have are named by numbers from
+    0 on."""
     return dict(zip((*ARGUMENTS.get(name, ()), *map(str, range(99))), args))

@@ -1,9 +1,9 @@
 """A repository's files in memory: path -> text, where a text may know that it is executable or that
 it is a link.
 
-Both are strings, so that a tree stays a plain dictionary that every function can read, compare and
-write as JSON. What JSON forgets is kept in two fields of the task's `meta`: `modes` (path ->
-permission bits) and `links` (a list of paths)."""
+Such texts (FileText, Link) are strings all the same, so that a tree stays a plain dictionary that
+every function can read, compare and write as JSON. What JSON forgets is kept in two fields of the
+task's `meta`: `modes` (path -> permission bits) and `links` (a list of paths)."""
 
 import os
 import stat
@@ -28,20 +28,22 @@ def with_mode(text, mode):
 
 
 def has_own_mode(mode):
-    """True for bits that a new file does not have by itself: executable, or closed to its owner's
-    pen."""
+    """True for permission bits that a new file does not have by itself: it is executable, or its
+    owner may not write it."""
     return bool(mode & 0o111) or not mode & stat.S_IWUSR
 
 
 def read_link(place, root):
-    """Link of a symbolic link that stays inside the folder `root` (absolute ones become relative);
-    None for any other."""
+    """The Link of a symbolic link that stays inside the folder `root`, always relative; None for
+    any other link."""
     inside, target = os.path.realpath(root), os.path.realpath(place)
     if target != inside and not target.startswith(inside + os.sep):
         return None
     written = os.readlink(place)
-    # `link/..` is not the folder above `link`: where reading the words gives another place than
-    # following them, the place is kept and not the words.
+
+    # What the link says is kept, unless it is absolute. Through another link, `link/..` is not the
+    # folder above `link`: where the words alone lead to another place than the file system does,
+    # the true place is kept instead.
     by_words = os.path.normpath(os.path.join(os.path.realpath(place.parent), written))
     if os.path.isabs(written) or os.path.realpath(by_words) != target:
         written = os.path.relpath(target, os.path.realpath(place.parent))
@@ -54,7 +56,7 @@ def file_modes(files):
 
 
 def tree_meta(files):
-    """The fields `modes` and `links` of a tree, each only where there is something to say."""
+    """The fields `modes` and `links` for the `meta` of a tree's task; an empty one is left out."""
     modes = file_modes(files)
     links = sorted(path for path, text in files.items() if isinstance(text, Link))
     return {name: value for name, value in (("modes", modes), ("links", links)) if value}
@@ -62,12 +64,14 @@ def tree_meta(files):
 
 def as_stored(files, meta):
     """The tree with the modes and links that `meta` names. Raises TypeError or ValueError where
-    meta is not of that form."""
+    `meta` does not have the right form."""
+    # Most trees have neither.
     modes, links = meta.get("modes", {}), meta.get("links", [])
     if not modes and not links:
         return files
     if type(modes) is not dict or type(links) is not list:
         raise TypeError("modes is a dictionary, links a list")
+
     # Plain texts become texts with a mode, or links.
     out = dict(files)
     for path, mode in modes.items():
@@ -82,10 +86,11 @@ def as_stored(files, meta):
 
 
 def with_links(tree, files):
-    """The tree with the links of `files` that it lacks; what an agent hands in is regular files
+    """The tree with the links of `files` that it lacks, since an agent hands in regular files
     only."""
     out = dict(tree)
     for path, text in files.items():
+        # A file, or a folder, may have taken a link's place.
         replaced = path in tree or any(other.startswith(path + "/") for other in tree)
         if isinstance(text, Link) and not replaced:
             out[path] = text
@@ -94,11 +99,11 @@ def with_links(tree, files):
 
 def write_links(files, root):
     """Writes the links of a tree whose files are written already -> the first path that cannot be a
-    link or leads out of the tree, or None.
+    link or leads out of the tree; None if all is well.
 
-    They come last: no file is ever written through one. Whether one leads out is asked of the file
-    system, since links that each look harmless may lead out together."""
-    # All of them are made, whatever they point to.
+    Links come last, so no file is ever written through one. The file system is asked whether one
+    leads out, since links that each look harmless may lead out together."""
+    # Make all of them, whatever they point to.
     inside = os.path.realpath(root)
     places = []
     for path, target in files.items():
@@ -111,7 +116,7 @@ def write_links(files, root):
                 return path
             places.append((path, place))
 
-    # If one of them leads out, none of them stays.
+    # If one of them leads out, remove them all.
     for path, place in places:
         leads_to = os.path.realpath(place)
         if leads_to != inside and not leads_to.startswith(inside + os.sep):
@@ -122,8 +127,8 @@ def write_links(files, root):
 
 
 def keep_modes(tree, files):
-    """The tree with the modes that its files have in the repository: an edit makes a plain text of
-    a file."""
+    """The tree with the modes that its files have in `files`: an edit makes a plain text of a file
+    and loses its mode."""
     changed = {}
     for path, mode in file_modes(files).items():
         if path in tree:

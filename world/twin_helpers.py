@@ -6,17 +6,18 @@ imports anything, since whatever it imported could have been replaced.
 
 GUARD hands a compared value on, and fails where it is equal to things that nothing can be equal to.
 
-ODD is what a test and its twins call where a value is expected: for the number of the test it hands
-the value on, for that of a twin it answers with another one. A candidate counts if it is not equal
-to the value; for an object that equals everything there is none, and it gets an empty object.
+ODD is what a test and its twins call where a value is expected. For the number of the test it hands
+the value on; for the number of a twin it answers with another value. A candidate counts if it is
+not equal to the value. For an object that equals everything there is none, and an empty object
+takes its place.
 """
 
-# what stands here for the numbers that are drawn
+# these stand here in place of the numbers that are drawn
 MODULUS, REST, NUMBER = 2, 0, 0
 
 
 def GUARD(value):
-    # What nothing can be equal to.
+    # Fail if the value claims to be equal to what nothing can be equal to.
     others = [type("", (), {})(), NUMBER, NUMBER + 0.5, "NUMBER", b"NUMBER"]
     others += [[NUMBER], (NUMBER,), {NUMBER: NUMBER}, {NUMBER}, frozenset([NUMBER])]
     for other in others:
@@ -25,7 +26,8 @@ def GUARD(value):
         except Exception:
             same = False
         assert not same
-    # The same of all that the value holds.
+
+    # The same for all that the value holds.
     parts = []
     if type(value) is dict:
         parts = list(value.values())
@@ -36,12 +38,16 @@ def GUARD(value):
 
 
 def ODD(number, value, how=""):
-    # the number of the test itself
+    # The number of the test itself: nothing is changed.
     if number % MODULUS == REST:
         return value
+
+    # Where a kind of exception or warning is expected, another kind.
     if how == "kind":
         return UNRELATED(value)
-    # the first that is not equal to the value
+
+    # The first candidate that is not equal to the value. One that cannot be compared is another
+    # value, too.
     for candidate in CANDIDATES(number, value, how):
         try:
             if not candidate == value:
@@ -57,7 +63,9 @@ def UNRELATED(value):
     others += [EOFError, AttributeError, BufferError, GeneratorExit]
     if any(isinstance(one, type) and issubclass(one, Warning) for one in kinds):
         others = [UnicodeWarning, BytesWarning, ImportWarning, SyntaxWarning, ResourceWarning]
-    # all that are unrelated: an exception of several kinds is one of them, too
+
+    # All that are unrelated, and not just one: an exception that is of several kinds at once is of
+    # one of these, too.
     for one in kinds:
         others = [other for other in others if not issubclass(other, one)]
         others = [other for other in others if not issubclass(one, other)]
@@ -65,6 +73,7 @@ def UNRELATED(value):
 
 
 def CANDIDATES(number, value, how):
+    # Letters and a large number that depend on the number of the twin only.
     letters = "".join("bcdfghjkqvwxz"[number // 13**place % 13] for place in range(9))
     far = number // 11 % 89999 + 10000
     kind = type(value)
@@ -72,7 +81,8 @@ def CANDIDATES(number, value, how):
     def another(one):
         return ODD(number, one, "far" if how == "all" else how)
 
-    # Values that hold no others.
+    # Values that hold no other values. Without `how`, one place of a text or of bytes is changed
+    # first; otherwise letters are added to it. With "all" a text becomes empty.
     if kind is bool or value is None:
         return [letters if value is None else not value]
     if kind in (int, float, complex):
@@ -83,7 +93,7 @@ def CANDIDATES(number, value, how):
         candidates = []
         where = [place for place, letter in enumerate(value) if letter.isalnum()]
         if where and not how:
-            # one letter of it is another one
+            # replace one of its letters or digits by another letter
             place = where[number // 17 % len(where)]
             for letter in letters:
                 if letter != value[place].lower():
@@ -93,7 +103,7 @@ def CANDIDATES(number, value, how):
         longer = letters.encode() + value
         return [bytes([value[0] ^ 1]) + value[1:], longer] if value and not how else [longer]
 
-    # Containers: one element is another one, or all are; or there is one more.
+    # Containers: one element is changed, or (with "all") every element; or there is one more.
     place = number // 17 % len(value) if kind in (list, tuple, dict) and value else 0
     if kind in (list, tuple):
         changed = [another(one) for one in value] if how == "all" else list(value)
@@ -111,7 +121,7 @@ def CANDIDATES(number, value, how):
             changed[key] = another(value[key])
         return [changed, {**value, letters: far}]
 
-    # Anything else: what it can do of what numbers, paths and dates can.
+    # Anything else may be like a number, a path or a date: each change that works is a candidate.
     candidates = []
     for change in (
         lambda: value + 2 * abs(value) + far,

@@ -1,8 +1,8 @@
-"""Which files of a folder were opened or changed, as the kernel tells it: inotify, through ctypes.
+"""Which files of a folder were opened or changed, as the kernel reports it: inotify through ctypes.
 
-The watch is on inodes and from outside, so a command in a cage cannot see it, and what it calls the
-file or the program does not matter. What is watched are folders; an event names the file in it.
-Linux only: elsewhere `Watcher.make` answers None.
+The watch is on inodes and from outside, so a command in a cage cannot see it. By which name the
+command calls a file or a program does not matter. Folders are watched; an event names the file in
+its folder. Linux only: elsewhere `Watcher.make` answers None.
 """
 
 import ctypes
@@ -20,11 +20,13 @@ HEADER = struct.Struct("iIII")
 
 
 class Watcher:
-    """One queue of events for any number of folders. Threads may share it: each asks for the
+    """One queue of events for any number of folders. Threads may share it: each asks only for the
     folders that it has added itself.
 
-    A queue is costly to close (the kernel waits for all readers of its lists, some 15 ms), and a
-    user may have only 128 of them, so a process keeps one and adds and removes folders.
+    A queue is slow to close (the kernel waits for all readers of its lists, some 15 ms), and a user
+    may have only 128 of them. So a process keeps one queue and adds and removes folders.
+
+    events: {number of a folder: [(name, mask)]} not yet taken; lost: how often the queue was full.
     """
 
     def __init__(self):
@@ -52,14 +54,17 @@ class Watcher:
         return number if number >= 0 else None
 
     def drain(self):
-        """Takes what the kernel has to tell, and sorts it by folder."""
+        """Takes the events that the kernel holds, and sorts them by folder."""
         with self.lock:
+            # Read until the kernel has no more.
             while True:
                 try:
                     data = os.read(self.fd, 1 << 16)
                 except BlockingIOError:
                     return
-                # events of variable length, one after the other
+
+                # Take apart the events: each is a header and a name of variable length. Events of a
+                # folder that was removed meanwhile are dropped.
                 at = 0
                 while at < len(data):
                     number, mask, _, length = HEADER.unpack_from(data, at)
@@ -71,23 +76,24 @@ class Watcher:
                         self.events[number].append((os.fsdecode(name), mask))
 
     def take(self, number):
-        """[(name, mask)] of a folder since the last time it was asked for, oldest first."""
+        """[(name, mask)] of a folder's events since the last call, oldest first."""
         self.drain()
         with self.lock:
             found, self.events[number] = self.events[number], []
         return found
 
     def remove(self, numbers):
+        """Ends the watch of these folders."""
         with self.lock:
             for number in numbers:
                 self.libc.inotify_rm_watch(self.fd, number)
                 self.events.pop(number, None)
 
     def wait(self, other):
-        """Waits for an event, or for something to read in another file -> whether it is in the
-        other file.
+        """Waits for an event, or for something to read in another file -> whether the other file
+        has something. other: its number.
         """
-        poll = select.poll()  # select knows no file of a number over 1023
+        poll = select.poll()  # select cannot wait for file numbers over 1023
         poll.register(self.fd, select.POLLIN)
         poll.register(other, select.POLLIN)
         return any(number == other for number, _ in poll.poll())
@@ -96,12 +102,13 @@ class Watcher:
         os.close(self.fd)
 
 
+# the watcher of this process, and the process it belongs to
 SHARED = {}
 SHARED_LOCK = threading.Lock()
 
 
 def shared_watcher():
-    """This process's own (a fork has another), or None where there is no inotify."""
+    """The one Watcher of this process (a fork gets another), or None where there is no inotify."""
     with SHARED_LOCK:
         if SHARED.get("owner") != os.getpid():
             SHARED.update(owner=os.getpid(), watcher=Watcher.make())
@@ -133,7 +140,7 @@ class Folders:
         return found
 
     def complete(self):
-        """Whether no event was lost since it began."""
+        """Whether no event was lost since the watch began."""
         return self.watcher is None or self.watcher.lost == self.lost
 
     def close(self):

@@ -4,12 +4,13 @@ A task's files are written to a private folder of the real disk. The four method
 `search` and `run` are what the agent's tools do there (world/tools.py); they raise ToolError with a
 text for the agent. `files()` is what the agent hands in.
 
-A path is refused if it could lead out of the folder, also by a link that a command has made. A file
-is never waited for and never read beyond a size, since a command may have put a pipe or a file of
-holes in its place. What commands open and change is recorded for the audit (world/recorder.py).
+A path is refused if it could lead out of the folder, also by a link that a command has made. The
+workspace never waits for a file and never reads more than a certain size, since a command may have
+put a pipe or a file of holes in its place. What commands open and change is recorded for the audit
+(world/recorder.py).
 
-MachineFailure, where the machine has no room or process left, is no answer to the agent: the
-rollout is tried again.
+Where the machine has no room or process left, MachineFailure is raised. That is no answer to the
+agent: the rollout is tried again.
 """
 
 import contextlib
@@ -27,15 +28,18 @@ from world.sandbox import sandbox_for
 
 
 class Workspace:
-    """A task's files in a real private directory, and the four tools on it. Tools raise ToolError
-    for the agent to read."""
+    """A task's files in a real private directory, and the four tools on it. They raise ToolError
+    with a text for the agent. longest: the most characters that `read` shows."""
 
     def __init__(self, task, sandbox=None, longest=16_000):
         self.task, self.sandbox = task, sandbox_for(task, sandbox)
         self.longest = longest
-        # bytes that a file may have to be read
+
+        # The most bytes of a file that is read: 1 MiB, or twice the task's largest file.
         sizes = [len(text.encode("utf-8", "surrogateescape")) for text in task.files.values()]
         self.largest = max([1 << 20, *(2 * size for size in sizes)])
+
+        # Write the task's files; a folder that cannot be filled is removed again.
         self.directory = fresh_directory()
         self.root = Path(self.directory.name).resolve()
         try:
@@ -57,10 +61,13 @@ class Workspace:
 
     def place(self, path):
         """The real place of a path, refused if it could lie outside the directory."""
+        # What the path itself says: relative, and never upwards.
         parts = Path(path).parts if path and "\0" not in path else ()
         if not parts or os.path.isabs(path) or ".." in parts:
             raise ToolError(f"bad path: {path[:80]!r}")
-        # What lies on the way may have been made by a command: links are not followed.
+
+        # What lies on the way may have been made by a command, so no link is followed. A path that
+        # the file system refuses (too long, say) is a bad path, too.
         place = self.root / path
         try:
             if Path(os.path.realpath(place)) != place:  # a link somewhere on the way
@@ -74,11 +81,12 @@ class Workspace:
         return place
 
     def text(self, place):
-        """An agent that writes a huge file must not fill the trainer's memory; the task's own files
-        fit."""
+        """The text of a file. A huge one, which an agent may have written, is refused so that it
+        does not fill the trainer's memory; the task's own files are small enough."""
         return read_regular(place, self.largest).decode("utf-8", "surrogateescape")
 
     def read(self, path):
+        """The text of a file as the agent sees it; of a long one the beginning and the end."""
         place = self.place(path)
         if not place.exists():
             raise ToolError(f"no such file: {path[:80]}")
@@ -89,7 +97,7 @@ class Workspace:
     def edit(self, path, old, new):
         """Replaces `old`, which must occur exactly once; an empty `old` appends, or creates the
         file."""
-        # Not a ToolError, if the machine has no room: the agent could do nothing about it.
+        # If the machine has no room, that is no ToolError: the agent could do nothing about it.
         place = self.place(path)
         text = edited(self.text(place) if place.exists() else None, path, old, new)
         try:
@@ -102,18 +110,19 @@ class Workspace:
         return "ok"
 
     def search(self, query):
+        """The lines of all files that hold the query."""
         return readable(matches(self.files(), query))
 
     def run(self, command):
-        """Result. Remembered per (files, command) where it can depend on nothing else and the
-        command did not change the files. What it opened and changed is recorded. MachineFailure if
-        it was not the command that failed."""
+        """The Result of a command; what it opened and changed is recorded. The Result is remembered
+        by (files, command) where it can depend on nothing else and the command did not change the
+        files. MachineFailure where the machine failed, not the command."""
         result = self.run_or_remember(command)
         self.recorder.note(result.seen)
         return result
 
     def run_watched(self, command):
-        """Result, with what the recorder saw of the command."""
+        """The Result of a command that is run now, with what the recorder saw of it."""
 
         def run():
             return self.sandbox.run(command, self.root)
@@ -124,36 +133,43 @@ class Workspace:
         return replace(result, seen=seen)
 
     def run_or_remember(self, command):
-        """Result of a command, run now or remembered."""
+        """The Result of a command, run now or remembered."""
         with as_machine_failure(f"cannot look into {self.root}"):
+            # A real repository's outcomes may depend on anything: its commands are always run.
             if "repo" in self.task.meta:
                 return self.run_watched(command)
+
+            # Nor is anything remembered where files() does not hold every file (one is too large,
+            # bytecode, or one too many): such a file may differ from one time to the next.
             files, shape = self.files(), self.shape()
-            # A file that files() does not hold (too large, bytecode, one too many) may have changed
-            # all the same.
             number = sum(stat.S_ISREG(mode) for _, mode, _, _ in shape)
             if len(files) != number or not is_function_of_files(files, command):
                 return self.run_watched(command)
 
+            # The key holds all that the outcome depends on. A command that changed something is
+            # run again the next time, since a remembered Result would change nothing.
             def run():
                 return self.run_watched(command)
 
             def is_unchanged():
                 return (self.files(), self.shape()) == (files, shape)
 
+            # Rollouts of a group that ask for the same at once share one run.
             key = tree_key(files, repr((command, shape)))
             return self.sandbox.once(key, run, is_unchanged)
 
     def shape(self):
-        """What files() does not tell: folders, links, modes and sizes."""
+        """What files() does not tell of the tree: folders, links, modes and sizes."""
+        # An entry is (path, mode, size, where a link points to).
         found = []
         for folder, folders, names in walk(self.root):
             for name in folders + names:
                 place = os.path.join(folder, name)
+                # What a command has removed or closed meanwhile is left out.
                 with contextlib.suppress(OSError):
                     status = os.lstat(place)
                     is_link = stat.S_ISLNK(status.st_mode)
-                    # the size of a folder tells of no file
+                    # The size of a folder says nothing about files: True stands in its place.
                     size = stat.S_ISDIR(status.st_mode) or status.st_size
                     target = is_link and os.readlink(place)
                     path = place[len(str(self.root)) :]
@@ -161,9 +177,10 @@ class Workspace:
         return sorted(found)
 
     def files(self):
-        """Every regular file of readable size, by path: what a submission consists of. Of a tree
-        that is larger than the sandbox allows, the task's own files first. Nothing in it is waited
-        for."""
+        """Every regular file of readable size, by path: what a submission consists of. If the tree
+        is larger than the sandbox allows, the task's own files come first. It never waits for a
+        file."""
+        # The places of all files, but for bytecode and very deep folders.
         places, most = {}, self.sandbox.files
         with as_machine_failure(f"cannot look into {self.root}"):
             for folder, _, names in walk(self.root):
@@ -175,10 +192,13 @@ class Workspace:
                         if path not in self.task.files:
                             path = path.encode("utf-8", "replace").decode()
                         places[path] = Path(folder, name)
-                # whoever made so many was stopped, and more would only take time
+                # A command that makes so many files is stopped by the sandbox. To list more of them
+                # would only take time.
                 if len(places) > 20 * most:
                     break
-        # many files that are all holes weigh nothing on the disk
+
+        # Read them within a limit on the sum of their sizes: files that are all holes take no room
+        # on the disk, so the limit on the disk does not stop them.
         found, left = {}, max(self.sandbox.disk, 4 * self.largest)
         for path in sorted(places, key=lambda path: (path not in self.task.files, path)):
             if len(found) == most:
