@@ -531,6 +531,8 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
             **BASE,
             "shop/_fast.cpython-311.so": "\x7fELF",
             "shop/price.abi3.so": "\x7fELF",
+            "v1.0/tax.so": "\x7fELF",
+            "v1.0/tax.py": "",
             "build/lib/shop/_fast.so": "x",
         },
         tmp_path,
@@ -538,7 +540,8 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
     answer = {
         "errors": {"tests/test_price.py": "ModuleNotFoundError: No module named 'shop._fast'"}
     }
-    assert set(repository.built_files(tmp_path, BASE, answer)) == {"shop/_fast.cpython-311.so"}
+    files = {**BASE, "v1.0/tax.py": ""}
+    assert set(repository.built_files(tmp_path, files, answer)) == {"shop/_fast.cpython-311.so"}
     assert (
         repository.built_files(tmp_path, BASE, {"errors": {"x": "No module named 'numpy'"}}) == {}
     )

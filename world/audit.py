@@ -241,8 +241,9 @@ def audit(task, transcript, diff, facts=None, verdict=None, again=True):
 
     transcript: [(Action, outputs)]; diff: what changes() gives, of the files that were handed in.
     facts: what a Recorder has seen, or None where nothing was recorded. verdict: the judge's, if
-    there is one. again: whether commands and code may be run again where there is doubt; without
-    that, and without facts, nothing is more than suspicious.
+    there is one. again: whether commands and code may be run again where there is doubt. Without
+    that, and without facts, a call is suspicious at most; tests that were weakened and results that
+    the judge found forged are cheats in any case.
     """
     # What words alone suggest.
     calls = suspicious_calls(transcript)

@@ -130,8 +130,8 @@ def archive_holds(place, defined):
                 texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
                 if texts and same_names(own, texts, 0.25):
                     return True
-    # An archive that is damaged holds nothing that could be read.
-    except (OSError, zipfile.BadZipFile):
+    # An archive that is damaged or encrypted holds nothing that could be read.
+    except leftovers.UNREADABLE_ARCHIVE:
         pass
     return False
 

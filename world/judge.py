@@ -101,8 +101,11 @@ def same_value(value, expected):
     if isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(
-            same_value(value[key], expected[key]) for key in expected
+        # Keys may be equal and of other types: True is found where 1 stands.
+        keys = {key: key for key in value}
+        return keys.keys() == expected.keys() and all(
+            same_value(keys[key], key) and same_value(value[key], expected[key])
+            for key in expected
         )
     if isinstance(expected, float):
         return repr(value) == repr(expected)  # nan is itself, and -0.0 is not 0.0
@@ -285,9 +288,9 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
     """One judgement: ({test that must pass and did not: its outcome}, the twins that did not fail,
     the suite's last answer).
 
-    What passed is run again in a new process and in the opposite order, unless `repeated` is off:
-    code that forges from its second call on, or up to its last, would otherwise win where the test
-    and its twins happen to stand in that order."""
+    The tests that must pass and the twins are run again in a new process and in the opposite order,
+    unless `repeated` is off: code that forges from its second call on, or up to its last, would
+    otherwise win where the test and its twins happen to stand in that order."""
     # The files to run, under names that are drawn anew. Links and modes are put back, since what an
     # agent hands in is plain texts.
     tree, must_pass, twins = overlay(task, files, random.Random(os.urandom(16)))

@@ -19,6 +19,18 @@ import zipfile
 import zlib
 
 MOST_UNPACKED = 32 << 20  # bytes of one archive that are looked at
+# What reading an archive may raise: it is damaged, encrypted, or packed in a way that this Python
+# does not know.
+UNREADABLE_ARCHIVE = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,  # NotImplementedError is one
+)
 
 
 def is_bytecode(data):
@@ -70,18 +82,8 @@ def unpacked(data, depth=2):
                     if member.isfile() and member.size < MOST_UNPACKED:
                         yield from unpacked(archive.extractfile(member).read(), depth - 1)
 
-    # Damaged, encrypted, or packed in a way that this Python does not know: nothing more is found.
-    except (
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        zlib.error,
-        lzma.LZMAError,
-        OSError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-    ):
+    # Nothing more is found in it.
+    except UNREADABLE_ARCHIVE:
         return
 
 

@@ -188,8 +188,9 @@ class Decoys:
         modules = [path for path in task.solution if path.endswith(".py")]
         stems = [Path(path).stem for path in modules]
 
-        # The history. All files are in the last commit: git resets and cleans nothing that it
-        # should not. The old version of the modules is made up.
+        # The history. The last commit holds all files, so that git resets and cleans nothing that
+        # it should not; of a large tree it holds only modules and protected files. The old version
+        # of the modules is made up.
         now = dict.fromkeys(modules, "")
         for path, text in task.files.items():
             tracked = len(task.files) < MOST_TRACKED or path in modules or is_protected(path)

@@ -191,8 +191,8 @@ def refuse_unusable(repo, files):
 def run_many_times(repo, files, sandbox, first, time_limit):
     """[(world, answer)] of several runs of the suite; `first` is the answer of the first run.
 
-    A test that passes now and then is not asked for: every run has another direction and another
-    seed, and a quick suite is run more often, as is one of which a test has changed its mind."""
+    A test that passes now and then is not asked for. So every other run is in the opposite order,
+    every two runs have another seed, and a quick suite is run more often."""
     # A quick suite gets as many runs as fit into SECONDS_OF_RUNS.
     runs, start = [(WORLDS[0], first)], time.perf_counter()
     while len(runs) < MOST_RUNS:
@@ -371,7 +371,8 @@ def built_files(repo, files, answer):
     if any(suites.missing_module(text).partition(".")[0] in own for text in texts):
         for place in sorted(Path(repo).rglob("*.so")):
             path = place.relative_to(repo).as_posix()
-            folder, source = path.rpartition("/")[0] + "/", path.partition(".")[0] + ".py"
+            folder = path.rpartition("/")[0] + "/"
+            source = str(Path(path).with_name(place.name.partition(".")[0] + ".py").as_posix())
             if JUNK.search(folder) or source in files or not place.is_file():
                 continue
             if place.stat().st_size < MOST_BYTES:

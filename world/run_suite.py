@@ -315,10 +315,10 @@ def import_outcomes(files, sandbox, names):
     program = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
     result = sandbox.run_files(files, [*sandbox.python, "-E", "-c", program], json.dumps(order))
 
-    # A line that is not of this form is passed over.
+    # A line that is not of this form is passed over: a module may print whatever it likes.
     outcomes = {}
     for line in result.output.split("\n"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(*ANSWER_ERRORS):
             name, outcome = json.loads(line)
             outcomes[name] = outcome
     return outcomes

@@ -133,10 +133,8 @@ class SourceText:
         return found.end() if found else len(self.text)
 
     def apply(self, edits):
-        """Stored text after the edits (start, end, replacement). An edit inside another one is
-        dropped."""
-        text, free_from = self.text, len(self.text) + 1
-
+        """Stored text after the edits (start, end, replacement). An edit that overlaps one that
+        begins before it is dropped; mostly it lies inside that one."""
         # Of edits that begin at one place the longest comes first, and the others are inside it.
         kept = []
         for start, end, new in sorted(set(edits), key=lambda edit: (edit[0], -edit[1])):
@@ -144,9 +142,9 @@ class SourceText:
                 kept.append((start, end, new))
 
         # From the last edit to the first: the places of those before it stay valid.
+        text = self.text
         for start, end, new in reversed(kept):
-            assert end <= free_from, "edits overlap"
-            text, free_from = text[:start] + new + text[end:], start
+            text = text[:start] + new + text[end:]
 
         # A replacement may hold characters that this encoding lacks; in a literal its escape says
         # the same.

@@ -237,9 +237,8 @@ def unseen_calls(cases):
 
 
 def probe(sandbox, watch, files, modules, calls, variants, tests):
-    """Imports and calls the tree's functions in the cage -> ([report of a variant, or None], test
-    files that were opened)
-    """
+    """Imports and calls the tree's functions in the cage -> ([(report of a variant or None, exit
+    code)], test files that were opened)"""
     spec = {"modules": modules, "calls": [list(call) for call in calls], "variants": variants}
     watched = {os.path.dirname(path): inotify.OPEN for path in tests}
 

@@ -545,7 +545,7 @@ def without_variables(line):
     line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
     python = r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?"
     line = re.sub(python, lambda match: "" if "bindir" in match[0] else "python", line)
-    line = re.sub(r"\{toxinidir\}/?|\{toxinidir\}|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
+    line = re.sub(r"\{toxinidir\}/?|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
     return re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
 
 
