@@ -134,8 +134,8 @@ def ring(ranks):
 
 
 def fsdp_traffic(what, shapes, layout, step):
-    """-> the rows of comm_traffic that FSDP causes. what: "dense" or "experts". Weights are gathered
-    for the passes, gradients are scattered and summed over the copies."""
+    """-> the rows of comm_traffic that FSDP causes. what: "dense" or "experts". Weights are
+    gathered for the passes, gradients are scattered and summed over the copies."""
     # Pieces of a weight, copies of it, and how many ranks the group of one copy spans.
     shard, copies, span = layout.shard, layout.dp_replicate, layout.shard
     if what == "experts":
