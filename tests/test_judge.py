@@ -227,7 +227,7 @@ def test_files_that_cannot_be_written_are_a_lost_submission(files):
     assert not judge.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
-# ---------------------------------------------------------------------------------------------------- answers of a suite
+# ---------------------------------------------------------------- answers of a suite
 ODD_VALUES = [
     None,
     True,
@@ -310,7 +310,7 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
         assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
 
 
-# ---------------------------------------------------------------------------------------------------- twins
+# ---------------------------------------------------------------- twins
 RIGHT_AND_FORGED = {
     "assert f(1) == 3": "universal",
     "assert 3 == f(1)": "universal",
@@ -500,7 +500,7 @@ def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
     assert len(bare) == 1
 
 
-# ---------------------------------------------------------------------------------------------------- what is judged of a submission
+# ---------------------------------------------------------------- what is judged of a submission
 def shop(**more):
     files = {
         "src/shop/price.py": "x = 1\n",
@@ -569,7 +569,7 @@ def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature()
     assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
 
 
-# ---------------------------------------------------------------------------------------------------- a repository of many kinds of tests
+# ---------------------------------------------------------------- a repository of many kinds of tests
 CALC = '''"""Sums."""
 
 

@@ -128,7 +128,7 @@ def test_sharded_steps_equal_one_process_exactly(name):
         } == dict.fromkeys(reference, 0.0)
 
 
-# ------------------------------------------------------------------------------------------------ orthogonalize
+# ---------------------------------------------------------------- orthogonalize
 
 
 def polar(G):
@@ -212,7 +212,7 @@ def test_the_half_precision_path_divides_before_it_casts():
         )
 
 
-# ------------------------------------------------------------------------------------------------ one process
+# ---------------------------------------------------------------- one process
 
 
 def reference_muon(shapes, steps, nesterov, dtype):
@@ -407,7 +407,7 @@ def test_a_parameter_without_gradient_is_left_alone():
     assert torch.equal(a, before)
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------- bad input
 
 
 def parameter(*shape):
@@ -451,7 +451,7 @@ def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
     assert not a.any() and not optimizer.state[a]["momentum"].any()
 
 
-# ------------------------------------------------------------------------------------------------ many ranks
+# ---------------------------------------------------------------- many ranks
 
 
 def bad_ranks(rank, world):
@@ -659,7 +659,7 @@ def test_the_demo_ends_with_its_numbers(tmp_path):
     assert bad.returncode == 2 and "bensch" in bad.stderr
 
 
-# ---------------------------------------------------------------------------------------------- scales, copies, noise
+# ---------------------------------------------------------------- scales, copies, noise
 
 SCALED = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(5))
 
