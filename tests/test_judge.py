@@ -577,7 +577,7 @@ def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature()
     assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
 
 
-# ---------------------------------------------------------------- a repository of many kinds of tests
+# ------------------------------------------------------------ a repository of many kinds of tests
 CALC = '''"""Sums."""
 
 
