@@ -60,8 +60,8 @@ def bits(t):
 
 
 def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
-    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single
-    tensors, several dtypes."""
+    """Compared are bits: of zeros of either sign, the largest and smallest numbers, infinities and
+    NaN, empty and single tensors, in several dtypes."""
     g = torch.Generator().manual_seed(0)
     edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
     for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
