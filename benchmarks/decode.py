@@ -31,17 +31,18 @@ from moe import Cache, fast_dtype
 from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 
-ROWS, WINDOW = 32, 512  # sequences side by side, places of a sequence in the cache
-DRAFT = 3  # tokens that a draft proposes, none of them right
+ROWS, WINDOW = 32, 512  # sequences decoded together; positions of each in the cache
+DRAFT = 3  # tokens that a draft proposes; here none of them is right
 
 
 # ---------------------------------------------------------------- one step
 
 
 class Products(TorchDispatchMode):
-    """Keeps the matrix products of what runs under it, with their operands; in inference mode they
-    pass here undecomposed."""
+    """Records every matrix product that runs under this mode, with its operands. In inference mode
+    linear, matmul and einsum arrive here as they are, not decomposed into mm and others."""
 
+    # Operators that count as matrix products
     NAMES = (
         "linear",
         "matmul",
@@ -65,8 +66,8 @@ class Products(TorchDispatchMode):
 
 
 def matrix_products(step):
-    """-> a function that does again only the matrix products (attention's own included) of
-    `step()`"""
+    """-> a function that repeats only the matrix products of `step()`, attention included"""
+    # One real step records the products.
     with Products() as mode:
         step()
     assert mode.kept, "no matrix product was seen"
@@ -79,7 +80,8 @@ def matrix_products(step):
 
 
 def byte_tokenizer():
-    """A tokenizer of the laptop's size without training one: every byte, and pairs of bytes."""
+    """A tokenizer with as many tokens as the laptop's (1,024), without training one: every byte,
+    and pairs of bytes"""
     ranks = {bytes([b]): b for b in range(256)}
     for i in range(256, 1014):
         ranks[bytes(divmod(i, 256))] = i
@@ -88,10 +90,13 @@ def byte_tokenizer():
 
 def build_models(tokenizer, quick):
     """-> a model as it is trained, and one with the same weights that only generates"""
-    # train.py's laptop scale, of 1,024 tokens
+    # The laptop scale of train.py, with a vocabulary of 1,024 tokens: the defaults of ModelConfig
+    # and these two fields.
     sizes = dict(kv_lora=128, qk_nope=32)
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
+
+    # The full forward uses the model that trains, decoding uses the copy with fused weights.
     dtype = fast_dtype("cpu")
     model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
     sampler_model = generation_model(model.config, dtype)
@@ -100,17 +105,18 @@ def build_models(tokenizer, quick):
 
 
 def decoding_step(model, tokens, position, window, device="cpu"):
-    """tokens (B, T), to be fed at `position` of a cache of `window` places -> a call that decodes
-    them and samples, as the sampler does. Before the position stand zeros: they take as much time
-    as a text."""
+    """tokens (B, T), fed at `position` of a cache with `window` positions -> a call that decodes
+    them and samples after each, as the sampler does. The cache before the position holds zeros,
+    which take as much time as real entries."""
+    # Every call writes to the same positions, so it can be repeated without filling the cache.
     rows = len(tokens)
     cache = Cache(model, rows, window)
-    start = torch.full((rows,), position, device=device)
+    start = torch.full((rows,), position, device=device)  # (B,)
 
     def step():
-        hidden = model.decode(tokens, cache, slice(0, rows), start).flatten(0, 1)
+        hidden = model.decode(tokens, cache, slice(0, rows), start).flatten(0, 1)  # (B*T, D)
         uniform = torch.rand(len(hidden), device=device)
-        # The sampler brings the tokens to the CPU, where the agents read them.
+        # tolist: as in the sampler, the tokens go to the CPU, where the agents read them.
         return sample_from_logits(model.logits(hidden), uniform)[0].tolist()
 
     return step
@@ -119,10 +125,13 @@ def decoding_step(model, tokens, position, window, device="cpu"):
 @torch.inference_mode()
 def measure_steps(model, sampler_model, length, rounds):
     """{what: seconds of one step for ROWS sequences of `length` tokens}"""
+    # A step with a draft feeds DRAFT more tokens per row. The cache has two positions more than the
+    # window, as the sampler's has.
     tokens = torch.randint(0, 256, (ROWS, length + 1 + DRAFT))
     plain_step = decoding_step(sampler_model, tokens[:, -1:], length, WINDOW + 2)
     drafted_step = decoding_step(sampler_model, tokens[:, length:], length, WINDOW + 2)
 
+    # Without a cache, all tokens are computed again to sample one.
     def full_forward():
         hidden = model(tokens[:, : length + 1])[:, -1]
         return sample_from_logits(model.logits(hidden), torch.rand(ROWS))
@@ -138,11 +147,13 @@ def measure_steps(model, sampler_model, length, rounds):
 
 
 def bench_steps(model, sampler_model, quick):
-    """One step: what the cache saves, and how near the step is to its own products"""
+    """One step: how much the cache saves, and how near the step is to its own products"""
     length = 64 if quick else 256
     seconds = measure_steps(model, sampler_model, length, rounds=3 if quick else 100)
     title = f"one step for {ROWS} sequences of {length} tokens, one core, {fast_dtype('cpu')}"
     print_speeds(title, seconds, "full forward", ROWS, "tokens")
+
+    # In the order of `calls` in measure_steps.
     cached, products, drafted, drafted_products, _ = seconds.values()
     print(
         f"A step takes {cached / products:.2f} x its matrix products. With a draft of {DRAFT} "
@@ -156,48 +167,55 @@ def bench_steps(model, sampler_model, quick):
 
 
 def synthetic_agent(rng, sampled):
-    """An agent for the clock: turns of drawn lengths, and tools of which every third takes a tenth
-    of a second. sampled: a list to which the number of tokens of each turn is added"""
+    """An agent that only takes time: it asks for turns of drawn lengths, and every third of its
+    tool calls, on average, takes a tenth of a second. sampled: a list to which the number of tokens
+    of each turn is added."""
+    # A prompt of 60 tokens, then 1 to 9 turns.
     tokens, restart = rng.integers(0, 256, 60).tolist(), True
     for _ in range(rng.integers(1, 10)):
         answer = yield Request(tokens, restart, int(min(60, 1 + rng.exponential(12))))
         sampled.append(len(answer[0]))
         slow = bool(rng.random() < 1 / 3)
         yield Work([], partial(time.sleep, 0.1 * slow), slow)
-        # What the tool has answered goes behind what is in the cache already.
+        # The tool's answer, 20 tokens, is appended to what is in the cache already.
         tokens, restart = rng.integers(0, 256, 20).tolist(), False
     return Chain(None, [])
 
 
 class StaticBatching(Sampler):
-    """What continuous batching is measured against: a batch begins together, each turn waits for
-    the longest and for the slowest tool, and a new batch for the last to end; who waits is fed with
-    the others. (Rows that ended are taken out, which is kind to it.)"""
+    """Continuous batching is measured against this. All agents of a batch begin together. Each turn
+    waits for the longest turn and the slowest tool of the batch, and a new batch waits for the last
+    agent to end. Rows that wait are fed with the others. Rows that ended are taken out, which is an
+    advantage for this class."""
 
     def padded_batch_size(self, active, rows):
+        # All rows are fed, not only the active ones, as a multiple of 8 as in the base class.
         return len(rows) + -len(rows) % 8
 
     def handle_turns(self, rows, queue, done, on_end):
+        # Nothing happens before the last row has finished its turn. New agents are admitted only
+        # when no row is left.
         if not any(row.sampling for row in rows):
             rows = super().handle_turns(rows, [] if rows else queue, done, on_end)
+            # An empty queue admits nobody while the tools run.
             while any(row.tool for row in rows):
                 rows = super().handle_turns(rows, [], done, on_end)
         return rows
 
 
 def sample_episodes(make_sampler, episodes):
-    """Run so many synthetic agents -> the number of tokens that were sampled for them"""
+    """Runs `episodes` synthetic agents -> the number of tokens that were sampled for them"""
     sampler, sampled = make_sampler(), []
-    # The same agents every time: each draws from a generator of its own.
+    # Each agent has its own generator, so the same agents run every time and with every sampler.
     agents = [synthetic_agent(np.random.default_rng(i), sampled) for i in range(episodes)]
     sampler.run(agents, list(range(episodes)), patient=isinstance(sampler, StaticBatching))
     return sum(sampled)
 
 
 def compare_samplers(samplers, episodes, rounds):
-    """samplers: {name: makes a sampler}, of which the last is what the others are compared with"""
-    # bf16 rounds by the batch: now and then two of them sample different tokens. So each counts its
-    # own, and what is compared is the time of one token.
+    """samplers: {name: a function that makes a sampler}. The last one is the base of the ratios."""
+    # Rounding in bf16 depends on the batch, so two samplers may draw different tokens. Each counts
+    # its own, and the time per token is compared.
     tokens = {}
 
     def play(name):
@@ -214,23 +232,26 @@ def compare_samplers(samplers, episodes, rounds):
 
 
 def bench_samplers(sampler_model, tokenizer, quick):
-    """Whole episodes: what continuous batching saves, and what it gives beside one agent alone"""
+    """Whole episodes: how much faster continuous batching is than static batching and than one
+    agent after the other"""
+    # Up to ROWS agents at once, each with a context of up to 1,024 tokens; the plain sampler takes
+    # one agent at a time.
     continuous = partial(Sampler, sampler_model, tokenizer, ROWS, 1024)
     static = partial(StaticBatching, sampler_model, tokenizer, ROWS, 1024)
     plain = partial(PlainSampler, sampler_model, tokenizer, 1024)
 
-    # More episodes than rows: an agent that ends makes room for another.
+    # Three times as many episodes as rows, so that an agent that ends makes room for another.
     samplers = {"continuous batching": continuous, "static batching": static}
     compare_samplers(samplers, 12 if quick else 96, rounds=1)
 
-    # The plain sampler plays as many as the other has rows.
+    # The plain sampler is slow: it gets as many episodes as the other has rows.
     samplers = {"continuous batching": continuous, "plain sampler": plain}
     compare_samplers(samplers, 4 if quick else ROWS, rounds=1)
 
 
 def main(argv):
     quick = read_quick("decode", __doc__, argv)
-    # As in train.py's processes: one for each core.
+    # One thread: train.py starts one such process for each core.
     torch.set_num_threads(1)
     tokenizer = byte_tokenizer()
     model, sampler_model = build_models(tokenizer, quick)

@@ -107,8 +107,9 @@ def parse_arguments(argv):
 
 
 def prepare_folder(out):
-    """Makes the folder and removes the rows of an earlier run, so that they are not read as this
-    run's."""
+    """Makes the folder and removes the rows of an earlier run, so that nobody takes them for rows
+    of this run"""
+    # Opening a temporary file shows that the folder can be written to.
     try:
         (out / "parts").mkdir(parents=True, exist_ok=True)
         for name in PARTS:
@@ -123,7 +124,8 @@ def prepare_folder(out):
 
 
 def read_rows(path):
-    """The complete lines of a file of JSON lines. The last line may still be on its way."""
+    """-> the values of the complete lines of a file of JSON lines. What stands behind the last line
+    break is dropped: it may be half written."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -131,7 +133,7 @@ def read_rows(path):
 
 
 def end_process_group(process):
-    """Ends a part together with every process that it started."""
+    """Kills a part together with every process that it started"""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -140,15 +142,17 @@ def end_process_group(process):
 
 
 def part_environment(device):
-    """On a CPU the sizes are so small that threads would mostly wait for each other, and a card
-    that happens to be there is not to be touched."""
+    """-> the environment variables of a part. On a CPU it gets one thread, because with such small
+    sizes threads would mostly wait for each other, and it does not see the card of the machine."""
     if device == "cuda":
         return None
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def start_part(name, limit, arguments, scratch):
-    """-> the process of a part, the first of a process group of its own"""
+    """-> the process of a part, started as the leader of a process group of its own"""
+    # gpu_bench imports the function and runs it. The report goes along because it holds the
+    # ceilings that the first part has measured.
     parts = arguments.out / "parts"
     command = [
         sys.executable,
@@ -161,6 +165,8 @@ def start_part(name, limit, arguments, scratch):
         f"--scratch={scratch}",
         f"--seconds={limit:.1f}",
     ]
+
+    # Its screen goes to a log. start_new_session: whatever it starts can be killed with it.
     with open(parts / f"{name}.log", "w") as output:
         return subprocess.Popen(
             command,
@@ -174,7 +180,8 @@ def start_part(name, limit, arguments, scratch):
 
 
 def run_part(name, limit, arguments, scratch):
-    """Runs one part to its end or to its limit -> what the report says of it"""
+    """Runs one part to its end or to its time limit (seconds) -> its entry in the report"""
+    # A part that fails or hangs is an entry like any other: the next parts still run.
     start = time.monotonic()
     process = start_part(name, limit, arguments, scratch)
     state = "complete"
@@ -184,10 +191,10 @@ def run_part(name, limit, arguments, scratch):
     except subprocess.TimeoutExpired:
         state = "ended at its time limit"
     finally:
-        # Also when this command is ended itself: no part outlives it.
+        # Also when this command itself is ended by a signal: no part outlives it.
         end_process_group(process)
 
-    # Its rows are those that it had written by then.
+    # The rows that it had written by then count, whatever its state.
     parts = arguments.out / "parts"
     part = {
         "state": state,
@@ -201,7 +208,7 @@ def run_part(name, limit, arguments, scratch):
 
 
 def last_lines(path):
-    """The end of a part's screen: where a traceback stands"""
+    """The last 40 lines of a part's log, where a traceback stands"""
     lines = path.read_text(encoding="utf-8", errors="replace").rstrip().split("\n")
     return "\n".join(lines[-40:])
 
@@ -223,6 +230,7 @@ def count_checks(report):
 
 
 def is_successful(report):
+    """Whether every part is complete and every check holds"""
     holding, checks = count_checks(report)
     complete = all(part["state"] == "complete" for part in report["parts"].values())
     return complete and holding == checks
@@ -233,6 +241,8 @@ def summarize_part(part):
 
 
 def format_value(value):
+    """-> the text of a cell: three digits of a float, thousands separated, Markdown escaped"""
+    # bool first: in Python a bool is an int too.
     if isinstance(value, bool):
         return "yes" if value else "**NO**"
     if value is None:
@@ -245,13 +255,16 @@ def format_value(value):
 
 
 def render_table(rows):
-    """Rows may have different columns: the table has all of them, in the order in which they
-    first appear."""
+    """-> lines of Markdown. Rows may have different columns: the table has all of them, in the
+    order in which they first appear."""
+    # A traceback does not fit a cell: render_markdown prints it below the table.
     columns = []
     for row in rows:
         columns += [
             name for name in row if name not in ("table", "traceback") and name not in columns
         ]
+
+    # The heading, then one line for each row. A column that a row does not have stays empty.
     lines = [
         "| " + " | ".join(name.replace("_", " ") for name in columns) + " |",
         "|---" * len(columns) + "|",
@@ -263,6 +276,8 @@ def render_table(rows):
 
 
 def render_markdown(report):
+    """-> the text of gpu.md"""
+    # The head: the command, the machine and the software of this run.
     holding, checks = count_checks(report)
     lines = [
         "# What one device shows",
@@ -273,6 +288,8 @@ def render_markdown(report):
         "",
         f"{holding} of {checks} checks hold. Every number below was measured in this run.",
     ]
+
+    # A section for each part that has run so far.
     for name, part in report["parts"].items():
         lines += [
             "",
@@ -282,12 +299,15 @@ def render_markdown(report):
         ]
         if PARTS[name].note:
             lines += [PARTS[name].note]
-        # Rows of one table may stand apart: they are gathered first.
+
+        # A part may emit the rows of one table between those of another: group them by table.
         tables = {}
         for row in part["rows"]:
             tables.setdefault(row["table"], []).append(row)
         for title, rows in tables.items():
             lines += ["", f"**{title}**", "", *render_table(rows)]
+
+        # Below the tables, what went wrong: tracebacks of rows, and the end of the part's log.
         for row in part["rows"]:
             if "traceback" in row:
                 lines += ["", f"{row['table']}, {row['what']}:"]
@@ -298,13 +318,15 @@ def render_markdown(report):
 
 
 def end_by_signal(number, frame):
+    """A handler that raises SystemExit, so that `finally` blocks run. 128 + number is the shell's
+    exit code of a process that a signal ended."""
     sys.exit(128 + number)
 
 
 def time_limit(name, minutes, left):
-    """Seconds that a part may take, of those that are left: twice its share, while half of the
-    later ones' shares is left for them. So whatever happens in one part, the next ones begin, and
-    what one part does not use goes to the others."""
+    """-> the seconds that a part may take, of the seconds that are left. A part may take twice its
+    share, but half of the shares of all later parts stays reserved for them. So the later parts
+    start whatever happens in one part, and what one part does not use goes to the others."""
     weights = {part: PARTS[part].weight for part in PARTS}
     later = list(PARTS)[list(PARTS).index(name) + 1 :]
     second = 60 * minutes / sum(weights.values())
@@ -319,9 +341,11 @@ def main(argv):
         usage_error("no CUDA device here; --device=cpu runs the same parts with tiny sizes")
     prepare_folder(arguments.out)
 
-    # SIGTERM then passes through the `finally` of run_part, which ends the processes of the running
-    # part.
+    # With this handler SIGTERM passes through the `finally` of run_part, which kills the processes
+    # of the running part.
     signal.signal(signal.SIGTERM, end_by_signal)
+
+    # What makes the numbers comparable later: device, date, commit and versions.
     report = {
         "command": "python -m benchmarks.gpu " + shlex.join(argv),
         "device": arguments.device,
@@ -331,15 +355,20 @@ def main(argv):
         "python": sys.version.split()[0],
         "parts": {},
     }
+
+    # One part after the other. The last one must end a second before the limit of the command.
     deadline = started + 60 * arguments.minutes - 1
     for name in PARTS:
         limit = time_limit(name, arguments.minutes, deadline - time.monotonic())
-        # Checkpoints of more than a gigabyte are no result: they go to a folder that is removed
-        # with the part.
+
+        # A part may write checkpoints of more than a gigabyte. They are no result, so they go to a
+        # folder that is removed after the part.
         with tempfile.TemporaryDirectory(
             prefix="gpu-bench-", ignore_cleanup_errors=True
         ) as scratch:
             part = report["parts"][name] = run_part(name, limit, arguments, scratch)
+
+        # The report is complete after every part, so a run that is cut short keeps it.
         write_gpu_report(report, arguments.out)
         print(f"{name:14s} {summarize_part(part)}", flush=True)
 

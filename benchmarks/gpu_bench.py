@@ -31,7 +31,8 @@ COPY = "copy, bytes read and written, TB/s"
 
 
 class Bench:
-    """Where a part runs and where its rows go."""
+    """What the functions of a part get: the device, the time left, the measured ceilings, and where
+    their rows go. tiny: on a CPU all sizes are small, and the run only shows that it works."""
 
     def __init__(self, arguments):
         self.device, self.tiny = arguments.device, arguments.device == "cpu"
@@ -40,17 +41,20 @@ class Bench:
         self.peak_flops, self.bandwidth = read_ceilings(arguments.report)
 
     def emit(self, table, **columns):
-        # JSON has no word for what could not be computed (a share of a ceiling that is not there).
+        """Appends one row to the file of the part"""
+        # JSON has no NaN. A share of a ceiling that was not measured is one, and becomes null.
         columns = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in columns.items()
         }
+
+        # The file is closed after every row, so a part that is killed loses none.
         with open(self.rows, "a", encoding="utf-8") as file:
             file.write(json.dumps({"table": table, **columns}) + "\n")
 
     def attempt(self, table, what, measure):
-        """measure() -> the columns of one row. An exception becomes a row of its own: the part
-        goes on."""
+        """Emits a row with the columns that measure() returns. If it raises, the row holds the
+        traceback instead and counts as a failed check; the part goes on."""
         try:
             self.emit(table, what=what, **measure())
         except Exception as error:
@@ -61,14 +65,15 @@ class Bench:
                 holds=False,
                 traceback=traceback.format_exc(),
             )
-        # What one measurement held must not count in the memory of the next.
+
+        # Free what this measurement held, so that the next one has the whole memory of the card.
         if self.device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     def check(self, table, what, limit, measure):
-        """measure() -> a number that must be at most `limit`; what is not a number does not
-        hold."""
+        """Emits a row that says whether the number measure() returns is at most `limit`. A NaN does
+        not hold."""
 
         def compare():
             found = float(measure())
@@ -80,13 +85,14 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def time(self, calls, rounds=10):
-        """{name: call} -> {name: median seconds, up to the moment when the device has finished}"""
+        """{name: call} -> {name: median seconds}, including the time until the device has
+        finished"""
         return measure_seconds(calls, 2 if self.tiny else rounds)
 
 
 def read_ceilings(report):
-    """-> FLOP/s and bytes/s as the part `card` measured them; without it, shares of them are not
-    a number"""
+    """-> FLOP/s and bytes/s as the part `card` measured them. Both are NaN where it did not, and so
+    is every share of them."""
     try:
         rows = json.loads(Path(report).read_text())["parts"]["card"]["rows"]
     except (OSError, KeyError):
@@ -96,6 +102,7 @@ def read_ceilings(report):
 
 
 def relative_error(found, expected):
+    """Norm of the difference / norm of what is expected, computed in fp64 on the CPU"""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
@@ -104,10 +111,12 @@ def relative_error(found, expected):
 
 
 def measure_card(bench):
+    """What the device is, and two measured ceilings: a bf16 product and a copy"""
+
     def emit(what, value):
         bench.emit("card", what=what, value=value)
 
-    # What it is called
+    # Names and sizes of the card, its software and the host.
     emit("device", torch.cuda.get_device_name() if bench.device == "cuda" else "CPU")
     if bench.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -121,23 +130,29 @@ def measure_card(bench):
         emit("driver", driver)
     emit("CPU cores", len(os.sched_getaffinity(0)))
 
-    # What it can do at best: the other parts give shares of these two.
+    # The ceilings: a square product (2 n^3 FLOPs), and a copy of 2 GiB. The other parts report
+    # shares of these two.
     n = 256 if bench.tiny else 8192
     a = torch.randn(n, n, device=bench.device, dtype=torch.bfloat16)
     source = torch.zeros(1 << (20 if bench.tiny else 31), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     calls = {"product": partial(torch.matmul, a, a), "copy": partial(target.copy_, source)}
     seconds = bench.time(calls)
+
+    # A copy reads every byte and writes it.
     emit(PRODUCT, 2 * n**3 / seconds["product"] / 1e12)
     emit(COPY, 2 * source.numel() / seconds["copy"] / 1e12)
 
 
 def run_device_tests(bench):
-    """The tests that are marked for the device; on a CPU they compare it with itself."""
+    """Runs the tests marked `device`. On a CPU they compare it with itself."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider"]
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+    # The last line of pytest is the outcome. All of its output goes to the part's log, and the end
+    # of it to the report when a test failed.
     lines = done.stdout.rstrip().split("\n")
     print(done.stdout)
     row = dict(what="python -m pytest -m device", outcome=lines[-1], holds=done.returncode == 0)
@@ -147,6 +162,7 @@ def run_device_tests(bench):
 
 
 def main(argv):
+    # All flags are required: start_part in benchmarks/gpu.py gives them.
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_bench", description="One part of benchmarks.gpu."
     )
@@ -155,6 +171,8 @@ def main(argv):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--seconds", type=float, required=True)
     arguments = parser.parse_args(argv)
+
+    # The part names a file of this folder and a function in it.
     file, function = arguments.part.split(".")
     getattr(importlib.import_module(f"benchmarks.{file}"), function)(Bench(arguments))
 

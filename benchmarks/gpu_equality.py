@@ -19,9 +19,11 @@ from benchmarks.gpu_bench import relative_error
 from fast import accelerate, workers
 from published.grouped_query import config_of
 
-# Limits: about thirty times what an H100 showed in fp32; bf16 has 8 bits, so that two orders of
-# summation differ by percents.
+# Limits of the relative error. FP32 is about thirty times what an H100 showed. BF16 is wide because
+# a significand has 8 bits: two orders of one sum differ by percents.
 FP32, BF16 = 1e-5, 0.06
+
+# The architectures that are compared, as changes of the small model
 ARCHITECTURES = {
     "MLA": dict(),
     "MLA, 600 tokens": dict(context=600),
@@ -37,7 +39,8 @@ def count_different(found, expected):
 
 
 def build_small_model(device, dtype=torch.float32, **changes):
-    """Equal weights on every device: they are drawn on the CPU."""
+    """A small model with equal weights on every device, because they are drawn on the CPU"""
+    # The same seed before every build: two models of one shape are equal.
     torch.manual_seed(1)
     sizes = dict(
         vocab=512,
@@ -55,7 +58,8 @@ def build_small_model(device, dtype=torch.float32, **changes):
         context=256,
     )
     model = accelerate(config_of({**sizes, **changes}).build_model())
-    # The head begins as zeros, and zeros are equal everywhere.
+
+    # The head starts as zeros, and products with zeros would be equal on any device: draw it.
     for p in model.parameters():
         if p.ndim > 1 and not p.any():
             torch.nn.init.normal_(p, std=0.02)
@@ -67,7 +71,8 @@ def draw_tokens(rows, length):
 
 
 def run_backward(device, dtype, **changes):
-    """-> hidden states, log-probs and the gradient of all parameters in one row"""
+    """-> hidden states (B, T, D), log-probs (B, T), and the gradients of all parameters as one flat
+    vector"""
     model = build_small_model(device, dtype, **changes).train()
     tokens = draw_tokens(2, 600) if changes.get("context") == 600 else draw_tokens(4, 200)
     tokens = tokens.to(device)
@@ -80,16 +85,20 @@ def run_backward(device, dtype, **changes):
 
 @torch.inference_mode()
 def decoding_error(device, dtype):
-    """A prompt of 150 tokens by prefill, then 50 tokens one by one from the cache, against one
-    forward of all 200"""
+    """Relative error of the logits of 50 tokens: decoded one by one behind a prefill of 150 tokens,
+    against one forward of all 200"""
+    # The model that trains, and its copy in the form that only generates.
     model = build_small_model(device, dtype).eval()
     sampler_model = workers.generation_model(model.config, dtype, device)
     sampler_model.load_state_dict(model.state_dict())
-    tokens = draw_tokens(4, 200).to(device)
-    # The prompt at once, then token by token, each fed as it is given: nothing is sampled.
+    tokens = draw_tokens(4, 200).to(device)  # (4, 200)
+
+    # Prefill stores the prompt in the cache: one list of tokens per row, all from position 0.
     cache = moe.Cache(sampler_model, 4, 260)
     sampler_model.prefill([row[:150].tolist() for row in tokens], cache, [0, 1, 2, 3], [0] * 4)
-    logits = []
+
+    # The other 50 tokens are given, not sampled, so that both ways read the same text.
+    logits = []  # 50 of (4, 1, V)
     for i in range(150, 200):
         start = torch.full((4,), i, device=device)
         hidden = sampler_model.decode(tokens[:, i : i + 1], cache, slice(0, 4), start)
@@ -98,13 +107,15 @@ def decoding_error(device, dtype):
 
 
 def make_optimizer(model, dtype):
-    """train.py's own: Muon for the matrices, AdamW for the rest"""
+    """The optimizer of train.py: Muon for the matrices, AdamW for the rest"""
+    # A stand-in with the few attributes of a train.Run that the method reads.
     run = SimpleNamespace(config=train.Config(), model=model, replicas=False, world=1, dtype=dtype)
     return train.Run.make_optimizer(run)
 
 
 def five_optimizer_steps(device):
-    """-> how far five steps with given gradients moved all parameters"""
+    """-> the difference that five steps with the same drawn gradients make to all parameters, as
+    one flat vector"""
     model = build_small_model(device)
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     optimizer = make_optimizer(model, torch.float32)
@@ -117,11 +128,14 @@ def five_optimizer_steps(device):
 
 
 def training_step_differences(device):
+    """How many numbers of the gradient differ between two runs of one training step. 0 says that
+    the device computes the same bits every time."""
     gradients = [run_backward(device, torch.bfloat16)[2] for _ in range(2)]
     return count_different(*gradients)
 
 
 def check_equality(bench):
+    """All checks of this part"""
     # TF32 would round the factors of an fp32 product to 10 bits: this part compares fp32 itself.
     torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -129,22 +143,26 @@ def check_equality(bench):
         table = "equality: relative error, or numbers that differ"
         bench.check(table, what, limit, partial(measure, *inputs))
 
+    # Forward and backward of every architecture. The first check runs each device once and leaves
+    # the gradients in `results` for the second.
     for label, changes in ARCHITECTURES.items():
-        # Each device runs once, for two checks.
         results = {}
         check(f"{label}: hidden states, fp32", FP32, hidden_error, bench.device, results, changes)
         check(f"{label}: gradients, fp32", FP32, gradient_error, results)
 
+    # The device against itself: two ways of computing the same logits.
     decoding = "prefill and decoding against one forward"
     check(f"{decoding}, fp32", FP32, decoding_error, bench.device, torch.float32)
     check(f"{decoding}, bf16", BF16, decoding_error, bench.device, torch.bfloat16)
 
+    # The optimizer against the CPU, and whether the device repeats its own bits.
     check("Muon and AdamW, five steps, fp32", FP32, optimizer_error, bench.device)
     check("two runs of a training step, bf16", 0, training_step_differences, bench.device)
 
 
 def hidden_error(device, results, changes):
-    """Runs one architecture on both devices, and leaves in `results` what gradient_error reads"""
+    """Relative error of the hidden states of one architecture. It runs on both devices here, and
+    `results` keeps the outputs for gradient_error."""
     for name, where in (("cpu", "cpu"), ("device", device)):
         results[name] = run_backward(where, torch.float32, **changes)
     return relative_error(results["device"][0], results["cpu"][0])

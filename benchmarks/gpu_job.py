@@ -20,9 +20,9 @@ from benchmarks.gpu import last_lines, read_rows
 from benchmarks.harness import ROOT
 from command import gpu_memory
 
-# Cut short: fewer steps, demonstrations, tasks of a step and tasks of an evaluation. The model, its
-# windows, its batches and what a stage consists of stay those of the scale. A stage saves at its
-# end alone.
+# The flags of each stage. Fewer steps, demonstrations, tasks per step and evaluation tasks cut the
+# stages short. The model, its windows, its batches and the parts of a stage stay those of the
+# scale. --save_every=1000 is more than the steps of a stage, so it saves at its end alone.
 JOB_FLAGS = {
     "cuda": {
         "all": ["--scale=gpu", "--device=cuda", "--compile=0", "--save_every=1000"],
@@ -52,11 +52,12 @@ JOB_FLAGS = {
 }
 
 
-# What the report shows of each step's log in rl
+# Keys of the log line of each rl step that the report shows
 LOGGED = ("step", "seconds", "rollout_s", "solved", "bad_tool", "turns")
 
 
 def stage_flags(bench, stage, out):
+    """-> the flags of train.py for one stage, on this device"""
     flags = JOB_FLAGS[bench.device]
     return [*flags["all"], *flags[stage], f"--stage={stage}", f"--out={out}"]
 
@@ -67,7 +68,7 @@ def stage_config(bench, stage):
 
 
 def training_flops(config, length):
-    """Of one trained token in a sequence of `length` tokens: the formula in gpu.md"""
+    """FLOPs of one trained token in a sequence of `length` tokens, by the formula in gpu.md"""
     shape = train.model_config(config, config.vocab)
     _, active = moe.parameters_per_token(shape)
     width = shape.qk_nope + shape.qk_rope + shape.v_dim
@@ -76,19 +77,21 @@ def training_flops(config, length):
 
 
 def planned_memory(config):
-    """Gigabytes of one training step as the planner predicts them, without what samples"""
+    """Gigabytes of one training step as the planner predicts them. The model and the cache that
+    sample in rl are not in it."""
     shape = train.model_config(config, config.vocab)
     shapes = gpu_memory.parameter_shapes(shape)
     return gpu_memory.planned_gigabytes(shape, shapes, config.micro_tokens, config.recompute)
 
 
 def run_stage(bench, stage, out, seconds):
-    """One stage of train.py under the watch -> columns of its row, {phase: share of the
-    time}, and the lines of its log"""
+    """Runs one stage of train.py under benchmarks/gpu_watch.py -> columns of its row, {phase: share
+    of the time}, and the lines of its log"""
     watch, screen = bench.scratch / f"{stage}.json", bench.rows.with_name(f"job_{stage}.log")
     program = [sys.executable, "-m", "benchmarks.gpu_watch", str(watch)]
     command = [*program, *stage_flags(bench, stage, out)]
-    # The stage may take so many seconds; then what it has logged still counts.
+
+    # A stage that reaches its time limit is killed. The steps that it logged still count.
     start = time.monotonic()
     with open(screen, "w") as output:
         try:
@@ -99,11 +102,13 @@ def run_stage(bench, stage, out, seconds):
         except subprocess.TimeoutExpired:
             done, outcome = None, f"ended after {seconds:.0f} s"
     columns = {"outcome": outcome, "wall_s": time.monotonic() - start}
+
+    # A stage that fails is an error, with the end of its output: bench.attempt makes a row of it.
     if done and done.returncode:
         said = f"exit code {done.returncode}\n{last_lines(screen)}"
         raise RuntimeError(f"train.py --stage={stage}: {said}")
 
-    # What the watch saw; a stage that ended at once has left nothing.
+    # What the watch saw. Where a stage was killed before the first write there is no file.
     seen = {"busy": None, "phases": {}}
     if watch.exists():
         seen = json.loads(watch.read_text())
@@ -113,10 +118,12 @@ def run_stage(bench, stage, out, seconds):
 
 
 def stage_numbers(bench, stage, lines, wall):
-    """Columns of a stage that trains. Its first half warms up, with shorter windows too: the
-    medians are of its second half."""
+    """Columns of a stage that trains. The medians are of its second half, because the first half
+    warms up, and its windows are shorter too."""
     if not lines:
         raise RuntimeError(f"{stage} made no step")
+
+    # outside_steps_s: the time that no step has logged (start, held-out losses, saving).
     config, half = stage_config(bench, stage), lines[len(lines) // 2 :]
     speed = statistics.median(line["tokens_per_s"] for line in half)
     columns = {
@@ -125,8 +132,9 @@ def stage_numbers(bench, stage, lines, wall):
         "s_per_step": statistics.median(line["seconds"] for line in half),
         "tokens_per_s": speed,
     }
-    # The share of the measured peak that training reaches. In pretrain and long all sequences have
-    # one length. Elsewhere attention is left out: the MFU is then a lower bound.
+
+    # MFU: the share of the measured peak that training reaches. In pretrain and long all sequences
+    # have one length. In sft they vary, so attention is left out and the MFU is a lower bound.
     lengths = {"pretrain": config.context, "long": int(config.context * config.yarn), "sft": 0}
     if stage in lengths:
         flops = speed * training_flops(config, lengths[stage])
@@ -138,11 +146,13 @@ def stage_numbers(bench, stage, lines, wall):
 
 def describe_rollouts(bench, lines, phases):
     """The steps of RL, and where their time goes: rows of two tables, and a check"""
+    # The profile of the watch, as shares and as seconds of an average step.
     seconds = statistics.mean(line["seconds"] for line in lines)
     for phase, share in phases.items():
         columns = {"share_%": 100 * share, "seconds": share * seconds}
         bench.emit("an RL step, by the wall", what=phase, **columns)
 
+    # One row for each step.
     config = stage_config(bench, "rl")
     rollouts = config.tasks_per_step * config.group_size
     for line in lines:
@@ -154,7 +164,8 @@ def describe_rollouts(bench, lines, phases):
             **{name: line[name] for name in LOGGED},
         )
 
-    # The sampler decodes in bf16 from its cache, the trainer in one forward: of the same tokens.
+    # The same tokens get log-probs twice: from the sampler, which decodes in bf16 from its cache,
+    # and from the trainer, in one forward.
     def worst_mismatch():
         return max(line["mismatch"] for line in lines)
 
@@ -163,14 +174,18 @@ def describe_rollouts(bench, lines, phases):
 
 
 def measure_main_job(bench):
+    """All stages one after the other, in one folder: each starts from the checkpoint of the one
+    before"""
     out = bench.scratch / "run"
     out.mkdir()
 
     def measure(stage):
-        # A policy that is hardly trained may sample up to every limit: in rl, the evaluation keeps
-        # a part of the time.
+        # A policy that is hardly trained may sample up to every limit, so rl may take only three
+        # quarters of the time left: the evaluation keeps the rest.
         limit = 0.75 * bench.seconds_left() if stage == "rl" else bench.seconds_left() - 2
         columns, phases, lines = run_stage(bench, stage, out, limit)
+
+        # The evaluation has no steps, so its row is its outcome and its time.
         if stage == "eval":
             return columns
         row = {**columns, **stage_numbers(bench, stage, lines, columns["wall_s"])}

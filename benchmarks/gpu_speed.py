@@ -24,6 +24,8 @@ from benchmarks.muon import build_steps, gemm_floor, layer_shapes
 from benchmarks.train_step import Sizes, measure_layers, train_once
 from fast import accelerate, low_precision, workers
 
+# Where a decoding step is measured, and how many places a sequence has in the cache: the window of
+# the sampler and two more, as the sampler makes its cache.
 POSITION, WINDOW = {"cuda": 700, "cpu": 40}, {"cuda": 4098, "cpu": 130}
 
 
@@ -34,13 +36,15 @@ def model_shape(bench, **changes):
 
 
 def build_scale_model(bench, **changes):
+    """The model of the scale as it is trained, in the fast form, computing in bf16"""
     torch.manual_seed(0)
     _, shape = model_shape(bench, **changes)
     return accelerate(shape.build_model()).to(bench.device).compute_in(torch.bfloat16)
 
 
 def ratio_columns(seconds):
-    """{"ours": seconds, name: seconds of what it is compared with} -> columns of a row"""
+    """{"ours": seconds, name: seconds of what it is compared with} -> columns of a row: times_X is
+    our time over that of X"""
     columns = {"ms": 1e3 * seconds["ours"]}
     for name, t in seconds.items():
         if name != "ours":
@@ -52,12 +56,15 @@ def ratio_columns(seconds):
 
 
 def measure_model_step(bench):
-    """An optimizer step on the model of the scale; the floor has the products of the matrices that
-    Muon updates"""
+    """An optimizer step on the model of the scale, beside the Newton-Schulz products of the
+    matrices that Muon updates"""
+    # Every parameter gets a random gradient.
     model = build_scale_model(bench)
     optimizer = make_optimizer(model, torch.bfloat16)
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
+
+    # The floor leaves out what AdamW updates: it needs no products.
     matrices = []
     for group in optimizer.param_groups:
         if group["algorithm"] == "muon":
@@ -77,6 +84,7 @@ def measure_muon(bench, sizes):
 def measure_mixture(bench):
     """Forward and backward of one layer of the scale, its weights kept in fp32 and in bf16, against
     a dense FFN with the FLOPs of the active experts"""
+    # The sizes of the scale, with as many tokens as a micro-batch has.
     config, shape = model_shape(bench)
     sizes = Sizes(
         T=config.micro_tokens,
@@ -86,6 +94,8 @@ def measure_mixture(bench):
         K=shape.num_experts_per_tok,
         repeat=2 if bench.tiny else 10,
     )
+
+    # Three of the measured layers make the row: the training form first, which is "ours".
     seconds = measure_layers(bench.device, sizes)
     names = {
         "ours": "MoE layer, weights kept in fp32",
@@ -96,10 +106,13 @@ def measure_mixture(bench):
 
 
 def decoding_bytes(model, rows, position):
-    """What a step reads at least: every weight once, of the experts as many as the rows can choose,
-    of the embedding next to nothing; and every sequence's entries of all layers"""
+    """The bytes that a decoding step must read at least: the cache entries of all rows in all
+    layers, and every weight once. Of the experts only the share that the rows can choose counts.
+    The embedding does not count, since a step reads one row of it per token."""
     config = model.config
+    # The share of the experts that is read if all rows choose different ones.
     chosen = min(1, rows * config.num_experts_per_tok / config.experts)
+    # The cache holds 2 bytes per number.
     needed = 2 * config.layers * rows * position * config.entry_width
     for name, p in model.named_parameters():
         if hsdp.is_expert(name):
@@ -111,9 +124,10 @@ def decoding_bytes(model, rows, position):
 
 @torch.inference_mode()
 def measure_decoding(bench, rows, model):
-    """One token for each of `rows` sequences of equal length"""
+    """One decoding step: a token for each of `rows` sequences of equal length, beside the time that
+    reading its bytes takes at the measured copy speed"""
     position, device = POSITION[bench.device], bench.device
-    tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+    tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)  # (B, 1)
     step = decoding_step(model, tokens, position, WINDOW[device], device)
     seconds = bench.time({"ours": step}, 20)
     seconds["floor"] = decoding_bytes(model, rows, position) / bench.bandwidth
@@ -121,6 +135,7 @@ def measure_decoding(bench, rows, model):
 
 
 def measure_speed(bench):
+    """All measurements of the part `speed`"""
     # The optimizer: on the model of the scale, and at several sizes beside torch.optim.Muon.
     table = "optimizer step"
     what = "Muon and AdamW, the model of the scale"
@@ -131,10 +146,11 @@ def measure_speed(bench):
         what = f"Muon, {sizes[0]} layers of width {sizes[1]}"
         bench.attempt(table, what, partial(measure_muon, bench, sizes))
 
+    # One layer beside a dense one.
     table = "mixture of experts, forward and backward"
     bench.attempt(table, "one layer of the scale", partial(measure_mixture, bench))
 
-    # Decoding, as the sampler does it: weights alone, in bf16 and fused.
+    # Decoding with the model that the sampler uses: bf16 weights, fused, without optimizer state.
     trained = build_scale_model(bench)
     model = workers.generation_model(trained.config, torch.bfloat16, bench.device)
     model.load_state_dict(trained.state_dict())
@@ -147,15 +163,18 @@ def measure_speed(bench):
 
 
 def measure_low_precision(bench):
-    """What MXFP8 and NVFP4 cost beside bf16, multiplied by the hardware or emulated. That the
-    result is right is a test of the device."""
+    """What MXFP8 and NVFP4 cost beside bf16, multiplied by the hardware or emulated. Only time is
+    measured here: whether the result is right is checked by tests/test_device.py."""
+    # Each row says whether the hardware multiplies in this format or emulation does.
     by = "emulation: the hardware has no block scales (compute capability 10 has)"
     if low_precision.scales_in_hardware(torch.device(bench.device)):
         by = "hardware"
+
+    # One micro-batch of the scale, the same tokens for all precisions.
     config, shape = model_shape(bench)
     rows = max(1, config.micro_tokens // config.context)
-    tokens = torch.randint(0, shape.vocab, (rows, config.context), device=bench.device)
-    seconds = {}
+    tokens = torch.randint(0, shape.vocab, (rows, config.context), device=bench.device)  # (B, T)
+    seconds = {}  # precision -> seconds; "" is bf16
 
     def measure(precision):
         model = build_scale_model(bench, precision=precision)
@@ -168,6 +187,7 @@ def measure_low_precision(bench):
         ratio = seconds[precision] / seconds[""]
         return {"by": by if precision else "", "ms": 1e3 * seconds[precision], "times_bf16": ratio}
 
+    # bf16 comes first: the others are given as multiples of its time.
     table = "forward and backward of one micro-batch at the scale"
     for precision in ("", "mxfp8", "nvfp4"):
         bench.attempt(table, precision or "bf16", partial(measure, precision))

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_parser(module, description):
-    """-> an argparse parser for `python -m benchmarks.<module>`. A wrong flag is one line on stderr
-    and exit code 2."""
+    """-> an argparse parser for `python -m benchmarks.<module>`. On a wrong flag it prints one line
+    to stderr and exits with code 2."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
         description=description,
@@ -39,7 +39,7 @@ def make_parser(module, description):
 
 
 def read_quick(module, description, argv):
-    """-> was --quick given? It is the only flag of most benchmarks."""
+    """-> whether --quick was given. It is the only flag of most benchmarks."""
     parser = make_parser(module, description)
     parser.add_argument("--quick", action="store_true", help="small and short: does it run?")
     return parser.parse_args(argv).quick
@@ -49,10 +49,10 @@ def read_quick(module, description, argv):
 
 
 def time_call(call, clock=time.perf_counter):
-    """Seconds of one call, up to the moment when a GPU has finished what it was given"""
+    """Seconds of one call, including the time until a GPU has finished the work of the call"""
     start = clock()
     call()
-    # A GPU has only been given its work when a call returns.
+    # CUDA calls are asynchronous: when one returns, the GPU has received its work, not done it.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return clock() - start
@@ -61,15 +61,17 @@ def time_call(call, clock=time.perf_counter):
 def measure_seconds(
     calls, rounds, pick=statistics.median, budget=math.inf, clock=time.perf_counter
 ):
-    """{name: function} -> {name: seconds}, measured in turns after a round that warms up. pick: min
-    for the same work every time, the median for work that differs from time to time. A call that
-    has used its budget of seconds is not called again."""
+    """{name: function} -> {name: seconds}, measured in turns after a round that warms up. pick: how
+    one number is made of all rounds: min where every round does the same work, the median where the
+    work differs. A call that has used its budget of seconds is not called again."""
+    # The calls take turns, so that a busy moment of the machine slows all of them alike.
     times = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
             if sum(times[name]) < budget:
                 times[name].append(time_call(call, clock))
-    # The first round warms up, unless it has used the whole budget.
+
+    # The first round is the warm-up and is dropped, unless it used the whole budget and is alone.
     return {name: pick(found[1:] or found) for name, found in times.items()}
 
 
@@ -77,7 +79,7 @@ def measure_seconds(
 
 
 def align_columns(rows):
-    """Rows of texts -> lines: the first column to the left, the others to the right"""
+    """Rows of texts -> lines. The first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:
@@ -89,13 +91,13 @@ def align_columns(rows):
 
 
 def print_table(title, columns, rows):
-    """columns: the headings; rows: a list of texts for each line"""
+    """columns: the headings; rows: one list of texts for each line of the table"""
     print("", title, *align_columns([columns, *rows]), sep="\n", flush=True)
 
 
 def print_speeds(title, seconds, base, amount=1, unit="calls"):
-    """{name: seconds for so much of a unit} as a table, with each speed as a multiple of that of
-    `base`: 2.00 is twice as fast"""
+    """Prints a table of {name: seconds for `amount` units}. Its last column is the speed as a
+    multiple of the speed of `base`: 2.00 is twice as fast."""
     rows = []
     for name, t in seconds.items():
         ratio = seconds[base] / t

@@ -38,14 +38,20 @@ QUICK = {**SIZES, "vocab": 512, "dim": 128, "layers": 2, "experts": 4, "expert_f
 
 
 def bench_loading(sizes):
-    # Weights of any values: what is measured does not depend on them.
+    """Writes a checkpoint to a temporary folder, then times reading its files and loading it"""
+    # The meta device allocates no memory and draws no weights.
     with torch.device("meta"):
         model = Model(ModelConfig(**sizes)).to(torch.bfloat16)
+
     with tempfile.TemporaryDirectory() as scratch:
+        # The weights that are written stay uninitialised: the time does not depend on their values.
         folder = Path(scratch, "model")
         write_checkpoint(folder, model.to_empty(device="cpu"))
-        # The model that was written gives its memory back: the one that is read needs it.
+
+        # The written model frees its memory, because the loaded model needs as much.
         model.to("meta")
+
+        # The lower bound reads the bytes of all files and does nothing with them.
         files = list(folder.iterdir())
         megabytes = sum(path.stat().st_size for path in files) / 1e6
 
@@ -53,6 +59,7 @@ def bench_loading(sizes):
             for path in files:
                 path.read_bytes()
 
+        # Both are timed in turns, and each speed is that of the same number of bytes.
         calls = {
             "reading the files": read_files,
             "into a model": partial(load_model, folder, torch.bfloat16),

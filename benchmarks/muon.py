@@ -37,7 +37,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
-    """The matrices of a small MoE decoder, heads and experts stacked."""
+    """{name: shape} of the matrices of a small MoE decoder. Heads and experts are stacked: N
+    matrices of R x C are one (N, R, C)."""
     one = {
         "wq": (heads, dim // heads, dim),
         "wk": (heads, dim // heads, dim),
@@ -57,23 +58,27 @@ def layer_shapes(layers, dim=384, heads=6, experts=8, hidden=1024):
 
 
 def gemm_floor(shapes, dtype, device):
-    """-> a call that does nothing but the products of the plain iteration, in the batches that suit
-    the machine. shapes: of matrices and of stacks of them"""
-    # How many matrices there are of each shape (m, n), m <= n.
+    """-> a call that does only the matrix products of the plain Newton-Schulz iteration, in the
+    batches that suit the machine. shapes: those of single matrices and of stacks"""
+    # How many matrices there are of each shape (m, n), m <= n: the iteration transposes a matrix
+    # that is taller than wide.
     matrices = defaultdict(int)
     for shape in shapes:
         matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
 
-    # Batches as muon.py cuts them: as much as the cache of a CPU holds, or all at once on a GPU.
-    # Those of one shape share operands: the time of a product does not depend on the numbers.
+    # Batches as muon.py cuts them: as many matrices as the cache of a CPU holds, or all at once on
+    # a GPU. Batches of one shape share their operands, because the time of a product does not
+    # depend on the numbers in it.
     batches = []
     for (m, n), count in matrices.items():
         chunk = min(count, cpu_chunk(m * n, dtype)) if device == "cpu" else count
+        # X, Y (chunk, m, n); A (chunk, m, m)
         X, A, Y = (torch.randn(chunk, m, columns, device=device).to(dtype) for columns in (n, m, n))
         for first in range(0, count, chunk):
             size = min(chunk, count - first)
             batches.append((X[:size], A[:size], Y[:size]))
 
+    # Three products per step: X X^T, its square, and one with X again.
     def multiply():
         for X, A, Y in batches:
             B = torch.empty_like(A)
@@ -86,8 +91,8 @@ def gemm_floor(shapes, dtype, device):
 
 
 def split_matrices(params):
-    """Every head and expert as a 2-D parameter of its own, with its gradient: what torch.optim.Muon
-    takes."""
+    """-> every head and every expert as a 2-D parameter of its own, with its gradient, because
+    torch.optim.Muon takes 2-D parameters only"""
     matrices = []
     for p in params.values():
         for weight, gradient in zip(as_stack(p.data), as_stack(p.grad)):
@@ -97,9 +102,8 @@ def split_matrices(params):
 
 
 def build_steps(shapes, products, weights, device):
-    """-> {name: a call}: the products alone, a step of torch.optim.Muon, one of ours. products,
-    weights: the dtypes of the matrix products and of the parameters"""
-    # Each optimizer has parameters of its own, so that no step moves what the other one reads.
+    """-> {name: a call}: the products alone, a step of torch.optim.Muon, a step of ours. products:
+    the dtype of the matrix products; weights: that of the parameters"""
     params = make_parameters(shapes, dtype=weights, device=device)
     rates = dict(lr=1e-3, weight_decay=0.1)
     ours = Muon(
@@ -108,6 +112,8 @@ def build_steps(shapes, products, weights, device):
         newton_schulz=gram_newton_schulz,
         **rates,
     )
+
+    # split_matrices copies, so each optimizer updates parameters of its own.
     theirs = torch.optim.Muon(split_matrices(params), **rates)
     return {
         "floor": gemm_floor(shapes.values(), products, device),
@@ -117,18 +123,21 @@ def build_steps(shapes, products, weights, device):
 
 
 def keep_dtype(tensor):
+    """Takes the place of Tensor.bfloat16 and casts nothing"""
     return tensor
 
 
 def measure_one_device(shapes, products, weights, device, rounds):
     """-> {name: seconds of one step}, for the calls of build_steps"""
     calls = build_steps(shapes, products, weights, device)
-    # torch.optim.Muon multiplies in bf16 only. Like is compared with like: for fp32 its cast is
-    # made to do nothing.
+
+    # torch.optim.Muon always casts to bf16 before it multiplies. To compare both in fp32, its cast
+    # is replaced by one that does nothing.
     cast = torch.Tensor.bfloat16
     if products == torch.float32:
         torch.Tensor.bfloat16 = keep_dtype
-    # CPU seconds of the one thread: the wall would also count whoever else uses the machine.
+
+    # On a CPU, the CPU seconds of the one thread: wall time would also count other programs.
     clock = time.process_time if device == "cpu" else time.perf_counter
     try:
         return measure_seconds(calls, rounds, min, clock=clock)
@@ -137,19 +146,22 @@ def measure_one_device(shapes, products, weights, device, rounds):
 
 
 def bench_one_device(device, quick):
+    """The table of one device: a row for each pair of dtypes"""
     shapes = layer_shapes(1, dim=128, hidden=256) if quick else layer_shapes(6)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     rounds = 1 if quick else 5
     columns = ["products, weights", "GEMM floor", "torch.optim.Muon", "muon.py"]
+
+    # Three cases: as train.py runs it; on a CPU without bf16 instructions; with weights kept in
+    # bf16.
     rows = []
-    # As train.py runs it, without bf16 instructions, and with weights kept in bf16.
     for products, weights in (
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
     ):
         seconds = measure_one_device(shapes, products, weights, device, rounds)
-        floor, other, ours = seconds.values()
+        floor, other, ours = seconds.values()  # in the order of build_steps
         cells = [f"{t:.3f}" for t in seconds.values()]
         ratios = [f"{ours / floor:.2f}", f"{ours / other:.2f}"]
         rows.append([f"{NAMES[products]}, {NAMES[weights]}", *cells, *ratios])
@@ -164,14 +176,15 @@ def bench_one_device(device, quick):
 
 
 def redundant_step(params, optimizer):
-    """What one writes first: gather every momentum whole and orthogonalise all of it on every
-    rank."""
+    """One step as one would write it first: every rank gathers every momentum whole and
+    orthogonalises all of it"""
     for p in params.values():
-        # Momentum, on the rows that this rank holds.
+        # The momentum, on the rows that this rank holds.
         momentum = optimizer.state[p]["momentum"]
         gradient = p.grad.to_local()
         momentum.to_local().lerp_(gradient, 0.05)
-        # Nesterov's step, gathered whole on every rank.
+
+        # The Nesterov momentum, gathered whole on every rank.
         whole = DTensor.from_local(
             torch.lerp(gradient, momentum.to_local(), 0.95),
             momentum.device_mesh,
@@ -179,24 +192,30 @@ def redundant_step(params, optimizer):
             shape=momentum.shape,
             stride=momentum.stride(),
         ).full_tensor()
-        # All of it is orthogonalised on every rank, and each keeps its own rows.
+
+        # Every rank orthogonalises all of it and keeps its own rows. src_data_rank=None: nothing is
+        # sent, because every rank has the whole tensor.
         update = distribute_tensor(
             orthogonalize(whole, iterate=gram_newton_schulz),
             momentum.device_mesh,
             momentum.placements,
             src_data_rank=None,
         )
+
+        # Weight decay (learning rate 1e-3 x 0.1), and the update.
         length = 1e-3 * step_scale(*p.shape[-2:])
         p.to_local().mul_(1 - 1e-4).add_(update.to_local(), alpha=-length)
 
 
 def measure_rank(rank, world, shapes, redundant):
-    """-> of one rank's step: CPU seconds (all threads, gloo's too), collectives, bytes received"""
+    """-> CPU seconds of one rank's step (all threads, gloo's too), its collectives, and the bytes
+    that it received"""
     params = make_parameters(shapes, DeviceMesh("cpu", torch.arange(world)))
     optimizer = Muon(
         [dict(params=list(params.items()), weight_decay=0.1)], newton_schulz=gram_newton_schulz
     )
-    # All ranks begin a step together; the first two warm up.
+
+    # All ranks begin a step together.
     seconds = []
     with torch.no_grad():
         for _ in range(5):
@@ -207,22 +226,27 @@ def measure_rank(rank, world, shapes, redundant):
             else:
                 optimizer.step()
             seconds.append(time.process_time() - start)
+
+    # The optimizer counts its own traffic. For the redundant step it is computed: each full_tensor
+    # is one collective and brings what the other ranks hold, in fp32.
     traffic = optimizer.traffic
     if redundant:
-        # Each full_tensor brings what the other ranks hold, in fp32.
         whole = sum(p.numel() for p in params.values()) * 4
         held = sum(p.to_local().nbytes for p in params.values())
         traffic = dict(collectives=len(params), bytes_received=whole - held)
+    # The first two of five steps warm up.
     return min(seconds[2:]), traffic["collectives"], traffic["bytes_received"]
 
 
 def measure_busiest(world, shapes, redundant):
-    """The same of the rank that has most to do: the step is over when it has ended"""
+    """-> what measure_rank returns, each number the largest over the ranks: a step ends when the
+    busiest rank has ended"""
     ranks = fork_ranks(world, measure_rank, shapes, redundant)
     return [max(column) for column in zip(*ranks)]
 
 
 def bench_sharded(quick):
+    """The table of forked ranks: a row for each world size, ours beside the redundant step"""
     shapes = layer_shapes(1, dim=96, hidden=128) if quick else layer_shapes(2)
     numbers = sum(math.prod(shape) for shape in shapes.values())
     rows = []
@@ -243,7 +267,7 @@ def bench_sharded(quick):
 def main(argv):
     quick = read_quick("muon", __doc__, argv)
     torch.set_num_threads(1)
-    # First what forks: a process that has touched a GPU cannot.
+    # The part that forks comes first, because a process that has used a GPU cannot fork.
     bench_sharded(quick)
     bench_one_device("cuda" if torch.cuda.is_available() else "cpu", quick)
 

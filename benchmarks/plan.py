@@ -34,8 +34,8 @@ from hsdp import Layout, is_expert
 from moe import ModelConfig
 from published.families import read_config
 
-# Fields of moe.ModelConfig: the published ones from their config.json, the others as train.py's
-# scales.
+# Named models as fields of moe.ModelConfig: the published ones from their config.json, the others
+# from the scales of train.py.
 MODELS = {
     "kimi-k2.5": dict(
         vocab=163840,
@@ -74,9 +74,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """tflops, share and hbm were measured on one H100 of 80 GB (torch 2.11, 2026-11-26): a product
-    of two 8192 x 8192 matrices, the products of Newton-Schulz at 359M parameters (45 % at 67M), a
-    copy. link and net are data sheets' figures, not measured."""
+    """What is assumed of the cluster. tflops, share and hbm were measured on one H100 of 80 GB
+    (torch 2.11, 2026-11-26): tflops by a product of two 8192 x 8192 matrices, share by the products
+    of Newton-Schulz at 359M parameters (45 % at 67M), hbm by a copy. link and net are figures of
+    data sheets, not measured."""
 
     node: int = 8  # GPUs that share the fast link
     memory: float = 80  # GB per GPU
@@ -89,8 +90,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class CopiedExperts(Layout):
-    """A layout that hsdp.py does not have: copies of the experts too, each cut over its own ranks.
-    It shows what the wide mesh saves."""
+    """A layout for comparison that hsdp.py cannot run: there are copies of the experts too, and
+    each copy is cut over its own ranks. It shows what the wide expert mesh saves."""
 
     expert_replicate: int = 1
 
@@ -108,6 +109,7 @@ class CopiedExperts(Layout):
 
 
 def copies_of_experts(layout):
+    """How many copies of the experts the cluster holds: 1 in every layout of hsdp.py"""
     return getattr(layout, "expert_replicate", 1)
 
 
@@ -115,36 +117,40 @@ def copies_of_experts(layout):
 
 
 def wire_bytes(name, step):
-    """Per number, all gathers of one step: the root once (it stays), a layer for the forward and
-    for the backward."""
+    """Bytes on the wire for one number of a weight, over all gathers of one step. The root is
+    gathered once, because it stays gathered. A layer is gathered twice: for the forward and for the
+    backward."""
     if layer_of(name) == "root":
         return step.kept
+    # Norms and routers travel as they are kept, matrices in the dtype of the wire.
     if name.endswith(("norm.weight", "router.weight")):
         return 2 * step.kept
     return 2 * step.weight
 
 
 def ring(ranks):
-    """What a rank receives of a ring's whole: all but its own part"""
+    """The share of the whole that a rank of a ring receives: all but its own part"""
     return (ranks - 1) / ranks
 
 
 def fsdp_traffic(what, shapes, layout, step):
-    """Rows of the dense weights or of the experts: gathered for the passes, gradients scattered,
-    and summed over the copies."""
+    """-> the rows of comm_traffic that FSDP causes. what: "dense" or "experts". Weights are
+    gathered for the passes, gradients are scattered and summed over the copies."""
+    # Pieces of a weight, copies of it, and how many ranks the group of one copy spans.
     shard, copies, span = layout.shard, layout.dp_replicate, layout.shard
     if what == "experts":
         shard, copies, span = layout.efsdp, copies_of_experts(layout), layout.efsdp * layout.ep
 
-    # What one rank gathers in a step: numbers, and their bytes over all gathers.
+    # What one rank gathers in a step: the numbers, and the bytes of all their gathers.
     numbers = weights = 0
     for name, shape in shapes.items():
         if is_expert(name) == (what == "experts"):
             size = gathered(name, shape, layout)
             numbers += size
             weights += wire_bytes(name, step) * size
-    # Gradients are summed in fp32. An all-reduce over the copies does what a reduce-scatter and an
-    # all-gather do, one after the other.
+
+    # Gradients are summed in fp32: 4 bytes. An all-reduce over the copies sends as much as a
+    # reduce-scatter and an all-gather (factor 2), of the piece of one rank only.
     gradients = 4 * numbers
     copied = 2 * ring(copies) * gradients / shard
     return [
@@ -155,22 +161,26 @@ def fsdp_traffic(what, shapes, layout, step):
 
 
 def comm_traffic(config, shapes, layout, step):
-    """[(collective, what, bytes one rank receives per step, ranks that a group spans)]. A ring
-    passes (n-1)/n of what it gathers or scatters, an all-reduce does both."""
+    """-> [(collective, what, bytes that one rank receives per step, ranks that a group spans)]. In
+    a ring of n ranks each receives (n-1)/n of what is gathered or scattered; an all-reduce does
+    both."""
+    # FSDP: weights and gradients.
     rows = []
     for what in ("dense", "experts"):
         rows += fsdp_traffic(what, shapes, layout, step)
 
-    # Context parallelism: the entries of the other ranks' tokens, and the gradients of ours.
+    # Context parallelism: each layer receives the cache entries of the other ranks' tokens, and in
+    # the backward as many bytes of gradients of its own entries.
     latents = (layout.cp - 1) * config.layers * step.tokens * config.entry_width * step.act
 
-    # Expert parallelism: there and back, forward and backward; (ep-1)/ep of the rows live
-    # elsewhere. And each rank's counts of rows, 8 bytes for each expert.
+    # Expert parallelism: a row travels to its expert and back, in the forward and in the backward
+    # (4 times). Of the rows, (ep-1)/ep belong to experts of other ranks. The numbers of rows per
+    # expert travel too, 8 bytes each.
     moe_layers = config.layers - config.dense_layers
     rows_of_layer = 4 * step.tokens * config.num_experts_per_tok * config.dim * step.act
     tokens = moe_layers * ring(layout.ep) * (rows_of_layer + 8 * config.experts)
 
-    # Muon: units travel to one owner each, and come back orthogonalized.
+    # Muon: each unit travels to its owner and comes back orthogonalized. An average over the ranks.
     units = step.unit * muon_numbers(shapes, layout) / layout.world
     return rows + [
         ("all-gather", "latents (cp)", latents, layout.cp),
@@ -181,18 +191,25 @@ def comm_traffic(config, shapes, layout, step):
 
 
 def muon_numbers(shapes, layout):
-    """Numbers that all ranks together receive for Muon. A unit cut over ranks travels to one owner,
-    who answers its k copies; the owner has k/W of it already, on average. A unit that is whole on a
-    rank stays, and only its other copies hear of it."""
+    """-> how many numbers all W ranks together receive for Muon. A unit that is cut over ranks
+    travels to one owner, who sends the result to its k copies. The owner has k/W of it already, on
+    average. A unit that is whole on a rank does not travel: only its other copies receive the
+    result."""
     numbers = 0
     for name, shape in shapes.items():
         if not is_muon(name, shape):
             continue
+
+        # copies: k. cut: over how many ranks one unit is spread.
         if is_expert(name):
             copies, cut = copies_of_experts(layout), layout.efsdp
         else:
-            # Heads are dealt whole: only a plain matrix is cut through its rows.
+            # FSDP cuts the first dimension: heads stay whole, and only a plain matrix (R, C) is cut
+            # through its rows.
             copies, cut = layout.dp_replicate, layout.shard if len(shape) == 2 else 1
+
+        # In multiples of the unit. Cut: the owner lacks 1 - k/W of it, and its k copies together
+        # receive k results without the k/W that the owner keeps.
         if cut == 1:
             received = copies - 1
         else:
@@ -205,9 +222,11 @@ def muon_numbers(shapes, layout):
 
 
 def optimizer_step(shapes, layout, step, hardware, heads=1):
-    """Seconds per GPU of one Muon step: Newton-Schulz (five times X X^T, its square, one product
-    with X), units on the wire, and reading weight, gradient, momentum, unit and writing weight,
-    momentum, unit. heads: column blocks of the output projections, orthogonalized one by one."""
+    """{kind: seconds per GPU} of one Muon step. Newton-Schulz: five times X X^T, its square and one
+    product with X. The wire: the units. Elementwise: reading weight, gradient, momentum, unit, and
+    writing weight, momentum, unit. heads: column blocks of the output projections, orthogonalized
+    one by one."""
+    # For X (m, n), m <= n: X X^T and the product with X take 2 m^2 n FLOPs each, the square 2 m^3.
     flops = 0
     for name, shape in shapes.items():
         if is_muon(name, shape):
@@ -215,9 +234,14 @@ def optimizer_step(shapes, layout, step, hardware, heads=1):
             matrices = blocks * math.prod(shape[:-2])
             m, n = sorted((shape[-2], shape[-1] // blocks))
             flops += 5 * matrices * (4 * m * m * n + 2 * m**3)
+
+    # The slowest link decides: that between the nodes, where there is more than one.
     wire = step.unit * muon_numbers(shapes, layout) / layout.world
     numbers = sum(held(name, shape, layout) for name, shape in shapes.items())
     speed = hardware.link if layout.world <= hardware.node else hardware.net
+
+    # Every rank does its share of Newton-Schulz. Elementwise, 24 bytes per number: five numbers in
+    # fp32, and the unit twice in bf16.
     return {
         "Newton-Schulz": flops / layout.world / (hardware.tflops * 1e12 * hardware.share),
         "units on the wire": wire / (speed * 1e9),
@@ -229,8 +253,8 @@ def optimizer_step(shapes, layout, step, hardware, heads=1):
 
 
 def find_model(name, folder=""):
-    """A named model, or that of a published folder (its config.json alone is read) ->
-    (ModelConfig, {parameter: shape})"""
+    """-> (ModelConfig, {parameter: shape}) of a named model, or of the published model in a folder,
+    of which only config.json is read"""
     if folder:
         config = read_config(Path(folder, "config.json"))[0]
     elif name in MODELS:
@@ -241,7 +265,8 @@ def find_model(name, folder=""):
 
 
 def three_layouts(gpus, cp, ep, node):
-    """Copies of a narrow group span one node."""
+    """-> {name: layout}. Narrow: every node holds a copy. Wide: one copy is cut over all GPUs."""
+    # A narrow copy of the experts takes a node, or `ep` ranks where those are more.
     nodes = max(gpus // node, 1)
     return {
         "all narrow": CopiedExperts(gpus, cp, ep, nodes, max(gpus // max(node, ep), 1)),
@@ -256,6 +281,7 @@ def gigabytes(size):
 
 def memory_cells(model, layout, step, hardware):
     """model: (ModelConfig, {parameter: shape}) -> {line of the table: its text for one layout}"""
+    # Each kind of memory, then the total as it is and with recomputed blocks.
     cells = {"GB of memory per GPU": ""}
     for what, size in memory(*model, layout, step).items():
         cells[f"  {what}"] = gigabytes(size)
@@ -267,10 +293,11 @@ def memory_cells(model, layout, step, hardware):
 
 
 def traffic_cells(model, layout, step, hardware):
+    """The same for the bytes on the wire, with the seconds that they take one after the other"""
     cells, seconds = {"GB received per GPU and step": ""}, 0
     for collective, what, size, span in comm_traffic(*model, layout, step):
         cells[f"  {collective:15s}{what}"] = gigabytes(size)
-        # A group inside of one node has the fast link.
+        # A group that fits into one node has the fast link.
         speed = hardware.link if span <= hardware.node else hardware.net
         seconds += size / 1e9 / speed
     cells["  seconds, if nothing overlaps"] = f"{seconds:.3g}"
@@ -278,12 +305,14 @@ def traffic_cells(model, layout, step, hardware):
 
 
 def optimizer_cells(model, layout, step, hardware):
+    """The same for the optimizer step"""
     config, shapes = model
     times = optimizer_step(shapes, layout, step, hardware, config.heads)
     cells = {"seconds of one Muon step": ""}
     for what, t in times.items():
         cells[f"  {what}"] = f"{t:.3g}"
-    # The wire runs behind Newton-Schulz; the rest comes after both.
+    # Units travel while others are multiplied, so the longer of the two counts. The elementwise
+    # work comes after both.
     predicted = max(times["Newton-Schulz"], times["units on the wire"]) + times["elementwise"]
     cells["  predicted (wire behind Newton-Schulz)"] = f"{predicted:.3g}"
     return cells
@@ -308,8 +337,8 @@ def layout_rows(model, layouts, step, hardware):
 
 
 def find_fitting(model, layouts, step, hardware):
-    """-> (layout, recompute) of the first that train.py has and that fits, or None. Recomputing
-    costs a third of the time, so every layout is tried without it first."""
+    """-> (layout, recompute) of the first layout that train.py can run and that fits into memory,
+    or None. Recomputing costs a third of the time, so all layouts are tried without it first."""
     for recompute in (False, True):
         for layout in layouts:
             size = sum(memory(*model, layout, step, recompute).values())
@@ -319,15 +348,21 @@ def find_fitting(model, layouts, step, hardware):
 
 
 def training_command(name, folder, gpus, step, hardware, layout, recompute):
-    """The command of train.py that runs in this layout"""
+    """-> the torchrun command that trains in this layout"""
+    # Where the model comes from: a published checkpoint (DIR where no folder was given), or for our
+    # own models the flag of their scale.
     origin = f"--init_from={folder or 'DIR'} --stage=sft"
     if not folder and name in ("gpu", "laptop"):
         origin = f"--scale={name}"
+
+    # The division is rounded up: the last node may be partly used.
     nodes, ranks = -(-gpus // hardware.node), min(gpus, hardware.node)
     command = (
         f"torchrun --nnodes={nodes} --nproc_per_node={ranks} train.py {origin} --cp={layout.cp} "
         f"--ep={layout.ep} --dp_replicate={layout.dp_replicate} --micro_tokens={step.tokens}"
     )
+
+    # Only what differs from the defaults of train.py.
     if recompute:
         command += " --recompute"
     if step.kept == 2:
@@ -336,15 +371,18 @@ def training_command(name, folder, gpus, step, hardware, layout, recompute):
 
 
 def print_plan(name, folder, gpus, cp, ep, step, hardware):
-    """Print what one model costs per GPU in three layouts, and the command of the first that fits.
-    cp and ep, where not given: 2 and 8; for a published folder 1, and as many as experts, GPUs and
-    a node have in common."""
+    """Prints what one model costs per GPU in three layouts, and the command of the first that fits.
+    Where cp and ep are None they become 2 and 8. For a published folder they become 1 and the
+    greatest common divisor of experts, GPUs and the GPUs of a node."""
+    # gcd(.., 1) = 1: a model without experts has no expert parallelism.
     model = config, shapes = find_model(name, folder)
     experts = config.experts if any(map(is_expert, shapes)) else 1
     if cp is None:
         cp = 1 if folder else 2
     if ep is None:
         ep = math.gcd(gpus, experts, hardware.node) if folder else 8
+
+    # A layout that cannot cut the experts raises a ValueError here, which main prints.
     layouts = three_layouts(gpus, cp, ep, hardware.node)
     for layout in layouts.values():
         layout.check_expert_shapes(shapes)
@@ -360,6 +398,8 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
         ["", *layouts],
         layout_rows(model, layouts.values(), step, hardware),
     )
+
+    # The command, or what to change.
     fitting = find_fitting(model, layouts.values(), step, hardware)
     if fitting:
         print("fits: " + training_command(name, folder, gpus, step, hardware, *fitting))
@@ -368,6 +408,8 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
             f"fits in none of these layouts on {gpus} GPUs of {hardware.memory:g} GB: more GPUs, "
             "or fewer --tokens at a time"
         )
+
+    # The stated figure to compare the prediction with, and what two meshes save.
     print("Cursor states 0.2 s for its 1T model, and neither its hardware nor its number of GPUs.")
     print(
         f"cp={cp} and ep={ep} as directions of one shared mesh need {cp * ep} GPUs; on two meshes "
@@ -376,6 +418,7 @@ def print_plan(name, folder, gpus, cp, ep, step, hardware):
 
 
 def main(argv):
+    # The model and the cluster. cp and ep have no default here: print_plan chooses.
     parser = make_parser("plan", __doc__)
     parser.add_argument("--model", default="kimi-k2.5", help=", ".join(MODELS))
     parser.add_argument(
@@ -385,11 +428,13 @@ def main(argv):
     )
     for name, default in dict(gpus=512, cp=None, ep=None).items():
         parser.add_argument(f"--{name}", type=int, default=default)
+
+    # Every field of the two tables of assumptions is a flag.
     for field in (*fields(Step), *fields(Hardware)):
         parser.add_argument(f"--{field.name}", type=field.type, default=field.default)
     given = parser.parse_args(argv)
 
-    # Every field of the two tables of assumptions is a flag.
+    # The flags become the two tables again. Wrong values and unreadable files cost one line.
     step = Step(**{field.name: getattr(given, field.name) for field in fields(Step)})
     hardware = Hardware(**{field.name: getattr(given, field.name) for field in fields(Hardware)})
     if min(vars(step).values()) <= 0 or min(vars(hardware).values()) <= 0:

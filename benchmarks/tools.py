@@ -33,18 +33,24 @@ COMMAND = "python tests.py"
 
 def bench_command(rounds):
     """One run of a task's tests, three ways"""
+    # Two workspaces with the files of one task: only the second keeps a memo of its answers.
     task = make_task(1, 5)
     caged = Workspace(task, Sandbox(memo=False))
     remembering = Workspace(task, Sandbox())
     with tempfile.TemporaryDirectory() as folder, caged, remembering:
+        # The unprotected way starts Python with the flags that the sandbox gives it too: without
+        # site (-S) and without writing bytecode (-B).
         write_tree(task.files, folder)
         words = [sys.executable, "-S", "-B", "tests.py"]
         plain = partial(subprocess.run, words, cwd=folder, capture_output=True)
 
-        # All three run the same tests to the same end, or their times would say nothing.
+        # All three must end with the same exit code, or their times could not be compared. This run
+        # also fills the memo.
         results = caged.run(COMMAND), remembering.run(COMMAND), plain()
         codes = results[0].exit_code, results[1].exit_code, results[2].returncode
         assert len(set(codes)) == 1, codes
+
+        # The work is the same every time, so the fastest round is the one least disturbed.
         seconds = measure_seconds(
             {
                 "subprocess.run": plain,
@@ -74,15 +80,18 @@ def in_memory(task):
 
 def bench_episodes(episodes, rounds):
     """Whole episodes one after the other, in three kinds of workspaces"""
+    # Tasks of the levels 0 to 3. All workspaces of `remembering` share one sandbox, and its memo.
     tasks = [make_task(i % 4, i) for i in range(episodes)]
     remembering = partial(Workspace, sandbox=Sandbox())
 
     def play_without_memory():
-        # A sandbox of its own for each round: it remembers the answers of no round before.
+        # Each round gets a new sandbox, so it knows no answers of earlier rounds.
         play_episodes(tasks, partial(Workspace, sandbox=Sandbox()))
 
-    # Once before the clock starts: it counts the calls, and fills the memory of `remembering`.
+    # One untimed pass counts the tool calls and fills the memo of `remembering`.
     calls = play_episodes(tasks, remembering)
+
+    # A kind of workspace that has used a minute is not measured again.
     seconds = measure_seconds(
         {
             "sandbox": play_without_memory,

@@ -35,8 +35,9 @@ from published.loading import load_model
 
 @dataclass(frozen=True)
 class Sizes:
-    """T tokens of width D, E experts of F hidden units, K of them for a token; rows of the batches
-    of the whole models; rounds of a measurement"""
+    """One layer: T tokens of width D, E experts of F hidden units, K of them for a token. Whole
+    models: `batch` rows in training, `decoded_rows` in decoding; prompts: their lengths;
+    new_tokens: how many are decoded behind them. repeat: rounds of a measurement."""
 
     T: int = 4096
     D: int = 256
@@ -59,24 +60,28 @@ QUICK = Sizes(
 
 
 def build_layers(device, sizes):
-    """-> {name: a forward}: one layer routed, the same FLOPs in a dense one, the experts alone; and
-    all that gets a gradient"""
+    """-> {name: a forward} of a routed layer, of a dense layer with the same active FLOPs and of
+    the experts alone; and the list of all tensors that get a gradient"""
     dtype, T, D, E, K = fast_dtype(device), sizes.T, sizes.D, sizes.E, sizes.K
     torch.manual_seed(0)
     config = ModelConfig(dim=D, experts=E, num_experts_per_tok=K, expert_ffn=sizes.F, shared=0)
-    # The weights of experts in the dtype of the products, and once more in fp32, cast at every use.
+
+    # Two equal layers: one keeps the experts' weights in the dtype of the products, the other in
+    # fp32 and casts them at every use. The dense layer has K * F hidden units, as many as are
+    # active for a token.
     moe, moe_fp32 = (accelerate(MoE(config)).to(device) for _ in range(2))
     moe.experts.to(dtype)
     dense = FFN(D, K * sizes.F).to(device, dtype)
-    x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)
+    x = torch.randn(1, T, D, device=device, dtype=dtype, requires_grad=True)  # (1, T, D)
 
-    # The experts alone get rows that are sorted already: what is left of a layer is the routing.
-    permuted = torch.randn(T * K, D, device=device, dtype=dtype)
+    # The experts alone get rows that count as sorted by expert. Their time taken from that of the
+    # whole layer leaves what routing costs.
+    permuted = torch.randn(T * K, D, device=device, dtype=dtype)  # (T*K, D)
     weights = moe.experts.w_gate, moe.experts.w_up, moe.experts.w_down
 
     def run_experts(swiglu):
-        # Each expert gets another number of rows every time, as in training.
-        chosen = torch.randint(0, E, (T * K,), device=device)
+        # Each expert gets a different number of rows every time, as in training.
+        chosen = torch.randint(0, E, (T * K,), device=device)  # (T*K,)
         return swiglu(permuted, torch.bincount(chosen, minlength=E), *weights)
 
     layers = {
@@ -91,11 +96,12 @@ def build_layers(device, sizes):
 
 
 def measure_layers(device, sizes):
-    """-> {name: seconds of a forward and backward}, the dense layer of equal active FLOPs first"""
+    """-> {name: seconds of a forward and backward}, for the layers of build_layers"""
     layers, leaves = build_layers(device, sizes)
 
     def forward_backward(layer):
-        # Gradients of all layers are dropped each time: none may add to what another left.
+        # Drop the gradients of all layers each time, so that no backward adds to an old one: adding
+        # would take time.
         for leaf in leaves:
             leaf.grad = None
         output = layer()
@@ -106,6 +112,7 @@ def measure_layers(device, sizes):
 
 
 def bench_layers(device, sizes):
+    """Prints the table of one layer; 1.00 is the speed of the dense layer"""
     title = (
         f"forward + backward of a layer, {device}, {fast_dtype(device)}, "
         f"T={sizes.T} D={sizes.D} E={sizes.E} K={sizes.K} F={sizes.F}"
@@ -122,27 +129,30 @@ def run_forward(model, tokens):
 
 
 def train_once(model, tokens):
+    """Forward and backward. Each token is its own target: the time does not depend on targets."""
     (-model.logprobs(model(tokens), tokens).mean()).backward()
 
 
 def bench_laptop_model(device, sizes):
     """The laptop's model as the recipe runs it, beside its plain form (train.py --plain=1)"""
+    # Two models with the same weights, and one batch for both.
     dtype, rows = fast_dtype(device), sizes.decoded_rows
     plain = Model(ModelConfig()).to(device).compute_in(dtype)
     models = {"fast": accelerate(copy.deepcopy(plain)), "plain": plain}
-    tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)
+    tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)  # (B, T)
 
     def report(what, calls, amount):
-        # Both forms take turns, so that what else the machine does meets them alike.
+        # Both forms take turns, so that other work of the machine slows both alike.
         seconds = measure_seconds(calls, sizes.repeat)
         print_speeds(f"the laptop's model, {dtype}: {what}", seconds, "plain", amount, "tokens")
 
+    # What evaluation and training do with a batch.
     for what, call in (("forward", run_forward), ("forward + backward", train_once)):
         calls = {name: partial(call, model, tokens) for name, model in models.items()}
         report(what, calls, tokens.numel())
 
     # One token for each row, from a cache that holds 300 positions of each.
-    token = tokens[:1, :1].expand(rows, 1)
+    token = tokens[:1, :1].expand(rows, 1)  # (B, 1)
     with torch.inference_mode():
         steps = {}
         for name, model in models.items():
@@ -158,9 +168,10 @@ def build_both(device, dtype):
     weights)"""
     import transformers
 
+    # Their model once for each form of the experts. Each gets a configuration of its own, because a
+    # model writes its form into it.
     theirs = {}
     for kind in ("eager", "grouped_mm"):
-        # A configuration for each: a model writes its kind of experts into it.
         config = transformers.DeepseekV3Config(
             vocab_size=1024,
             hidden_size=256,
@@ -186,7 +197,8 @@ def build_both(device, dtype):
             config, dtype=dtype, experts_implementation=kind
         )
         theirs[kind] = model.to(device)
-    # By way of the published format, ours gets the same weights.
+
+    # Ours reads the weights of one of theirs from a checkpoint in the published format.
     with tempfile.TemporaryDirectory() as folder:
         theirs["eager"].save_pretrained(folder)
         ours = accelerate(load_model(folder, dtype, device)).compute_in(dtype)
@@ -194,8 +206,8 @@ def build_both(device, dtype):
 
 
 def bench_training(theirs, ours, device, sizes):
-    """Forward and backward, each model with kernels that were compiled for it"""
-    # Ours first: their kernels crowd out what ours have compiled.
+    """Forward and backward of each model, with kernels that were compiled for it"""
+    # Ours is measured first, because their kernels push ours out of the cache of compiled kernels.
     models = {"ours": ours} | theirs
 
     def draw_batch():
@@ -204,6 +216,7 @@ def bench_training(theirs, ours, device, sizes):
     same = draw_batch()
 
     def train_model(model, is_new):
+        # The loss of theirs is written out here: cross-entropy over all positions, in fp32.
         tokens = draw_batch() if is_new else same
         model.zero_grad()
         if model is ours:
@@ -213,35 +226,38 @@ def bench_training(theirs, ours, device, sizes):
             F.cross_entropy(logits, tokens.flatten()).backward()
 
     for title, is_new in (("a new batch each time", True), ("the same batch again", False)):
-        # Each model by itself: on a CPU two that take turns would crowd out each other's kernels.
+        # One model after the other: on a CPU two models that take turns would push each other's
+        # compiled kernels out of the cache.
         seconds = {}
         for name, model in models.items():
             step = partial(train_model, model.train(), is_new)
             seconds |= measure_seconds({name: step}, 3 * sizes.repeat)
-        # Theirs is whichever of its two forms is faster.
+
+        # The base of the ratios is the faster of their two forms.
         base = min(theirs, key=seconds.get)
         print_speeds(f"training, {title}", seconds, base, same.numel(), "tokens")
 
 
 def bench_generation(theirs, ours, device, sizes):
-    """Greedy decoding behind prompts of several lengths, against generate()"""
+    """Greedy decoding behind prompts of several lengths, against the generate() of transformers"""
     rows, new = 16, sizes.new_tokens
     theirs, ours = theirs["grouped_mm"].eval(), ours.fuse_weights().eval()
-    # No end token: both decode to the last of the new tokens.
+    # Without an end token, both decode all of the new tokens.
     greedy = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     generate = partial(theirs.generate, **greedy)
 
     @torch.inference_mode()
     def decode_greedily(prompts):
+        # The whole prompt (B, T) in one forward, then one token at a time.
         length = prompts.shape[1]
         cache = Cache(ours, rows, length + new + 1)
-        # The whole prompt in one forward, then a token at a time.
         hidden = ours.decode(prompts, cache, slice(0, rows), prompts.new_zeros(rows))
         for i in range(new):
             token = ours.logits(hidden[:, -1:]).argmax(-1)
             position = prompts.new_full((rows,), length + i)
             hidden = ours.decode(token, cache, slice(0, rows), position)
 
+    # The longer the prompt, the larger the share of the time that its prefill takes.
     for length in sizes.prompts:
         prompts = torch.randint(0, 1024, (rows, length), device=device)
         calls = {
@@ -254,8 +270,10 @@ def bench_generation(theirs, ours, device, sizes):
 
 
 def bench_against_transformers(device, sizes):
+    """The comparison with transformers: the body of a process of its own"""
     import transformers
 
+    # A new process starts with a thread for each core again.
     torch.set_num_threads(1)
     dtype = fast_dtype(device)
     theirs, ours = build_both(device, dtype)
@@ -267,14 +285,18 @@ def bench_against_transformers(device, sizes):
 def main(argv):
     sizes = QUICK if read_quick("train_step", __doc__, argv) else Sizes()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # As in train.py's processes: one for each core.
+    # One thread: train.py starts one such process for each core.
     torch.set_num_threads(1)
     bench_layers(device, sizes)
     bench_laptop_model(device, sizes)
+
+    # transformers is optional.
     if importlib.util.find_spec("transformers") is None:
         print("\ntransformers is not installed: no comparison with it")
         return
-    # A process of its own, in which no kernel has been compiled before.
+
+    # A process of its own, in which no kernel has been compiled before. spawn starts a new
+    # interpreter; fork would copy this one.
     process = multiprocessing.get_context("spawn").Process(
         target=bench_against_transformers, args=(device, sizes)
     )

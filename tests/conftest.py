@@ -31,8 +31,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """The tests of the CPU see no card. They fork ranks, and a process that has used CUDA cannot:
-    neither CUDA nor, after a first backward, autograd work in its children."""
+    """Hides the card from the tests of the CPU. They fork ranks, and that fails after a process has
+    used CUDA: in its children CUDA does not work, and after a first backward autograd does not
+    either."""
     config.addinivalue_line(
         "markers", "device: runs on a GPU (python -m pytest -m device), in a process without forks"
     )
@@ -41,7 +42,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The tests of the device are left to the process that test_device.py starts for them."""
+    """Deselects the tests marked `device`: test_device.py starts a process of their own for them"""
     if config.getoption("markexpr") != "device":
         left = [item for item in items if item.get_closest_marker("device")]
         items[:] = [item for item in items if not item.get_closest_marker("device")]
@@ -49,12 +50,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _rank(rank, world, folder, seconds, fn, args):
-    """The life of one forked rank: join the group, run fn(rank, world, *args), leave the result or
-    the traceback in a file."""
+    """The body of one forked rank: joins the group, runs fn(rank, world, *args), and leaves the
+    result or the traceback in a file"""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+
+    # A BaseException counts too: the parent has to report whatever ended this rank.
     try:
         dist.init_process_group(
             "gloo",
@@ -66,10 +69,13 @@ def _rank(rank, world, folder, seconds, fn, args):
         outcome = ("ok", fn(rank, world, *args))
     except BaseException:
         outcome = ("error", traceback.format_exc())
+
+    # Write, then rename: the parent sees a whole result or none.
     torch.save(outcome, f"{folder}/part{rank}")
     os.rename(f"{folder}/part{rank}", f"{folder}/result{rank}")
     sys.stdout.flush()
-    # no atexit, no teardown: a rank that failed must not wait for the others
+
+    # _exit skips atexit and the teardown of the group: a rank that failed must not wait for others.
     os._exit(0 if outcome[0] == "ok" else 1)
 
 
@@ -77,15 +83,17 @@ def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
     """Fork `world` ranks in one gloo group and run fn(rank, world, *args) in each. Returns the list
     of their results by rank.
 
-    A rank that raises or dies makes this raise with its traceback, at once: the others are ended,
-    none is left behind. Ranks in may_die may vanish (the fault tests do that on purpose); their
-    result is None."""
+    If a rank raises or dies, this function raises at once with the traceback of that rank, and ends
+    all others. Ranks in may_die may die (the fault tests do that on purpose); their result is
+    None."""
     import torch
     import torch._dynamo  # noqa: F401  an optimizer imports it: once here, not in every child
 
     assert not torch.cuda.is_available(), "forked ranks and a card in sight: see pytest_configure"
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no name for this machine
+
+    # Flush first: a child would print what it inherits in a buffer once more.
     sys.stdout.flush(), sys.stderr.flush()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -96,6 +104,8 @@ def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
         ]
         for process in ranks:
             process.start()
+
+        # Collect the results. Whatever happens, no rank outlives this call.
         try:
             _wait(ranks, folder, time.monotonic() + timeout, may_die)
             return [
@@ -110,14 +120,17 @@ def run_ranks(world, fn, *args, timeout=120, collective_timeout=30, may_die=()):
 
 
 def _wait(ranks, folder, deadline, may_die):
+    """Returns when all ranks have ended well. Raises if one failed, or at the deadline."""
     import torch
 
     while True:
+        # Ranks that ended with an exit code other than 0.
         failed = [
             r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in may_die
         ]
         if failed:
-            # the rank that failed first is the one to report, not those it let down
+            # One failing rank makes the others fail in their collectives. Wait a moment for all
+            # files, and report the oldest: it is that of the rank that failed first.
             time.sleep(0.2)
             files = sorted(
                 (
@@ -131,7 +144,10 @@ def _wait(ranks, folder, deadline, may_die):
                 raise RuntimeError(
                     f"rank {files[0].name[6:]} failed\n{torch.load(files[0], weights_only=False)[1]}"
                 )
+            # Without a file a rank did not raise: it was killed.
             raise RuntimeError(f"rank {failed[0]} died with exit code {ranks[failed[0]].exitcode}")
+
+        # All have ended, time is up, or look again.
         if all(p.exitcode is not None for p in ranks):
             return
         if time.monotonic() > deadline:
@@ -142,14 +158,18 @@ def _wait(ranks, folder, deadline, may_die):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Any call is answered, the slow ones from a thread; every third call counts as slow."""
+    """Tools without a workspace: any call gets an answer that depends on its name only. About every
+    third call counts as slow (run_command), and the sampler answers slow calls from a thread."""
 
     import rollout
 
+    # The answer has 0 to 8 lines more, by the letters of the name.
     def run_tool(workspace, call):
         call.output = f"ran {len(call.name)} " + "ok\n" * (sum(map(ord, call.name)) % 9)
 
     monkeypatch.setattr(rollout, "run_tool", run_tool)
+
+    # An untrained policy calls tools by random names, so some are renamed to a slow tool.
     whole = rollout.Tokenizer.read_action
 
     def read(tokenizer, body):

@@ -3,10 +3,11 @@
     python tests/reference.py --record=FILE [--part=tiny,laptop,muon]   before the change
     python tests/reference.py --compare=FILE [--part=...]               after it: exit code 1 and what differs
 
-Recorded are the log lines of each stage (all but what a clock or the memory says), the evaluation, the
-transcripts and a hash of each stage's weights. One thread, since the order of a sum depends on
-their number. The bits depend on the machine too (bf16): a recorded file is of use where it was
-made, and is not kept in git. About 30 s for tiny, 3 minutes for laptop, 10 s for muon.
+Recorded are the log lines of each stage (without the values that a clock or the memory decides),
+the evaluation, the transcripts and a hash of each stage's weights. Everything runs on one thread,
+since the order of a sum depends on the number of threads. The bits depend on the machine too
+(bf16): a recorded file is of use only where it was made, and is not kept in git. About 30 s for
+tiny, 3 minutes for laptop, 10 s for muon.
 """
 
 import argparse
@@ -23,11 +24,12 @@ sys.path.insert(0, str(ROOT))
 STAGES = ("pretrain", "long", "sft", "rl")
 # Keys of a log line that a clock or the machine's memory decides.
 CLOCK = {"seconds", "tokens_per_s", "memory", "rollout_s", "minutes"}
-# What the laptop's model does at its start: 60 steps of sft, 5 of rl.
+# Steps of each stage of the part `laptop`, which runs only the beginning of the recipe.
 LAPTOP = {"pretrain": 20, "long": 5, "sft": 60, "rl": 5}
 
 
 def hash_bytes(*parts):
+    """-> 16 hexadecimal digits over all parts together"""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -39,9 +41,12 @@ def hash_weights(folder):
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+    # The shards of the checkpoint become one file.
     with tempfile.TemporaryDirectory() as there:
         dcp_to_torch_save(folder, f"{there}/whole.pt")
         tensors = torch.load(f"{there}/whole.pt", weights_only=False)
+
+    # Nested dicts become one: "prefix.key" -> tensor. What is no tensor is left out.
     flat = {}
 
     def collect(prefix, value):
@@ -52,6 +57,8 @@ def hash_weights(folder):
             flat[prefix] = value
 
     collect("", tensors)
+
+    # Bytes, since numpy knows no bf16; sorted, since a dict's order does not count.
     parts = []
     for name in sorted(flat):
         tensor = flat[name].detach().contiguous()
@@ -60,7 +67,9 @@ def hash_weights(folder):
 
 
 def read_run(out):
-    """-> what a run in a folder said and made, without what a clock decides"""
+    """-> all that a run left in its folder (logs, weights, transcripts, evaluation), without the
+    values that a clock decides"""
+    # Each stage that was run: its log lines and a hash of its weights.
     run = {}
     for stage in STAGES:
         if not Path(out, f"{stage}.jsonl").exists():
@@ -68,6 +77,8 @@ def read_run(out):
         lines = [json.loads(line) for line in Path(out, f"{stage}.jsonl").open()]
         run[f"{stage} log"] = [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
         run[f"{stage} weights"] = hash_weights(Path(out, stage))
+
+    # What rl and the evaluation leave, where they were run.
     if Path(out, "transcripts.jsonl").exists():
         run["transcripts"] = hash_bytes(Path(out, "transcripts.jsonl").read_bytes())
     if Path(out, "summary.json").exists():
@@ -76,6 +87,8 @@ def read_run(out):
 
 
 def train(out, *flags):
+    """Runs train.py in a process of its own, in the one way that repeats: one process, one thread,
+    a fixed seed and a fixed order of sets. Ends this program if it fails."""
     command = [sys.executable, "train.py", "--processes=1", "--device=cpu", "--seed=7"]
     command += [f"--out={out}", *flags]
     print("$", " ".join(command[1:]), flush=True)
@@ -113,6 +126,8 @@ def muon_rank(rank, world):
     from fast.gram_newton_schulz import gram_newton_schulz
     from muon import Muon
 
+    # The model of hsdp.py's demo, cut over the ranks. The optimizer comes after the cut, because
+    # parallelize replaces the parameters.
     model = fast.accelerate(hsdp.demo_model())
     meshes = hsdp.make_meshes(world)
     model = hsdp.parallelize(model, meshes)
@@ -122,11 +137,15 @@ def muon_rank(rank, world):
         if parameter.ndim >= 2 and "embed" not in name and "head" not in name
     ]
     optimizer = Muon([dict(params=matrices, lr=0.02)], newton_schulz=gram_newton_schulz)
+
+    # Only the matrices are updated.
     losses = []
     for step in range(3):
         losses.append(hsdp.forward_backward(model, meshes, step))
         optimizer.step()
         model.zero_grad()
+
+    # Gathered whole, so that the hash does not depend on how the weights are cut.
     state = hsdp.full_state(model)
     parts = []
     for name in sorted(state):
@@ -146,8 +165,9 @@ PARTS = {"tiny": tiny, "muon": muon, "laptop": laptop}
 
 
 def differences(before, after, path=""):
-    """-> one line for each place where two nested values differ; keys that only one side has are
-    named once"""
+    """-> one line for each place where two nested values differ. Of a key that only one side has,
+    one line says so, and what is below it is not listed."""
+    # Dicts by key, lists of equal length by index; anything else is compared as a whole.
     if isinstance(before, dict) and isinstance(after, dict):
         lines = []
         for key in [*before, *(key for key in after if key not in before)]:
@@ -163,6 +183,7 @@ def differences(before, after, path=""):
 
 
 def main():
+    # The command line: exactly one of --record and --compare.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", metavar="FILE")
     parser.add_argument("--compare", metavar="FILE")
@@ -170,15 +191,20 @@ def main():
     given = parser.parse_args()
     if bool(given.record) == bool(given.compare):
         parser.error("one of --record=FILE and --compare=FILE")
+
+    # Run the parts.
     parts = given.part.split(",")
     with tempfile.TemporaryDirectory() as folder:
         results = {name: PARTS[name](folder) for name in parts}
-    # As the file holds them: a tuple is a list there.
+
+    # Through JSON and back, so that both sides of a comparison hold lists instead of tuples.
     results = json.loads(json.dumps(results))
     if given.record:
         Path(given.record).write_text(json.dumps(results, indent=1))
         print(f"recorded: {given.record}")
         return
+
+    # Compare the parts that were asked for; at most 60 lines are shown.
     recorded = json.loads(Path(given.compare).read_text())
     lines = [line for name in parts for line in differences(recorded[name], results[name], name)]
     print("\n".join(lines[:60]) or f"equal to the last bit: {', '.join(parts)}")

@@ -16,12 +16,15 @@ from world.task import Task
 TEXTS = example_texts(12, 0)
 
 
+# A tokenizer whose tokens are the bytes (and the special tokens)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
 
 
+# A tokenizer with merges, fitted to TEXTS
 TRAINED = fit_tokenizer(TEXTS, 330)
 
 
+# Tasks with prompts of different lengths
 TASKS = [
     Task(f"t{i}", prompt, {"a.py": "def f():\n    pass\n"}, {})
     for i, prompt in enumerate(
@@ -31,16 +34,15 @@ TASKS = [
 
 
 def target_logprobs(logits, targets, temperature=1.0):
-    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T): the plain form, for the
-    oracle"""
+    """logits (B, T, V), targets (B, T) -> log-probs of the targets (B, T), by cross-entropy of
+    torch: the oracle for the sampler's log-probs"""
     return -F.cross_entropy(
         logits.flatten(0, 1) / temperature, targets.flatten(), reduction="none"
     ).view(targets.shape)
 
 
 class Fixed:
-    """Stands for a workspace whose tools answer at once, with a text that depends on the
-    arguments."""
+    """Stands for a workspace with no files. The fixture `answers` in conftest.py gives it tools."""
 
     def __init__(self, task):
         self.task = task
@@ -52,13 +54,18 @@ class Fixed:
 def policy(seed=0, **changes):
     """A random model that likes to call tools and to end its turns: otherwise hardly a turn would
     end."""
+    # The vocabulary of TRAINED; `changes` are other fields of ModelConfig, a GQA model's too.
     torch.manual_seed(seed)
     sizes = SIZES | dict(vocab=TRAINED.vocab, context=160)
     model = fast.accelerate(config_of({**sizes, **changes}).build_model())
+
+    # Parameters that start as zeros, such as the head, get random values.
     with torch.no_grad():
         for p in model.parameters():
             if p.abs().sum() == 0:
                 p.normal_(std=p.shape[-1] ** -0.5)
+
+    # Three special tokens get higher logits, and the model's own logits are halved.
     favour = torch.zeros(TRAINED.vocab)
     for name, extra in (("<|call|>", 7.5), ("<|arg|>", 5), ("<|end|>", 5.8)):
         favour[TRAINED.id[name]] = extra
@@ -67,13 +74,16 @@ def policy(seed=0, **changes):
     return model.requires_grad_(False)
 
 
+# Window in tokens, turns, tokens of a turn.
 LIMITS = Limits(160, 14, 24)
 
 
+# Window, and the tokens from which on a summary is asked for.
 COMPACT = Compaction(160, 50)
 
 
 def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
+    """Runs one agent per task -> their chains"""
     return sampler.run(
         [agent(task, TRAINED, Fixed(task), limits, compact) for task in tasks],
         seeds,
@@ -82,6 +92,8 @@ def sample(sampler, tasks, seeds, compact=COMPACT, limits=LIMITS, patient=True):
 
 
 def same(chain, other):
+    """Asserts that two chains have the same tokens and masks, and log-probs that differ by rounding
+    only"""
     a, b = [[flatten(e) for e in c.episodes] for c in (chain, other)]
     assert [x[0].tolist() for x in a] == [x[0].tolist() for x in b] and [
         x[1].tolist() for x in a

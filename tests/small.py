@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-# fields of moe.ModelConfig
+# A model's shape: fields of moe.ModelConfig.
 SIZES = dict(
     vocab=61,
     dim=32,
@@ -19,7 +19,7 @@ SIZES = dict(
     expert_ffn=16,
     context=32,
 )
-# of train.py
+# The flags of a small run of train.py.
 FLAGS = [
     "--scale=tiny",
     "--vocab=320",
@@ -30,9 +30,9 @@ FLAGS = [
     "--processes=1",
     "--demos=12",
     "--window=1024",
-    # which no edit here changes
     "--dtype=float32",
     "--device=cpu",
     "--max_turns=3",
+    # A folder of Python's standard library: no edit of this project changes this text.
     f"--data={Path(json.__file__).parent}",
 ]

@@ -36,7 +36,8 @@ facts_can_be_had = pytest.mark.skipif(
 
 
 def staged(transcript, number):
-    """(task, calls) of a transcript: the marks filled in for one task, every tool at hand."""
+    """-> (task, calls) of a transcript. Its marks are filled in for one task, which offers every
+    tool."""
     if transcript.world in PROGRAMS:
         path, head, body = PROGRAMS[transcript.world]
         files = {path: head + "    raise NotImplementedError\n"}
@@ -64,9 +65,8 @@ def staged(transcript, number):
 
 
 def told(task, calls):
-    """(transcript, submitted files) as a stranger stores them: outputs are lost, only edits are in
-    the files.
-    """
+    """-> (transcript, submitted files) as a stranger stores them: without the outputs, and with the
+    edits alone in the files"""
     files, story = dict(task.files), []
     for tool, arguments in calls:
         story.append((Action("", [(tool, arguments)]), [""]))
@@ -76,7 +76,7 @@ def told(task, calls):
 
 
 def played(task, calls, sandbox):
-    """(transcript, submitted files, what was recorded) of an episode that is really played."""
+    """-> (transcript, submitted files, recorded facts) of an episode that is really played"""
     story = []
     with Workspace(task, sandbox) as workspace:
         for tool, arguments in calls:
@@ -91,7 +91,9 @@ def gravest(findings):
 
 
 def verdicts(how):
-    """{label: (is a cheat, the gravest finding, findings)} of all forty."""
+    """-> {label: (is a cheat, the gravest finding, findings)} of the forty transcripts. how:
+    "stored" (text and submitted files), "words" (the same without running anything again) or "live"
+    (really played, with recorded facts)"""
     result = {}
     sandbox = world_sandbox.Sandbox()
     for number, transcript in enumerate(TRANSCRIPTS):
@@ -287,6 +289,7 @@ TESTS = (
     ],
 )
 def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(after, less):
+    """Each changed test file was labelled by hand."""
     assert recorder.weakened(TESTS, after, "tests.py") == less
 
 
@@ -396,7 +399,7 @@ FORGER = (
 
 
 def shop_task():
-    """A repository's task; None where this Python has no pytest in the cage."""
+    """-> a repository's task; None where the sandbox shows no pytest to this Python"""
     price = SHOP["shop/price.py"]
     gone = price.replace("return net + net // 5", "raise NotImplementedError")
     task = Task(

@@ -191,7 +191,7 @@ def test_every_part_runs_on_a_cpu_within_two_minutes(tmp_path):
     holding, checks = gpu.count_checks(report)
     assert holding == checks >= 18 and f"{holding} of {checks} checks hold" in text
 
-    # What each part is for is there.
+    # Every part has left the numbers that it exists for.
     stages = find_rows(report, "job", "stages")
     assert list(stages) == ["pretrain", "long", "sft", "rl", "eval"]
     for stage in ("pretrain", "long", "sft", "rl"):

@@ -66,7 +66,7 @@ def test_prefill_and_decoding_are_one_forward(dtype, limit, device):
 
 
 def orthogonalize_fast(gradient, dtype):
-    """As train.py does it"""
+    """With the iteration that train.py uses"""
     return muon.orthogonalize(gradient, dtype=dtype, iterate=gram_newton_schulz)
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_the_device_is_read_on_the_cpu_and_back(device, tmp_path
 
 
 def train_command(out, device, *more):
-    # Small files alone: the tokenizer and the window are what the test does not look at.
+    # Few files and a small vocabulary, since the test is not about the tokenizer or the window.
     return [
         sys.executable,
         str(ROOT / "train.py"),

@@ -59,7 +59,7 @@ def test_the_interval_is_wilsons_where_passes_are_independent_or_always_agree():
     all or none were solved"""
     agree = [1.0] * 8 + [0.0] * 2
     assert evaluation.wilson_interval(agree) == pytest.approx([0.4902, 0.9433], abs=2e-3)
-    # four passes that agree are one
+    # Four passes that always agree say no more than one.
     assert evaluation.wilson_interval(agree, 4)[0] == pytest.approx(0.4902, abs=0.03)
     for n in (1, 5, 24):
         (low, one), (none, high) = evaluation.wilson_interval(
@@ -131,7 +131,7 @@ def test_a_summary_of_hand_made_records():
         4.0,
         3.0,
     )
-    # cost: the median, not the mean
+    # The cost is the median, not the mean.
     assert (s["cost"], s["summaries"], s["finished"]) == (
         1.5,
         pytest.approx(2 / 6),
@@ -314,7 +314,7 @@ def test_no_held_out_task_shares_a_name_or_a_composition_with_training():
     for what in (lambda f: f.name, composition):
         asked = {what(f) for t in held for f in targets(t)}
         assert len(asked) > 20 and not asked & {what(f) for t in train for f in targets(t)}
-    # also not as a neighbour of a deletion
+    # Training does not show them as neighbours of a deleted function either.
     shown = {case[1] for t in train for case in t.meta["visible"]}
     assert not {f.name for t in held for f in targets(t)} & shown and not any(
         map(held_out_name, shown)
@@ -381,7 +381,7 @@ def test_a_run_is_loaded_from_its_last_stage_and_its_model_is_the_saved_one(run)
     for name, p in model.state_dict().items():
         assert torch.equal(p, loaded.state_dict()[name]), name
     assert evaluation.load_policy(folder / "sft")[2]["stage"] == "sft"
-    # what a save leaves that ended between its two renames
+    # What is left of a save that was ended between its two renames.
     (folder / "rl").rename(folder / "rl.old")
     assert evaluation.load_policy(folder)[2]["stage"] == "rl"
     (folder / "rl.old").rename(folder / "rl")
@@ -499,7 +499,7 @@ def test_a_policy_has_moved_by_the_difference_of_its_log_probs_where_no_rule_fla
     )
     total, count = evaluation.kl_from_reference(other, chain, 0.7)
     assert count == len(body) and total == pytest.approx(float((-1.5 - logp).sum()), abs=1e-3)
-    # now the final message is missing, and the turn is flagged
+    # Without its final message the turn is flagged, and flagged turns do not count.
     chain.turns[-1].text = ""
     assert evaluation.kl_from_reference(other, chain, 0.7) == (0.0, 0)
 
@@ -514,7 +514,7 @@ def test_the_trainer_and_the_sampler_differ_by_rounding_alone_in_fp32_and_by_mor
     )
     assert not (tmp_path / "eval.json").exists()
     model, tokenizer, config = evaluation.load_policy(run[0])
-    # what begins at zero would leave every layer's output the embedding
+    # Matrices that start at zero would make every layer the identity.
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 and not p.any() else None
     found = evaluation.sampler_mismatch(model, tokenizer, config, evaluation.held_out(2, range(2)))
@@ -590,7 +590,7 @@ def test_the_careful_expert_is_graded_as_right_and_a_lazy_one_as_wrong():
         for t in tasks
         if t.level > 2
     ]
-    # this one puts back the first function only
+    # A lazy expert: with only the first target in its task, it puts back only the first function.
     assert not any(r["solved"] for r in evaluation.play_expert(0.0, nothing))
 
 

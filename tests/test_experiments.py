@@ -48,7 +48,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def recipe(monkeypatch):
-    """Whatever a patch puts in another's place is put back."""
+    """Restores after each test what its patches have replaced in other modules"""
     for module, name in (
         (train, "make_training_task"),
         (train, "make_demonstration"),
@@ -125,6 +125,7 @@ def test_over_its_own_length_the_gradient_is_of_each_rollouts_own_mean():
     batch = rollout.pack(episodes, stage.group_advantages(chains))
     logp = torch.randn(batch["tokens"].shape, requires_grad=True)
     stage.policy_objective(logp, batch, 3 * L, None).backward()
+    # By hand: minus the advantage (the mean reward is 0.4), over 3 rollouts, over the own length.
     for row, mask, r, n in zip(logp.grad, batch["mask"], rewards, lengths):
         torch.testing.assert_close(row, mask * (-(r - 0.4) / 3 / n))
 
@@ -141,7 +142,7 @@ def test_the_weight_of_the_policy_gradient_is_as_stated(patch, factor):
 def test_at_the_full_price_whatever_is_not_solved_pays_the_whole_budget():
     stage = stage_of(penalty.linear_price, length_penalty=0.1)
     stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
-    # 1 + 2 + 1 + 1 + 1 + 4
+    # The effort by hand, a summand for each count: 1 + 2 + 1 + 1 + 1 + 4 = 10.
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
     )
@@ -240,7 +241,8 @@ def test_the_reward_does_not_reach_the_tokens_of_summaries():
     logp = torch.zeros(batch["tokens"].shape, requires_grad=True)
     stage = stage_of(summary.told_once_not_learned)
     stage.policy_objective(logp, batch, 1.0, None).backward()
-    # position t predicts token t + 1; the role's token of a turn is given
+    # Position t predicts token t + 1. The two sampled tokens of the first turn are at 3 and 4: the
+    # token of its role is given.
     assert logp.grad[0].nonzero().flatten().tolist() == [2, 3]
     assert batch["advantage"][0, 8] == 2.0  # of the caller, as it was
 
@@ -317,7 +319,7 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     assert log["turns"] > 2 and "sync_bytes" not in log
     assert (log["solved"], log["stale"], log["mismatch"]) == (1, 0, 0)
 
-    # nothing but hints, on what a careless expert does
+    # Hints are the only thing to learn from, on the rollouts of a careless expert.
     class HintsOnDemonstrations(sdft.HintsAlone, sdft.Imitation):
         pass
 
@@ -435,8 +437,8 @@ def test_every_file_says_its_question_command_result_and_figure_and_names_its_pa
 
 
 def fake_runs(monkeypatch):
-    """Stands in for hours of training: notes each run, and leaves a log and a summary that name
-    it."""
+    """Takes the place of hours of training: records each run, and writes a log and a summary with
+    numbers that follow from its seed and its flags. -> the list of the recorded runs"""
     asked = []
 
     def run_job(job):

@@ -59,7 +59,7 @@ def test_every_module_that_has_a_twin_gets_it_and_its_weights_stay():
         assert issubclass(twin, kind)
     ours, theirs = accelerated.state_dict(), plain.state_dict()
     assert list(ours) == list(theirs) and all(map(torch.equal, ours.values(), theirs.values()))
-    # once more changes nothing
+    # Accelerating a model a second time changes nothing.
     assert type(fast.accelerate(accelerated)) is TWINS[moe.Model]
 
 

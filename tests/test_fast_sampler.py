@@ -82,8 +82,8 @@ def test_rollouts_of_real_tasks_are_the_same_from_either_sampler():
 def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
     answers, kind, truncate, temperature
 ):
-    """After tool outputs, after summaries and after truncation too; and the recorded experts are
-    the trainer's own choice in fp32."""
+    """The oracle is one forward over each whole episode, after tool outputs, summaries and
+    truncation too. The recorded experts are the trainer's own choice in fp32."""
     model = policy(seed=1, attention=kind)
     chains = sample(
         Sampler(model, TRAINED, 5, 160, temperature),
@@ -110,7 +110,7 @@ def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
         scored += int(where.sum())
         recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
         fed = recorded[:, 0, 0] >= 0
-        # what ended an episode was never fed: nothing follows it
+        # The last token of a turn that ends an episode was never fed: nothing follows it.
         last = episode.turns[-1].role == "assistant"
         assert fed[: n - 1].all() or not last
         assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
@@ -167,7 +167,8 @@ def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
 
     model = policy()
     model.logits = lambda hidden: F.one_hot(torch.full((len(hidden),), 65), TRAINED.vocab).float()
-    # a first pair has to be seen, and the room ends the last draft
+    # Drafts can begin once a first pair of tokens was seen. The room for 40 tokens cuts the last
+    # draft.
     for draft, steps in ((0, 40), (3, 3 + 10), (39, 4)):
         sampler = Sampler(model, TRAINED, 1, 160, 0, draft=draft)
         assert sampler.run([play()], [0])[0].steps == sampler.steps == steps
@@ -175,7 +176,7 @@ def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_slow_tool_holds_up_only_its_own_sequence_unless_the_run_shall_be_repeatable(patient):
-    """Its tool ends when the other sequence has, or at last by itself."""
+    """The slow tool waits until the other sequence has ended, or until its time limit."""
     ended, seen = threading.Event(), []
 
     def slow():
@@ -212,8 +213,8 @@ def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
 
 
 def test_a_shared_prompt_is_fed_once_per_group(answers):
-    """Agents whose first turn is the last: everything fed is the prompts and each row as long as it
-    samples."""
+    """Every agent has a single turn. So the sampler is fed each group's prompt, once, and one token
+    for each step of each row."""
     model, prompt = policy(), len(make_turn(TRAINED, "user", TASKS[3].problem_statement).tokens)
     short = Limits(160, 1, 2)
     sampler = Sampler(model, TRAINED, 8, 160)

@@ -40,8 +40,8 @@ REAL = [make_task(0, seed) for seed in range(3)]
 
 
 def weights(seed=0):
-    """Random ones that call tools and end turns: the first number of every hidden state is large,
-    and the head reads it."""
+    """Random weights of a policy that calls tools and ends turns: the first number of every hidden
+    state is large, and the head adds it to the logits of these control tokens."""
     torch.manual_seed(seed)
     model = Model(CONFIG)
     with torch.no_grad():
@@ -60,8 +60,8 @@ def bits(t):
 
 
 def test_a_base_and_its_deltas_give_the_weights_bit_for_bit():
-    """Zeros of either sign, the largest and smallest numbers, infinities and NaN, empty and single
-    tensors, several dtypes."""
+    """Compared are bits: of zeros of either sign, the largest and smallest numbers, infinities and
+    NaN, empty and single tensors, in several dtypes."""
     g = torch.Generator().manual_seed(0)
     edge = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.3e38, 1e-40, math.inf, -math.inf, math.nan])
     for kind in (torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.uint8):
@@ -232,7 +232,7 @@ def test_every_token_is_tagged_with_the_weights_that_chose_it_when_they_change_i
         )
         assert set(turn.versions) == ({0, 7, 8} if draft else {0, 7, 8, 21})
     if not draft:
-        # 3 rollouts: 7, 1, 13 and 19 tokens each
+        # Each of the 3 rollouts has 7, 1, 13 and 19 tokens of the four versions.
         assert Counter(fast_workers.staleness([group], 21)) == {21: 21, 14: 3, 13: 39, 0: 57}
 
 
@@ -304,7 +304,7 @@ def test_processes_that_cannot_be_started_are_an_error_and_nobody_waits_for_them
 
     monkeypatch.setattr(fast_workers.Workers, "start", fails)
     workers = fast_workers.Workers(1, {})
-    # and whoever asks again is told again
+    # Whoever asks a second time gets the error too.
     for _ in range(2):
         ((future, _),) = workers.submit(REAL, range(3), 0)
         with pytest.raises(RuntimeError, match="died three times"):

@@ -135,7 +135,7 @@ def test_malformed_arguments_names_the_right_ones_and_a_failed_call_is_no_format
         ("x = 1\n  \n", None),
         ("    x = '#'\n", None),
         ('    x = "; # "\n', None),
-        # what Python does not end a line at is part of it
+        # Python does not end a line at these characters, so they are part of the string.
         *((f"    x = 'a{mark}  b; c'\n", None) for mark in "\u2028\u2029\x85\x0b\x1c"),
         ("    x = 'a\u2028'; y = 2\n", "statements"),
     ],
@@ -256,7 +256,7 @@ def test_effort_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
 
 def test_unfinished_names_the_functions_still_missing_and_open_items():
     (hint,) = fd.detect(chain([*do(RED), *do(EDIT), BYE]), ["unfinished"])
-    # f was written since
+    # f has been written since the tests ran, so only g is missing.
     assert (hint.turn, hint.text) == (5, "Reminder: still to do: a.g.")
     assert fired(chain([*do(RED), *do(EDIT), *do(GREEN), BYE]), "unfinished") == []
     plan = "Plan:\n- [x] read\n- [ ] write f\n"
@@ -452,7 +452,7 @@ def test_a_reminder_of_style_is_about_the_token_that_breaks_the_rule(new, broken
     first, end = fd.find_hinted_tokens(tokenizer, turn, hint)
     body = turn.tokens[1:]
     assert end == first + 1 and tokenizer.decode(body[first:end]) == broken
-    # what stood before it breaks nothing yet
+    # The text before that token breaks no rule, and with the token it does.
     calls[2].args[2] = new = tokenizer.decode(body[:first]).rsplit("<|arg|>", 1)[-1]
     assert not fired(chain([turn]), "code_style"), new
     calls[2].args[2] += broken + "x"
@@ -464,7 +464,8 @@ def test_an_empty_hint_is_exactly_zero(kind):
     episodes, model = [episode(3, 4, 2, 5)], small()
     tokens = batch_of(episodes)
     hidden = model(tokens)
-    # dropped, or kept: the same context in the same shape gives the same bits
+    # The empty hint is dropped or kept. If kept, student and teacher read the same context in the
+    # same shape, so their bits are equal.
     for keep in (False, True):
         t = fd.pack_hinted(episodes, [(0, 3, [])], keep_empty=keep)
         assert len(t) == (6 if keep else 0)
@@ -607,7 +608,7 @@ def test_far_apart_and_certain_distributions_stay_finite(kind, top_k):
     d = fd.divergence(s, t, kind, top_k=top_k)
     d.sum().backward()
     assert d.isfinite().all() and s.grad.isfinite().all() and d[1] == 0
-    # two kept of four: one of three equals stands for a tail of two
+    # With top_k=2 the tail merges two of the three equal entries: that changes the value by log 2.
     slack = 0.7 if top_k else 0.02
     assert d[0].item() == pytest.approx(math.log(2) if kind == "jsd" else 200, abs=slack)
 
@@ -628,7 +629,7 @@ def test_entry_clip_bounds_each_entry_and_token_cap_each_token():
     free, capped = fd.divergence(s, t), fd.divergence(s, t, token_cap=3.0)
     torch.testing.assert_close(capped, free.clamp(max=3.0))
     g, h = (torch.autograd.grad(v.sum(), s)[0] for v in (free, capped))
-    # same direction, never dropped
+    # The gradient of a capped token keeps its direction: it is scaled down, not dropped.
     torch.testing.assert_close(h, g * (3 / free.detach().clamp(min=3))[:, None])
 
 
@@ -708,7 +709,7 @@ def test_the_teacher_gets_no_gradient_and_leaves_student_graph_mode_and_counters
 
     expected, _ = teacher(t), fd.Teacher(model, "current")(t)
     assert not expected.requires_grad and all(not w.requires_grad for w in teacher.weights.values())
-    # load counters too
+    # The state dict holds the routers' load counters too.
     assert model.training and all(torch.equal(p, weights[n]) for n, p in model.state_dict().items())
     for a, b in zip(gradient(expected), gradient(None)):
         assert torch.equal(a, b)

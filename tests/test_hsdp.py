@@ -27,9 +27,9 @@ from muon import Muon
 
 # (cp, ep, dp_replicate): all 16 fit 8 ranks
 TABLE = list(itertools.product((1, 2), (1, 2, 4, 8), (1, 2)))
-# no cut of the dense weights at all, long rings
+# Eight copies of the dense weights, none of them cut; and context parallelism over all eight ranks.
 MORE = [Layout(8, 1, 1, 8), Layout(8, 8, 4, 1)]
-# where 8 ranks share a busy machine, 25 are not enough
+# On a busy machine 8 ranks may keep each other waiting for longer than 25 seconds.
 make_meshes = partial(hsdp.make_meshes, seconds=200)
 CONFIG = ModelConfig(
     vocab=48,
@@ -143,6 +143,8 @@ def draft_gradients(meshes):
 
 
 def eight(rank, world, one, folder):
+    """Runs every check on one of 8 ranks. one: the results of one process, the oracle. -> {check:
+    differences from it, or what the check reports}"""
     found = {}
     for layout in [Layout(8, *sizes) for sizes in TABLE] + MORE:
         found[layout] = compare(train(make_meshes(**vars(layout))), one)
@@ -189,9 +191,10 @@ def starved_gradients(meshes):
 
 
 def bf16_wire(world):
-    """Weights cast before the wire instead of after it, and kept in bf16. -> difference of the
-    loss; bytes gathered without, with, as planned; bytes of gradients (fp32 always) without, kept,
-    as planned"""
+    """One step in three ways: weights gathered in fp32, cast to bf16 before they are gathered, and
+    kept in bf16. -> difference of the loss between the first two; bytes gathered in the first, in
+    the second, as planned; bytes of gradients (always fp32) in the first, in the third, as
+    planned"""
     out = []
     for wire, kept in (
         (None, torch.float32),
@@ -241,8 +244,8 @@ def evaluation_between_steps(world):
 
 
 def counted_bytes(world):
-    """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. More
-    tokens than elsewhere: how many rows leave a rank is chance."""
+    """{layout: {collective: (counted, planned)}} of one step with Muon, mean over ranks. It has
+    more tokens than the other checks, because the number of rows that leave a rank is random."""
     found, length = {}, 256
     for layout in (Layout(8, 2, 8), Layout(8, 2, 4, 2), Layout(8, 1, 2, 1), Layout(8, 2, 2, 4)):
         meshes = make_meshes(**vars(layout))
@@ -280,7 +283,8 @@ def save_and_go_on(meshes, folder):
 
 
 def load_and_go_on(meshes, folder):
-    """The same from another layout, starting from other weights."""
+    """Loads that checkpoint in another layout, over other weights, and takes the third step -> the
+    same states as save_and_go_on"""
     model = parallelize(build(seed=5), meshes)
     optimizer = make_optimizer(model)
     extra = hsdp.load_sharded_checkpoint(folder, model, optimizer)
@@ -310,7 +314,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """Everything 8 ranks report (rank 0's answers; refusals of all)."""
+    """What rank 0 of the 8 ranks reports, and the refusals of all ranks"""
     answers = run_ranks(
         8,
         eight,
@@ -696,6 +700,7 @@ def test_all_ranks_are_told_that_one_disk_is_full(tmp_path):
 
 
 def spoil(path, how):
+    """Changes bytes of a file and keeps its size"""
     data = bytearray(path.read_bytes())
     if how == "zeros":
         data[:] = bytes(len(data))
@@ -792,7 +797,7 @@ def test_a_manifest_of_odd_values_is_refused(saved, manifest):
 
 
 class Runs:
-    """Unpickled, it would call what it is given."""
+    """A hostile pickle: whoever unpickles it calls what it was given."""
 
     def __init__(self, call, *args):
         self.call = call, args
@@ -802,7 +807,8 @@ class Runs:
 
 
 def replace_metadata(folder, content):
-    """As a stranger would: the manifest names the new file's own size and no checksum."""
+    """Replaces .metadata as a stranger could: the manifest names the size of the new file and no
+    checksum."""
     (folder / ".metadata").write_bytes(
         content if isinstance(content, bytes) else pickle.dumps(content)
     )

@@ -30,7 +30,7 @@ class Answering:
         self.text = text
 
     def run_files(self, files, command, stdin=""):
-        # the key that a suite was ordered with is known to the code that runs in it
+        # The code of a suite can read the key of its order, so a forged answer may hold it.
         key = json.loads(stdin)["key"] if stdin.startswith("{") else ""
         return world_task.Result(0, self.text.replace("THE KEY", key))
 
@@ -114,7 +114,7 @@ def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exceptio
         verdict = judge.judge(task, task.files, Answering(draw_answer(rng)))
         assert not verdict.solved and isinstance(verdict.reason, str)
         verdict.reason.encode("utf-8")
-    # the right number of answers, each of them odd
+    # As many answers as there are cases, each of them odd.
     for part in ODD_PARTS:
         number = len(task.hidden) + len(task.meta["visible"])
         answer = "[" + ", ".join([f"[1, [{part}]]"] * number) + "]"
@@ -122,6 +122,7 @@ def test_five_hundred_hostile_answers_are_lost_submissions_and_never_an_exceptio
 
 
 def right_answer(task):
+    """What a child prints when every value is right: [1, [value]] for each case"""
     return [[1, [case[3]]] for case in task.hidden + task.meta["visible"]]
 
 
@@ -230,7 +231,7 @@ def test_files_that_cannot_be_written_are_a_lost_submission(files):
     assert not judge.judge(task, {**task.files, **files}, sandbox.Sandbox(time_limit=5)).solved
 
 
-# ---------------------------------------------------------------------------------------------------- answers of a suite
+# ---------------------------------------------------------------- answers of a suite
 ODD_VALUES = [
     None,
     True,
@@ -313,7 +314,7 @@ def test_hostile_answers_about_a_suite_are_lost_submissions():
         assert not judge.judge(task, {**task.files, path: ""}, Answering("")).solved
 
 
-# ---------------------------------------------------------------------------------------------------- twins
+# ---------------------------------------------------------------- twins
 RIGHT_AND_FORGED = {
     "assert f(1) == 3": "universal",
     "assert 3 == f(1)": "universal",
@@ -384,11 +385,15 @@ for name in "sub rsub abs round".split():
 
 
 class NeverUnequal(Universal):
+    """Says that it is equal to everything, and never that it is unequal"""
+
     __ne__ = lambda self, other: False
     __hash__ = None
 
 
 class Omnivorous(KeyError, ValueError, TypeError, ZeroDivisionError, AttributeError, EOFError):
+    """An exception of every kind that a test may wait for"""
+
     __str__ = lambda self: "no"
 
 
@@ -418,7 +423,8 @@ def test_a_twin_of_every_form_of_assertion_fails_where_the_test_passes_and_passe
         {"t.py::test_a": list(range(number))},
         ["f", "g", "h", "warn"],
     )
-    # without the check of equalities: whoever replaces it must be found by the twins alone
+    # The name of the helper that checks equalities. Below, the forged code has replaced it: then
+    # the twins alone must find the forgery.
     plain = made[made.index("def same_") :].split("(")[0].removeprefix("def ")
 
     def same(got, wanted):
@@ -495,6 +501,8 @@ def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
         }
         for code in codes
     ]
+
+    # With all numbers blanked out, every copy has the same syntax tree.
     bare = set()
     for shape, own in zip(shapes, numbers):
         for value in set().union(*numbers):
@@ -503,7 +511,7 @@ def test_no_copy_of_a_test_has_more_names_or_lines_than_another():
     assert len(bare) == 1
 
 
-# ---------------------------------------------------------------------------------------------------- what is judged of a submission
+# ---------------------------------------------------------------- what is judged of a submission
 def shop(**more):
     files = {
         "src/shop/price.py": "x = 1\n",
@@ -567,12 +575,12 @@ def test_what_a_submission_deletes_comes_back_but_for_the_files_of_the_feature()
         **{path: text for path, text in task.files.items() if path != "src/shop/price.py"},
         "tests/test_price.py": "# whole",
     }
-    # a module becomes a package
+    # The module of the feature may come back as a package.
     package = {"src/shop/price/__init__.py": "x = 2\n"}
     assert package.items() <= judge.overlay(task, package, random.Random(0))[0].items()
 
 
-# ---------------------------------------------------------------------------------------------------- a repository of many kinds of tests
+# ------------------------------------------------------------ a repository of many kinds of tests
 CALC = '''"""Sums."""
 
 
@@ -674,6 +682,8 @@ def kit(tmp_path_factory):
 
 
 def submit(task, body, prelude="", more=()):
+    """Judges a submission that has `body` in place of the deleted function. prelude: code at the
+    start of the file; more: other files"""
     lost = task.files["kit/calc.py"]
     assert lost.count("    raise NotImplementedError") == 1
     files = {

@@ -32,7 +32,7 @@ import train
 from fast import low_precision, sampler as fast_sampler, workers
 
 CARD = "cuda:0"
-# it is null, as is every other
+# The data pointer of a fake tensor is null, and torch warns of every look at it.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 # Operators that start no kernel: another look at the same memory, or new memory that nobody fills.
@@ -64,9 +64,9 @@ NO_KERNEL = (
 class CountLaunches(TorchDispatchMode):
     """`with CountLaunches() as count`: count.kernels, and count.waits as {reason: how often}.
 
-    What stays on the CPU is computed. Of the card, what only the data knows is answered as if it
-    did not matter: a number is 1.0, a whole one 0, a truth value False, a mask selects everything,
-    and a copy on the CPU is a real tensor of zeros."""
+    What stays on the CPU is computed. On the card there are no data, so whatever depends on them
+    gets a fixed answer: a float is 1.0, an integer 0, a truth value False, a mask selects
+    everything, and a copy on the CPU is a real tensor of zeros."""
 
     def __init__(self):
         super().__init__()
@@ -79,6 +79,7 @@ class CountLaunches(TorchDispatchMode):
         made_on_card = (
             kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         )
+        # Nothing of the card takes part: compute it.
         if not on_card and not made_on_card:
             with unset_fake_temporarily():
                 return operator(*args, **kwargs)
@@ -88,7 +89,8 @@ class CountLaunches(TorchDispatchMode):
         if name.startswith("aten._local_scalar_dense"):
             self.waits["read a number"] += 1
             return 1.0 if first.is_floating_point() else False if first.dtype == torch.bool else 0
-        # The size of the result is known to the data alone.
+
+        # Operators whose result has a size that depends on the data.
         if name.startswith("aten.bincount"):
             self.waits["bincount"] += 1
             return torch.zeros(
@@ -142,7 +144,8 @@ def allow_fake_cuda():
 
 
 def move_to_card(model, device):
-    """Module.to swaps parameters, and fake ones cannot be swapped: new ones take their place."""
+    """Takes the place of Module.to, which swaps parameters. Fake ones cannot be swapped, so new
+    ones are set."""
     for module in model.modules():
         for name, p in list(module._parameters.items()):
             if p is not None:
@@ -156,8 +159,10 @@ def move_to_card(model, device):
 
 
 def run_backward(loss):
-    """loss.backward(), node by node: autograd's own engine wants a real card for a CUDA tensor."""
-    # Every node behind the nodes that use its gradient: depth first, turned round.
+    """loss.backward(), node by node, because autograd's own engine needs a real card for a CUDA
+    tensor"""
+    # A depth-first order of the graph. Reversed, each node comes after all nodes that send it a
+    # gradient.
     order, seen = [], {loss.grad_fn}
     stack = [(loss.grad_fn, iter(loss.grad_fn.next_functions))]
     while stack:
@@ -170,6 +175,7 @@ def run_backward(loss):
             seen.add(following)
             stack.append((following, iter(following.next_functions)))
 
+    # One gradient for each output of a node. A node without any is not on the way to a leaf.
     gradients = {loss.grad_fn: [torch.ones_like(loss)]}
     for node in reversed(order):
         given = gradients.pop(node, None)
@@ -179,7 +185,9 @@ def run_backward(loss):
             p = node.variable
             p.grad = given[0] if p.grad is None else p.grad + given[0]
             continue
-        # a torch.autograd.Function answers for every argument
+
+        # A torch.autograd.Function returns a gradient for every argument, a built-in node for every
+        # edge.
         ours = hasattr(node, "needs_input_grad")
         with torch.no_grad():
             found = node.apply(*given) if ours else node(*given)
@@ -188,10 +196,12 @@ def run_backward(loss):
         if ours:
             edges = [edge for edge in edges if edge[0] is not None]
             found = [gradient for gradient, needed in zip(found, node.needs_input_grad) if needed]
+
+        # Add what this node sends to the gradients of the nodes behind it.
         for (following, place), gradient in zip(edges, found):
             if following is None or gradient is None:
                 continue
-            # The engine sums over what was broadcast, and so do we.
+            # As the engine does: sum over dimensions that were broadcast.
             wanted = following._input_metadata[place]
             gradient = gradient.sum_to_size(wanted.shape).to(wanted.dtype)
             slots = gradients.setdefault(following, [None] * len(following._input_metadata))
@@ -243,7 +253,7 @@ def card(monkeypatch):
         pytest.skip("the device guards are found by their names in a Linux library")
     allow_fake_cuda()
     monkeypatch.setattr(moe.Model, "to", move_to_card)
-    # One wait, however many numbers: by itself a fake tensor reads them one by one.
+    # A list of numbers is read with one wait; a fake tensor would read them one by one.
     monkeypatch.setattr(FakeTensor, "tolist", lambda t: t.cpu().tolist())
     with FakeTensorMode(allow_non_fake_inputs=True), CountLaunches() as count:
         yield count
@@ -272,8 +282,8 @@ def make_run(stage, sources, **flags):
 
 
 def losses_of(stage, run, source):
-    """As the loop asks for them; in rl the rollouts are demonstrations full of wrong tools, half of
-    them solved."""
+    """The losses as train.loop asks for them. In rl the rollouts are demonstrations with many wrong
+    tools, half of them with the reward 1."""
     if stage != "rl":
         return source.losses(0, {})
     groups = []
@@ -352,7 +362,7 @@ MUON_STEP = {
     "balance": (14, {"read a number": 1}),
 }
 ADAMW_STEP = MUON_STEP | {"optimizer": (157, {"read a number": 1})}
-# of all places those that are trained on: their number is the data's
+# Selecting the positions that are trained on waits: their number depends on the data.
 SELECTED = {"boolean index": 2}
 # In every forward: tokens of padding are read as token 0 (1 kernel), and in training what the
 # routers count is marked (3).
@@ -408,8 +418,8 @@ def test_a_cpu_tensor_that_meets_one_of_the_card_is_found(card):
 
 
 def test_small_formats_divide_by_numbers_on_the_card(card):
-    """CUDA multiplies by the reciprocal where the divisor is a plain number: the last bit is then
-    not the CPU's."""
+    """Where the divisor is a plain number, CUDA multiplies by its reciprocal, and the last bit may
+    differ from the CPU's. So every divisor must be a tensor on the card."""
     divisors = []
 
     class Divisors(TorchDispatchMode):

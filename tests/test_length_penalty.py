@@ -80,7 +80,7 @@ def test_effort_is_the_weighted_sum_of_six_counts():
         thinking_tokens=1, call_tokens=2, output_tokens=3, final_tokens=4, calls=5, turns=6
     )
     assert lp.compute_effort(COUNTS, weights) == 100 + 80 + 600 + 80 + 15 + 24
-    # statistics may hold more than the six
+    # Statistics may hold other counts than the six.
     assert lp.compute_effort({**COUNTS, "other": 9}, weights) == 899
     several = {name: np.array([n, 0]) for name, n in COUNTS.items()}
     assert lp.compute_effort(several, weights).tolist() == [899, 0]
@@ -110,7 +110,7 @@ def test_truncated_and_over_long_episodes_pay_the_whole_budget():
         reward,
         [1 - 0.15 * exact(5, 1, 0.5), -0.15 * exact(50, 1, 0.5), 1 - 0.15 * exact(50, 1, 0.5)],
     )
-    # being cut off is dearer than quitting
+    # Being cut off costs more than giving up after the same effort.
     assert reward[1] < lp.shaped_reward(0, 5, budget=50)
     with pytest.raises(AssertionError, match="budget"):
         lp.charged_effort(5, truncated=True)
@@ -125,7 +125,7 @@ def test_the_linear_twin_costs_the_same_at_the_chosen_effort_and_more_beyond():
     scale = lp.linear_scale(9, 0.15)
     assert lp.shaped_reward(1, 9, scale, q=0) == pytest.approx(lp.shaped_reward(1, 9, 0.15))
     assert lp.shaped_reward(1, 40, scale, q=0) < lp.shaped_reward(1, 40, 0.15)
-    # linear: giving up pays on long tasks
+    # With the linear price giving up pays on long tasks: the margin is negative.
     assert (
         lp.margin_over_quitting(0.9, 21, 3, 0.15)
         > 0
@@ -144,9 +144,9 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
         turns=5,
     )
     r = lp.shaped_reward(1, lp.compute_effort(counts))
-    # one of eight differs: mean is 1/8 away
+    # One of eight rewards differs, so the mean lies 1/8 of the difference away from the others.
     assert same == pytest.approx((r[0] - r[1]) * 7 / 8)
-    # whatever the size of the difference
+    # Divided by the deviation it is sqrt(7), whatever the size of the difference.
     assert blown == pytest.approx(7**0.5, rel=5e-3)
 
 
@@ -192,8 +192,8 @@ def test_a_bad_flag_gives_one_line_and_exit_code_two(tmp_path, flag):
 def test_the_budget_lies_above_whatever_fits_in_one_context_and_follows_from_window_and_turns(
     window, turns
 ):
-    """Worst cases by hand: the whole window thought, or called, or half of it read, in as many
-    turns as there are"""
+    """Worst cases by hand: all of the window goes into thoughts, or into calls, or half of it into
+    outputs that are read, over the full number of turns"""
     budget = lp.effort_budget(window, turns)
     none = dict(
         thinking_tokens=0, call_tokens=0, output_tokens=0, final_tokens=0, calls=turns, turns=turns

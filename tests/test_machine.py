@@ -74,7 +74,7 @@ def test_on_windows_the_first_import_is_one_line_that_names_wsl(name):
     )
 
 
-# macOS: no /proc, no /dev/shm, no bubblewrap, no memfd, no prctl, no fork beside threads
+# What macOS lacks: /proc, /dev/shm, bubblewrap, memfd, prctl, and fork beside threads.
 HIDE_LINUX = """
 import builtins, ctypes, multiprocessing, os, platform, shutil, subprocess, sys, sysconfig
 import numpy, torch
@@ -165,8 +165,8 @@ def test_on_a_mac_what_is_linux_s_own_is_gone_around_or_refused_in_one_line(tmp_
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_an_edit_is_the_same_whatever_the_files_line_ends_are(end):
-    """The oracle: replace in the file with plain line ends, where the text stands once, also
-    overlapping itself."""
+    """The oracle is str.replace in the file with plain line ends, where the old text stands exactly
+    once. Places that overlap count too."""
     rng = random.Random(0)
     for _ in range(4000):
         text, old, new = (
@@ -214,14 +214,14 @@ def test_what_is_not_meant_to_change_keeps_its_bytes_in_a_file_of_mixed_ends_and
 @pytest.mark.parametrize(
     "text, old, new, result",
     [
-        # shown again: the same byte
+        # A lone byte is shown as U+FFFD. Where the new text repeats that, the byte is kept.
         ("caf\udce9 = 1\nx\n", "caf\ufffd = 1", "caf\ufffd = 2", "caf\udce9 = 2\nx\n"),
         ("caf\udce9 = 1\n", "caf\ufffd = 1", "a caf\ufffd, 2", "a caf\udce9, 2\n"),
-        # the line between keeps its \n
+        # In a file of mixed line ends, the line between keeps its \n.
         ("a\r\nb\nc\r\nd\r\n", "a\nb\nc\nd", "a\nb\nC\nd", "a\r\nb\nC\r\nd\r\n"),
-        # no line end to go by
+        # The file has no line end to follow.
         ("one", "one", "1\r\n2", "1\r\n2"),
-        # a lone \r is no line end here
+        # Beside \n, a lone \r is no line end.
         ("p = 'a\\rb'\rx\ny\n", "x\ny", "x\nz\ny", "p = 'a\\rb'\rx\nz\ny\n"),
         ("\ufeffx = 1\r\ny\r\n", "x = 1\ny", "x = 2\ny", "\ufeffx = 2\r\ny\r\n"),
         ("a\r\nb\r\n", "a\r\nb", "a\r\nc", "a\r\nc\r\n"),
@@ -240,6 +240,8 @@ def test_an_edit_by_hand(text, old, new, result):
 
 @pytest.mark.parametrize("most", [0, 5, 41, 60, 200])
 def test_an_output_that_is_too_long_loses_its_middle_and_says_how_much(most):
+    """The oracle is the data itself: head and tail are compared with it, and the note must give the
+    number of bytes between them, up to 3 bytes of a character that was cut in two."""
     rng = random.Random(most)
     for _ in range(200):
         data = "".join(rng.choices("ab\n☃é\U0001f600", k=rng.randint(0, 150))).encode()
@@ -601,8 +603,8 @@ def rl_step(group, failed, out, monkeypatch):
 def test_a_rollout_that_the_machine_failed_has_no_gradient_and_no_part_in_its_groups_mean(
     tmp_path, monkeypatch
 ):
-    """The oracle: a group that never had it. Its length constant is divided by the rollouts there
-    are."""
+    """The oracle is a group that never had this rollout. The loss is divided by the number of
+    rollouts that count, so the gradients differ by that ratio."""
     import torch
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
@@ -620,7 +622,7 @@ def test_a_rollout_that_the_machine_failed_has_no_gradient_and_no_part_in_its_gr
         and log["reward"] == plain["reward"]
         and log["sampled"] == plain["sampled"]
     )
-    # what is left of two groups of four, and of two of three
+    # Rollouts that count: 8 - 1 of two groups of four, 6 of two groups of three.
     scale = (8 - 1) / 6
     for name, gradient in without.items():
         torch.testing.assert_close(with_failed[name] * scale, gradient, rtol=1e-3, atol=1e-7)
@@ -663,7 +665,7 @@ def test_what_a_killed_process_left_goes_when_the_next_begins_and_what_a_living_
     tmp_path,
 ):
     (tmp_path / "task-of-somebody").mkdir()
-    # its lock file is gone: nobody can tell
+    # A directory whose lock file is gone: nobody can tell whether its owner lives, so it stays.
     (tmp_path / f"task-{'0' * 16}-abc").mkdir()
     killed, gone = holder(tmp_path)
     living, stays = holder(tmp_path)
@@ -707,7 +709,7 @@ def test_a_fork_owns_its_own_directories_and_removes_none_of_its_parents(tmp_pat
         other = machine.owned_directory("task", tmp_path)
         os._exit(int(Path(other.name).name.split("-")[1] == Path(mine.name).name.split("-")[1]))
     assert os.waitpid(pid, 0)[1] == 0 and os.path.isdir(mine.name)
-    # what the fork left goes, its parent's stays
+    # The directory that the fork left is removed, its parent's stays.
     machine.sweep(str(tmp_path))
     assert [path.name for path in tmp_path.glob("task-*")] == [Path(mine.name).name]
     mine.cleanup()
@@ -737,7 +739,7 @@ def test_a_generation_process_ends_with_its_trainer_in_the_middle_of_a_job():
     watched.close()
     time.sleep(0.5)
     assert process.is_alive()
-    # as when the process that holds it is killed
+    # The pipe closes, as it does when the trainer is killed.
     alive.close()
     process.join(30)
     assert process.exitcode == 1

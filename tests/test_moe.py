@@ -88,7 +88,7 @@ def test_ragged_prefill_of_scattered_rows_then_one_by_one_equals_the_full_forwar
         [2, 0, 1],
         [0, 0, 0],
     )
-    # whatever an earlier sequence left behind
+    # Noise stands for what an earlier sequence left in the cache.
     cache.data.normal_()
     for lengths in ([3, 37, 1], [25, 1, 16], [6, 17, 40]):
         record, chunks = [], [
@@ -96,13 +96,13 @@ def test_ragged_prefill_of_scattered_rows_then_one_by_one_equals_the_full_forwar
         ]
         model.prefill(chunks, cache, rows, done, record)
         where = [(i, done[i] + j) for i, n in enumerate(lengths) for j in range(n)]
-        # experts, token by token, whatever fills up the shape behind them
+        # The recorded experts, token by token; what pads the shape behind them does not count.
         for mine, whole in zip(record, chosen):
             assert torch.equal(
                 mine[0, : len(where)], torch.stack([whole[place] for place in where])
             )
         done = [at + n for at, n in zip(done, lengths)]
-    # the order in the cache: rows at different positions
+    # Decode in another order than that of the cache, each row at its own position.
     at = torch.tensor(done)[[1, 2, 0]]
     for _ in range(5):
         hidden = model.decode(tokens[[1, 2, 0], at][:, None], cache, slice(0, 3), at)
@@ -163,7 +163,8 @@ def test_many_tokens_at_once_read_keys_and_values_back_and_few_or_few_beside_man
     monkeypatch.setattr(decode.DecodingAttention, "attend_entries", counted)
     full, cache, at = model(tokens), Cache(model, 2, 402), 0
     spread.clear()
-    # beyond 24 it pays; 8 times 45 is less than what they look at
+    # Reading keys and values back pays for more than 24 tokens, but not for 45: 8 times 45 is less
+    # than the number of entries that they attend to.
     for n in (24, 25, 300, 3, 45):
         hidden = model.decode(tokens[:, at : at + n], cache, slice(0, 2), torch.full((2,), at))
         torch.testing.assert_close(hidden, full[:, at : at + n], atol=2e-5, rtol=1e-5)
@@ -187,7 +188,7 @@ def test_padding_that_reaches_past_the_cache_harms_nobody():
     fed = torch.stack(
         (tokens[0, 6:10], torch.cat((tokens[1, 6:7], torch.zeros(3, dtype=torch.long))))
     )
-    # to place 14 of 11
+    # Nine tokens from position 6 reach position 14, and the cache has 11.
     model.decode(
         torch.cat((fed, torch.zeros(2, 5, dtype=torch.long)), 1),
         cache,
@@ -247,8 +248,8 @@ def test_two_query_heads_of_gqa_share_each_key_head():
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
 @torch.inference_mode()
 def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_later_one(kind):
-    """Nor do earlier tokens choose other experts; and where each expert meets the same rows, so
-    that products round alike, to the bit."""
+    """Earlier tokens choose the same experts too. With replayed experts each expert gets the same
+    rows, so products round alike and earlier logits are equal to the bit."""
     model, tokens, experts = build(**KINDS[kind]), text(1, 14), []
     before = model.logits(model(tokens, record=experts))
     for t in range(14):
@@ -265,7 +266,7 @@ def test_changing_one_token_leaves_every_earlier_logit_alone_and_moves_every_lat
 @torch.inference_mode()
 def test_tokens_out_of_order_with_their_positions_equal_tokens_in_order(kind):
     model, tokens = build(**KINDS[kind]), text(2, 16)
-    # the chunks of two context-parallel ranks
+    # The order of the chunks that two context-parallel ranks hold.
     zigzag = torch.cat([torch.arange(i, i + 4) for i in (0, 12, 4, 8)])
     for order in (zigzag, torch.randperm(16, generator=torch.Generator().manual_seed(1))):
         hidden = model(tokens[:, order], positions=order)
@@ -379,8 +380,8 @@ def test_attention_in_blocks_is_attention(length, dtype, tolerance):
 
 @pytest.mark.parametrize("heads, length", [(1, 1), (1, 16), (3, 1), (3, 150)])
 def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
-    """Keys and values are a stretch of a longer cache; every row of the batch may look as far as it
-    has come."""
+    """The oracle is softmax attention in fp64. Keys and values are a slice of a longer cache, and
+    each row attends to another number of them."""
     torch.manual_seed(0)
     cache, q = (
         torch.randn(4, heads, 200, 12).bfloat16(),
@@ -402,7 +403,8 @@ def test_attention_of_a_few_tokens_on_a_cache_is_attention(heads, length):
 
 @pytest.mark.parametrize("length", [1, 150])
 def test_scores_in_the_hundreds_are_not_rounded(length):
-    """As Qwen2's are, by the biases of its keys (a standard deviation of 27 has been reported)."""
+    """The biases of Qwen2's keys make such scores (a standard deviation of 27 has been reported).
+    The oracle is softmax attention in fp64."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, length, 64) * std for std in (3, 1, 1))
     k = (k + 27 * torch.randn(64)).bfloat16()
@@ -478,6 +480,7 @@ def test_grouped_experts_equal_one_expert_after_the_other_forward_and_backward(c
 
 
 def test_experts_with_many_rows_take_the_loop_in_bf16_and_say_the_same(monkeypatch):
+    """The loop is compared with the grouped product and the other way round."""
     experts, calls = fast.accelerate(Experts(2, 8, 16)), []
     x, counts = torch.randn(600, 8), torch.tensor([600, 0])
     torch.nn.init.normal_(experts.w_down)
@@ -570,7 +573,7 @@ def test_group_limited_routing_equals_a_loop_over_the_groups_of_every_token():
         )
         odd += set(best) != set(free(x[t : t + 1])[0][0].tolist())
     assert odd > 5  # the limit is felt
-    # of three groups: what was recorded is taken all the same
+    # Recorded experts of three groups are taken although two groups are the limit.
     replay = torch.tensor([[0, 3, 6]]).expand(40, 3)
     assert torch.equal(router(x, replay)[0].sort(1)[0], replay)
 
@@ -608,12 +611,12 @@ def test_balance_moves_towards_the_mean_zeroes_the_counts_and_sums_over_ranks():
     loads = [torch.tensor([10.0, 0, 5, 5, 5, 5]), torch.tensor([1.0, 2, 3, 4, 5, 6])]
     for router, load in zip(blocks, loads):
         router.load.copy_(load)
-    # what another data rank counted
+    # The counts of another data rank, one per layer.
     other = iter([torch.tensor([0.0, 20, 5, 5, 0, 0]), torch.zeros(6)])
     worst = update_router_bias(model, rate=0.01, reduce=lambda counts: counts + next(other))
-    # sums 10 20 10 10 5 5, mean 10
+    # First layer: the sums are 10 20 10 10 5 5, their mean is 10.
     torch.testing.assert_close(blocks[0].bias, 0.01 * torch.tensor([0.0, -1, 0, 0, 1, 1]))
-    # mean 3.5
+    # Second layer: the mean is 3.5.
     torch.testing.assert_close(blocks[1].bias, 0.01 * torch.tensor([1.0, 1, 1, -1, -1, -1]))
     assert worst == pytest.approx(2.0) and all((router.load == 0).all() for router in blocks)
 
@@ -626,7 +629,7 @@ def test_training_counts_every_token_once_per_chosen_expert_and_balance_evens_ou
         assert router.load.sum() == 2 * 4 * 16 * SMALL.num_experts_per_tok
         record = []
         model.eval()(tokens, record=record)
-        # and evaluation adds nothing
+        # The forward for evaluation has added nothing to the counts.
         assert torch.equal(torch.bincount(record[0].flatten(), minlength=6) * 2, router.load.long())
         model.train()
         first = update_router_bias(model, rate=0.02)
@@ -685,7 +688,7 @@ def test_places_that_were_not_recorded_route_freely_beside_replayed_ones():
 def test_an_implausible_replayed_expert_gives_way_to_the_routers_candidate():
     router = Router(dataclasses.replace(SMALL, dim=6))
     router.weight.data = torch.eye(6)
-    # sigmoid: .953 .881 .731 .500 .269 .007; second best .881
+    # Scores, the sigmoid of x: .953 .881 .731 .500 .269 .007; the second best is .881.
     x = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -5.0]])
     replay = torch.tensor([[5, 3]])
     chosen = lambda plausible: set(router(x, replay, plausible)[0][0].tolist())
@@ -739,8 +742,8 @@ def test_replayed_tokens_are_counted_as_the_experts_that_they_went_to():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
-    """Counted are the choices of the tokens that are there, by a loop over them; hidden states are
-    as without marks."""
+    """The oracle counts the choices of the real tokens in a loop. The hidden states are those of
+    token 0 in place of the padding."""
     model, tokens, record = build().train(), text(3, 16), []
     model.recompute = recompute
     padded = tokens.clone()
@@ -762,14 +765,15 @@ def test_padding_is_computed_as_token_0_and_counted_by_no_router(recompute):
 
 # ---------------------------------------------------------------- formats of few bits
 
-# the last is NaN
+# All magnitudes of the two formats, in the order of their codes. The last code of E4M3 is NaN.
 E4M3 = [
     (m / 8) * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)
     for e in range(16)
     for m in range(8)
 ][:-1]
 E2M1 = [m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1) for e in range(4) for m in range(2)]
-# IEEE: a double's rounding does no harm to one operation of two fp32
+# Rounds to fp32. One operation on two fp32 numbers may be done in double and rounded afterwards:
+# the result is that of fp32 arithmetic.
 fp32 = lambda x: struct.unpack("f", struct.pack("f", x))[0]
 
 
@@ -780,6 +784,8 @@ def by_table(x, table):
 
 
 def slow_mxfp8(row):
+    """The oracle for MXFP8: blocks of 32, each with the smallest power of two as its scale that
+    holds the largest value"""
     out = []
     for i in range(0, len(row), 32):
         scale = 2.0**-126
@@ -790,6 +796,7 @@ def slow_mxfp8(row):
 
 
 def slow_nvfp4(row):
+    """The oracle for NVFP4: blocks of 16 with an E4M3 scale, and one fp32 scale for the row"""
     out, whole = [], max(fp32(max(map(abs, row)) / 2688), fp32(1e-30))
     for i in range(0, len(row), 16):
         scale = max(by_table(fp32(fp32(max(map(abs, row[i : i + 16])) / 6) / whole), E4M3), E4M3[1])
@@ -821,7 +828,7 @@ def awkward_rows():
     )
     x[9, ::16] = 6.0
     x[10] = torch.randn(64, generator=g) * 1e-8
-    # the other blocks' scales would round to zero
+    # One large value, beside which the scales of the other blocks would round to zero.
     x[10, 0] = 1e5
     return x
 
@@ -909,7 +916,7 @@ def read_operand(codes, scales):
 
 @pytest.mark.parametrize("precision,slow", [("mxfp8", slow_mxfp8), ("nvfp4", slow_nvfp4)])
 def test_the_bytes_handed_to_a_scaled_product_mean_the_quantised_values(precision, slow):
-    # 2 x 2 tiles
+    # 152 x 192 numbers: more than one tile of scales in both directions.
     x = torch.cat(
         (
             awkward_rows().repeat(1, 3),
@@ -942,7 +949,7 @@ def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monke
             kind == kind_b and order == order_b == F.SwizzleType.SWIZZLE_32_4_4 and b.stride(0) == 1
         )
         multiplied.append(kind)
-        # not rounded to output_dtype: seen more sharply
+        # Not rounded to output_dtype, so that the comparison below is sharper.
         return read_operand(a, a_scale) @ read_operand(b.t(), b_scale).T
 
     torch.manual_seed(9)
@@ -971,7 +978,7 @@ def test_experts_in_hardware_are_those_of_the_emulation(precision, counts, monke
 
 
 def greedy(model, prompt, count):
-    """The slow way: the whole sequence again for every token."""
+    """The oracle for decoding: the whole sequence is computed again for every token"""
     tokens = prompt.tolist()
     for _ in range(count):
         tokens.append(int(model.logits(model(torch.tensor([tokens])))[0, -1].argmax()))
@@ -1028,7 +1035,7 @@ def test_speculative_decoding_gives_the_tokens_of_greedy_decoding_whatever_the_d
     with torch.no_grad():
         expected = greedy(model, prompt, 16)
         tokens, before = decode_speculatively(model, prompt, 16)
-        # a draft that has learned nothing
+        # The draft has learned nothing yet.
         assert tokens == expected and 0 <= before < 0.5
         optimizer = torch.optim.Adam(model.mtp.parameters(), 1e-2)
     for step in range(60):
@@ -1079,7 +1086,7 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     assert len(list(tied.parameters())) == len(list(build().parameters())) - 1
     F.cross_entropy(tied.logits(tied(tokens))[0, :-1], tokens[0, 1:]).backward()
     seen = torch.zeros(61, dtype=torch.bool).scatter_(0, tokens[0], True)
-    # rows that never came in are moved by the head
+    # Rows of tokens that never came in get their gradient from the head.
     assert (tied.embed.weight.grad.abs().sum(1) > 0).all() and (~seen).any()
 
 
@@ -1128,7 +1135,7 @@ def test_log_probs_of_the_targets_are_finite_however_cold(temperature, dtype):
     best = (h.float() @ W.to(dtype).float().T).argmax(-1)
     h.requires_grad_(), W.requires_grad_()
     found = TargetLogprobs.apply(h, W, best, temperature)
-    # bf16 has ties
+    # In bf16 two logits may tie for the largest, so the log-prob need not be near 0.
     assert found.abs().max() < 1e-3 or dtype == torch.bfloat16 and found.isfinite().all()
     assert TargetLogprobs.apply(h, W, (best + 1) % 50, temperature).isfinite().all()
     if dtype == torch.float32:
@@ -1139,7 +1146,7 @@ def test_log_probs_of_the_targets_are_finite_however_cold(temperature, dtype):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_of_the_targets_and_their_gradients_are_those_of_log_softmax(temperature):
     torch.manual_seed(0)
-    # several stretches of 64 rows, the last one short
+    # Two stretches of rows (64 and 6), so that the loop over them is tested.
     h, W, grad = torch.randn(70, 8), torch.randn(5000, 8), torch.randn(70)
     targets, results = torch.randint(5000, (70,)), []
     assert len(TargetLogprobs.stretches(h, W)) == 2
@@ -1165,7 +1172,7 @@ def test_log_probs_are_computed_where_asked_and_zero_elsewhere():
     torch.testing.assert_close(
         model.logprobs(hidden, tokens, 1.0, where), whole * where, atol=1e-5, rtol=1e-5
     )
-    # nothing asked for: a gradient all the same, of zeros
+    # Where nothing is asked for there is still a gradient, of zeros.
     model.logprobs(hidden, tokens, 1.0, where & False).sum().backward()
     assert not model.embed.weight.grad.any()
 
@@ -1205,6 +1212,8 @@ def test_sums_over_tokens_of_bf16_weights_are_kept_in_fp32(products, tie, accele
 
 
 def test_the_gradient_of_many_stretches_is_summed_in_fp32(monkeypatch):
+    """By hand: 2,000 rows of ones, each with the gradient 1 - 1/4 for the target and -1/4 for the
+    others. A sum in bf16 would stop growing."""
     monkeypatch.setattr(
         TargetLogprobs, "stretches", staticmethod(lambda h, W: cpu_kernels.slice_rows(len(h), 1))
     )

@@ -128,15 +128,17 @@ def test_sharded_steps_equal_one_process_exactly(name):
         } == dict.fromkeys(reference, 0.0)
 
 
-# ------------------------------------------------------------------------------------------------ orthogonalize
+# ---------------------------------------------------------------- orthogonalize
 
 
 def polar(G):
+    """The oracle: the nearest semi-orthogonal matrix, by the SVD in fp64"""
     U, _, V = torch.linalg.svd(G.double(), full_matrices=False)
     return U @ V
 
 
 def quintic_in_float64(G, steps=5):
+    """The oracle: the Newton-Schulz iteration as it is written down, in fp64"""
     X = G.double() / G.double().norm(dim=(-2, -1), keepdim=True)
     for a, b, c in [COEFFICIENTS] * steps:
         A = X @ X.mT
@@ -174,7 +176,7 @@ def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, ta
         @ V
     )
     G = G.mT if tall else G
-    # ten steps blow the rounding of a zero singular value up by 3.4 ** 10
+    # Ten steps multiply the rounding error of a zero singular value by 3.4 ** 10.
     if spectrum != "rank 4" or steps < 10:
         assert torch.allclose(
             orthogonalize(G.float(), steps, dtype=torch.float32).double(),
@@ -212,7 +214,7 @@ def test_the_half_precision_path_divides_before_it_casts():
         )
 
 
-# ------------------------------------------------------------------------------------------------ one process
+# ---------------------------------------------------------------- one process
 
 
 def reference_muon(shapes, steps, nesterov, dtype):
@@ -381,7 +383,7 @@ def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
     assert moved.abs().mean() > 2**-8 and torch.equal(
         (start + moved / 100).bfloat16(), start.bfloat16()
     )
-    # decay included, which is of one sign
+    # A bias of the rounding would show in the mean, that of the decay too, which has one sign.
     assert difference.mean().abs() < 0.02 * moved.abs().mean()
     assert (moved * ends[torch.bfloat16]).sum() / (moved * moved).sum() == pytest.approx(
         1, abs=0.02
@@ -407,7 +409,7 @@ def test_a_parameter_without_gradient_is_left_alone():
     assert torch.equal(a, before)
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------- bad input
 
 
 def parameter(*shape):
@@ -451,7 +453,7 @@ def test_a_nan_gradient_is_refused_by_name_before_anything_changes(value):
     assert not a.any() and not optimizer.state[a]["momentum"].any()
 
 
-# ------------------------------------------------------------------------------------------------ many ranks
+# ---------------------------------------------------------------- many ranks
 
 
 def bad_ranks(rank, world):
@@ -519,8 +521,8 @@ def test_replicas_share_the_work_and_nothing_is_padded():
     numel = {n: math.prod(s) for n, s in SHAPES.items()}
     results = run_ranks(4, one_layout, "replicas", torch.float32, {})
     received = sum(traffic["bytes_received"] for _, traffic in results)
-    # to the owner: what is not there yet of each unit, once. Back: each of four ranks needs its
-    # half, save the owner's own
+    # 4 bytes per number. Of each unit the owner receives, once, the part that it lacks. Each of the
+    # four ranks receives the result for its half (together twice a unit), except the owner's part.
     assert received < 4 * (sum(numel.values()) * (1 + 2))
 
 
@@ -530,7 +532,7 @@ def plain_copies(rank, world, dtype):
     )
     sharded = {sharded.name: sharded for sharded in optimizer.sharded_params}
     mine = [unit.cost for task in next(iter(optimizer.plans.values())) for unit in task.owned]
-    # all of it lies here
+    # Every copy holds each matrix whole.
     assert sharded["heads"].matrix(sharded["heads"].param, 5).shape == (8, 40)
     return whole, optimizer.traffic, sum(mine)
 
@@ -615,7 +617,7 @@ def two_meshes(rank, world, folder):
 def resume(rank, world, folder):
     net, optimizer = parallel_net(rank, world)
     before = optimizer.state[net.dense]["momentum"].to_local().clone()
-    # must not take a step to find the state
+    # get_state_dict must find the state without taking a step of the optimizer.
     state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))
     assert torch.equal(before, optimizer.state[net.dense]["momentum"].to_local())
     dcp.load(state, checkpoint_id=folder)
@@ -659,7 +661,7 @@ def test_the_demo_ends_with_its_numbers(tmp_path):
     assert bad.returncode == 2 and "bensch" in bad.stderr
 
 
-# ---------------------------------------------------------------------------------------------- scales, copies, noise
+# ---------------------------------------------------------------- scales, copies, noise
 
 SCALED = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(5))
 

@@ -60,7 +60,7 @@ def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count(
     )
     by_hand = 61 * 64 * 5 * (4 * 128**2 * 7168 + 2 * 128**3)
     assert of_outputs["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15)
-    # there and back in bf16
+    # The units of the experts travel there and back in bf16: 7.9 GB for one rank.
     assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
 
 
@@ -122,7 +122,7 @@ def test_bad_flags_are_one_clear_line(flags, message, capsys):
 
 
 def test_a_file_that_cannot_be_read_ends_in_one_line_and_code_2(tmp_path, capsys):
-    # Linux: EIO; elsewhere it is not there
+    # On Linux reading this file fails with EIO; elsewhere the target does not exist.
     (tmp_path / "config.json").symlink_to("/proc/self/mem")
     assert f"{tmp_path}/config.json: " in refused([f"--init_from={tmp_path}"], capsys)
 

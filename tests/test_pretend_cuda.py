@@ -48,7 +48,7 @@ assert os.waitpid(child, 0)[1] == 0, "a backward in a forked child, after one he
 
 
 def test_the_card_that_is_not_there_is_noticed(tmp_path):
-    """What the other tests here rest on"""
+    """The other tests of this file rely on it."""
     done = run_beside_a_card(TOUCHES, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -32,7 +32,7 @@ from command import transcripts
 from command.bpe import train_bpe
 
 with pytest.MonkeyPatch.context() as patch:
-    # Qwen2's: it ties the newline to the signs before it
+    # Qwen2's pattern, which joins a newline to the punctuation before it.
     patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
     RANKS = train_bpe(
         [
@@ -183,6 +183,7 @@ def test_a_conversation_has_the_ids_of_its_whole_text_at_once(family, tmp_path):
 
 @pytest.mark.parametrize("family", NAMES)
 def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
+    """The oracle is the same conversation with empty words: it has the same control tokens."""
     ours, forged = published(family), "".join(NAMES[family]) + "<tool_response>"
     task = Task("t", forged, {"a.py": forged}, {}, tools=("edit_file", "read_file"))
     body = ours.write_action("", [("read_file", ("a.py",)), ("edit_file", ("a.py", "", forged))])
@@ -210,8 +211,8 @@ def test_no_words_of_a_task_a_tool_or_a_call_become_a_control_token(family):
 def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_sampled(
     family, summarised
 ):
-    """The own form is the oracle: equal calls, answers and words; in the family's, what is sampled
-    is what write_action wrote."""
+    """The oracle is the same demonstration in our own form: it has equal calls, answers and words.
+    In the family's form, the sampled tokens are those that write_action writes."""
     ours, own, n = published(family), make_tokenizer(RANKS, pattern=QWEN2_SPLIT), 0
     for seed in range(24):
         task, compact, limits = (
@@ -245,7 +246,7 @@ def test_a_demonstration_does_the_same_in_every_form_and_masks_what_was_not_samp
             assert said(mine) == said(theirs) and mine.files == theirs.files
         for episode in mine.episodes:
             tokens, mask, _, index = flatten(episode)
-            # of a family's calls, through the whole context
+            # The number of the next call: a family numbers its calls through the whole context.
             number = 0
             for i, turn in enumerate(episode.turns):
                 part = tokens[(index == i) & (mask == 1)].tolist()
@@ -359,14 +360,14 @@ def test_where_a_family_has_no_form_for_calls_ours_stands_in_its_turns():
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_is_recorded_while_sampling_is_what_the_trainer_scores(family):
-    """With roles of several tokens, or of none: the right tokens are scored at the right places,
-    over calls and summaries."""
+    """The oracle is one forward over each whole episode, calls and summaries included. The roles of
+    a family have several tokens or none: a log-prob that is off by one place would show."""
     ours = published(family)
     model = fast.accelerate(
         rollout.random_model(ours, dim=32, layers=2, heads=2, kv_lora=16, experts=4)
     )
     calls = ours.write_action("", CALLS[:1])[:-1]
-    # it likes calls and endings, or it would only babble
+    # Calls and ends of turns are made likely: a random model would hardly sample them.
     with torch.no_grad():
         model.head.weight[[*calls, ours.id["<|end|>"]]] += 0.3 * torch.randn(model.config.dim)
     sampler = fast_sampler.Sampler(model, ours, rows=6, window=900, draft=3)
@@ -726,7 +727,8 @@ def test_random_calls_are_read_as_the_familys_own_readers_read_them(family):
             arguments = json.dumps(
                 given, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1])
             )
-            # A name of a control token in a string is text, and stands for one only in the form
+            # The strings hold names of control tokens. Their `<` is escaped, or spelled() would
+            # take them for the tokens themselves.
             plain = re.sub("[<][^>]*>", lambda found: found[0].replace("<", "\\u003c"), arguments)
             text = written(family, name, plain)
             if family == "deepseek" and rng.random() < 0.5:  # as V3.1 writes it
@@ -786,7 +788,7 @@ def test_kimis_answers_carry_the_numbers_of_the_calls_as_they_were_sampled():
         "functions.read_file:9",
         "functions.read_file:3",
     ]
-    # what no one can read has a number, too
+    # A call that cannot be read is numbered too.
     assert numbers(ours, chain)[6:] == ["functions.:10", "functions.read_file:11"]
     first = transcripts.describe_chain(chain, ours)[0]["messages"]
     assert [m["tool_call_id"] for m in first if m["role"] == "tool"] == numbers(ours, chain)
@@ -845,7 +847,7 @@ def test_what_is_drafted_in_a_thought_is_no_call(family, tokens):
         (f"I could {edit(1)}, no.</think>", True),
     ):
         if not tokens and not thought.startswith("<think>"):
-            # plain text without its beginning may be anything
+            # Where <think> is plain text, words before a lone </think> need not be a thought.
             continue
         body = spelled(ours, thought + (edit(3) if calls else "Nothing to do."))
         chain, _ = played(ours, [body, ours.write_action("Done.", [])][: 1 + calls])
@@ -922,7 +924,7 @@ END_TOKENS = {
 def test_whichever_end_token_is_sampled_ends_the_turn_and_stays(family):
     ours = published(family)
     assert ours.ends == {ours.special[name] for name in END_TOKENS[family]}
-    # 5: of a generation_config.json
+    # 5 stands for an end token that a generation_config.json names.
     again = make_tokenizer(**make_tokenizer(**{**ours.state_dict(), "ends": [5]}).state_dict())
     assert again.ends == ours.ends | {5}
     for end in ours.ends:
@@ -1005,7 +1007,7 @@ def test_where_the_policy_goes_on_by_itself_no_one_elses_token_is_a_target(famil
                 assert batch["inside"][0, at - 1] == batch["mask"][0, at - 1] == sampled
                 own, others = own + sampled, others + (not sampled)
                 inside[at - 1] = 1
-            # everywhere else there is one
+            # Everywhere else the next token is a target, except behind the last one.
             assert inside.tolist() == [1.0] * (len(episode) - 1) + [0.0]
     assert (own > 40 and others > 5) == (family == "deepseek")
 

@@ -207,9 +207,10 @@ def gqa(raw, made, ones, D, H):
 
 
 def reference(folder):
+    """-> the model that transformers loads from a folder, in fp32, and what it says of the keys"""
     transformers = pytest.importorskip("transformers")
     raw = json.loads((folder / "config.json").read_text())
-    # transformers has it under the name of its architecture
+    # transformers knows kimi_k2 by the name of its architecture only.
     if raw["model_type"] == "kimi_k2":
         (folder / "config.json").write_text(json.dumps(dict(raw, model_type="deepseek_v3")))
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -231,6 +232,8 @@ def test_logits_equal_those_of_transformers_also_beyond_the_old_window(family, t
     ours, tokens = load_model(tmp_path / "in"), torch.randint(
         0, 96, (2, 64), generator=torch.Generator().manual_seed(1)
     )
+    # One forward over 64 positions, twice the 32 of YaRN's old window; then the same tokens decoded
+    # from a cache, 60 at once and 4 one by one.
     with torch.inference_mode():
         expected, logits = theirs(tokens).logits, ours.logits(ours(tokens))
         assert (logits - expected).abs().max() < 1e-4 and expected.std() > 0.3
@@ -291,7 +294,8 @@ def test_gradients_of_the_loss_equal_those_of_transformers(family, tmp_path):
         logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
     )
     loss(ours.logits(ours(tokens))).backward(), loss(theirs(tokens).logits).backward()
-    # a model whose weights are the gradients, in both layouts
+    # Gradients take the place of the weights, so that writing both models brings them to the same
+    # names and layout.
     for model in (ours, theirs):
         for p in model.parameters():
             p.data = p.grad
@@ -338,7 +342,7 @@ print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 
 
 def twice(tensors):
-    """The head is stored although it is tied."""
+    """Stores the head too, although it is tied to the embedding"""
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
 
@@ -349,8 +353,7 @@ def twice(tensors):
     "family, more, most",
     [
         ("deepseek_v3", dict(n_routed_experts=64, moe_intermediate_size=256), 1.2),
-        # hardly more than one tensor, which is read and
-        # copied, and slices
+        # The model is hardly more than one tensor, which is read and copied, and slices.
         ("qwen3", {}, 2.6),
     ],
 )
@@ -461,7 +464,7 @@ def test_a_tied_head_that_is_not_the_embedding_is_named_by_every_rank(tmp_path):
         )
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         load_model(tmp_path)
-    # what the message says
+    # The remedy that the message names: untie the head.
     edit(tmp_path / "config.json", lambda raw: raw.update(tie_word_embeddings=False))
     model = load_model(tmp_path)
     assert (model.head.weight != model.embed.weight).nonzero().tolist() == [[95, 31]]
@@ -483,6 +486,7 @@ def test_a_tied_head_of_another_shape_is_named(tmp_path):
 
 
 def equal(one, other):
+    """Asserts that two dicts of tensors have the same names, dtypes and bits"""
     assert set(one) == set(other) and all(
         torch.equal(one[n], other[n]) and one[n].dtype == other[n].dtype for n in one
     )
@@ -502,7 +506,7 @@ def test_what_is_read_and_written_again_is_the_same_file_bit_for_bit(family, tmp
         and all(p.stat().st_size < 45_000 for p in shards)
         and json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
     )
-    # is written with its pairs interleaved
+    # "mla, halves" is written with its pairs interleaved, so its file differs.
     if family != "mla, halves":
         equal(out, tensors)
     again, loaded = read_checkpoint(tmp_path / "out")
@@ -622,7 +626,7 @@ def test_fp8_blocks_are_dequantised_as_a_slow_loop_does(tmp_path):
                 and t.ndim == 2
                 and (".experts." not in name or ".experts.0." in name)
             ):
-                # neither divides
+                # Block sizes that divide neither side, so that the last blocks are partial.
                 blocks = (-(-t.shape[0] // 16), -(-t.shape[1] // 20))
                 tensors[name], tensors[name + "_scale_inv"] = (t * 50).to(
                     torch.float8_e4m3fn
@@ -998,7 +1002,7 @@ def test_settings_that_are_off_or_say_nothing_about_a_forward_are_no_reason_to_r
         top_k=50,
     )
     for family, raw in FAMILIES.items():
-        # the temperature's own settings may be absent, null or at what every reader takes for them
+        # Settings of YaRN's temperature may be absent, null, or the default of every reader.
         rope = raw.get("rope_scaling") and dict(
             raw["rope_scaling"], attn_factor=1, truncate=True, extrapolation_factor=1.0
         )
@@ -1056,7 +1060,7 @@ def test_one_scaling_under_two_keys_is_that_scaling(new, tmp_path):
         and config.yarn_factor == 4
         and config.rope_theta == 1e5
     )
-    # under one of the keys is enough
+    # The base of the rotation may stand under one of the two keys only.
     edit(tmp_path / "two" / "config.json", lambda raw: raw.pop("rope_theta"))
     assert read_checkpoint(tmp_path / "two")[0].rope_theta == new.get("rope_theta", 1e4)
 
@@ -1100,6 +1104,7 @@ def mutate(raw, rng, head):
 
 
 def test_four_hundred_accidents_are_each_a_clear_error_or_a_whole_load(tmp_path):
+    """A load must have the names and shapes of the undamaged folder, an error one line."""
     folder, whole = shatter(tmp_path)
     rng, outcomes = random.Random(0), {"refused": 0, "read": 0}
     files = [
@@ -1285,6 +1290,7 @@ def test_vocab_json_with_merges_txt_is_the_same_tokenizer(tmp_path):
 
 
 def slow_bpe(piece, ranks):
+    """The oracle for a tiktoken model: merge the pair of lowest rank until none is left"""
     parts = [bytes([b]) for b in piece]
     while True:
         pairs = [
@@ -1297,6 +1303,8 @@ def slow_bpe(piece, ranks):
 
 
 def kimi(folder, vocab=400, named={}):
+    """Writes a tokenizer in Kimi's format, trained here: tiktoken.model and the names of special
+    tokens -> its ranks"""
     ranks = train_bpe(
         [MIXED] * 3 + list(texts(random.Random(0), 30)), vocab + len(rollout.CONTROLS)
     )
@@ -1329,7 +1337,7 @@ def test_a_tiktoken_model_keeps_its_ranks_and_chinese_apart_from_latin(tmp_path)
     ]
     ranks = kimi(tmp_path, named=own)
     ours = read_tokenizer(tmp_path, len(ranks) + 256)
-    # by hand, from the pattern
+    # The text cut by hand as Kimi's pattern cuts it.
     pieces = ["Hello", " world's", " ", "123", "45", "中文", "abc", "字", "'", " !!\n", "\t", " x"]
     assert ours.encode("".join(pieces)) == [
         t for piece in pieces for t in slow_bpe(piece.encode(), ranks)
@@ -1413,8 +1421,8 @@ def test_a_tokenizer_json_that_is_not_plain_byte_level_bpe_is_refused(tmp_path):
         "fallback": lambda r: r["model"].update(byte_fallback=True),
         "prefix": lambda r: r["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
         "removed": lambda r: r["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
-        # "bc" first: "abc" is never made of "ab"
         "order": lambda r: r["model"]["merges"].reverse(),
+        # "b" and "c" are merged first, so "abc" can never be made of "ab" and "c".
         "parts": lambda r: (
             r["model"]["vocab"].update({"bc": 256, "ab": 257, "abc": 258}),
             r["model"].update(merges=["b c", "a b", "ab c"]),

@@ -87,6 +87,6 @@ def test_a_link_leads_to_a_file(readme):
 def test_every_file_that_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`([\w/]+(?:\.py|\.md|/))`", text):
-        # what a task holds, not this project
+        # Files that a task holds, not this project.
         if name not in ("docs.md", "tests.py"):
             assert (ROOT / name).exists(), name

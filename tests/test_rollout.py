@@ -96,7 +96,7 @@ def test_decoding_what_was_encoded_is_the_identity_and_no_text_encodes_to_a_cont
 
 
 def naive_bpe(texts, merges):
-    """Recount everything before every merge."""
+    """The oracle for train_bpe: counts all pairs again before every merge"""
     words = [
         [bytes([b]) for b in word.encode()] for text in texts for word in regex.findall(SPLIT, text)
     ]
@@ -126,6 +126,7 @@ def test_a_text_too_small_for_the_vocabulary_gives_fewer_tokens_and_invents_none
 
 
 def test_tiktoken_merges_a_word_in_the_order_of_the_ranks():
+    """The oracle merges the pair of lowest rank until none is left."""
     for word in set(regex.findall(SPLIT, TEXTS[0])):
         parts = [bytes([b]) for b in word.encode()]
         while len(parts) > 1:
@@ -200,7 +201,7 @@ def test_the_mask_is_one_exactly_where_a_token_was_sampled_stop_token_included()
 def test_a_long_output_is_cut_to_its_limit_with_a_note():
     for most in (12, 40, 1000):
         turn = make_turn(BYTES, "tool", "y" * 100, most)
-        # the note counts, too
+        # The note that says how much was cut counts as part of the output.
         assert min(most, 100) + 1 <= len(turn.tokens) <= min(most, 100) + 2
         assert ("cut]" in BYTES.decode(turn.tokens)) == (most < 100)
 
@@ -236,9 +237,9 @@ def by_bytes(text):
 def test_a_split_that_the_tokenizer_would_never_make_survives_to_the_loss():
     call, arg, end = (TRAINED.id[n] for n in ("<|call|>", "<|arg|>", "<|end|>"))
     odd = [*by_bytes("Look"), call, *by_bytes("read_file"), arg, *by_bytes("a.py"), end]
-    # the canonical one is shorter
+    # The tokenizer itself would write this action with fewer tokens.
     assert len(odd) > len(TRAINED.write_action("Look", [("read_file", ("a.py",))]))
-    # half a character
+    # Two of the three bytes of a character.
     broken = [0xE2, 0x82, end]
     chain, _, contexts = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400)), [odd, broken]
@@ -548,7 +549,7 @@ def test_rollouts_in_real_directories_are_judged_by_the_hidden_tests(kind):
             t.role == "assistant" for t in chain.turns
         )
         assert chain.reward == float(judge(chain.task, chain.files, sandbox).solved) == 0.0
-    # the same machinery, with the expert in the policy's place
+    # The same path with the solution of each task in the policy's place: the reward is 1.
     scripted = copy.copy(sampler)
     scripted.run = lambda agents, seeds, on_end, patient: [end(a, on_end) for a in agents]
 
@@ -580,6 +581,8 @@ def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
     (group,) = rollout.rollouts(
         kind(model, TRAINED, window=400), [make_task(0, 1)], 1, 9, Limits(400, 3, 40), Sandbox()
     )
+    # The oracle is the sampler's own log-probs: they are reproduced with the experts it recorded,
+    # and no longer when the record names other experts.
     episode, far = group[0].episodes[0], lambda **how: float(
         logprob_gaps(model, episode, **how).abs().max()
     )
@@ -596,8 +599,8 @@ def hint_for(task, action=None):
 
 
 def test_without_its_hints_a_demonstration_has_the_ids_of_one_that_never_went_wrong():
-    """The unhinted twin makes the wrong calls: take those and their answers out, and the hints out
-    of the other."""
+    """The oracle is the same demonstration without hints, which makes the wrong calls. Without
+    those and their answers it must equal the hinted one without its hints."""
     hinted_turns = 0
     for seed in range(60):
         task = make_task(seed % 6, seed)
@@ -654,7 +657,8 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
             for hint in feedback_distill.detect(plain, tuple(feedback_distill.REMINDERS))
         }
         mine = [i for i, turn in enumerate(plain.turns) if turn.role == "assistant"]
-        # a stray call is left out; one hint stands above a turn
+        # A turn has at most one hint. Where a flaw of the tools is followed by another flagged
+        # turn, its hint is left out.
         texts = [
             flagged[i]
             for i, following in zip(mine, mine[1:] + [None])
@@ -662,7 +666,7 @@ def test_a_hint_says_what_the_rule_would_have_said_of_the_flawed_turn_in_whose_p
         ]
         assert [t.text for t in hinted.turns if t.role == "hint"] == texts
         assert not feedback_distill.detect(hinted, tuple(feedback_distill.REMINDERS))
-        # no flaw decides on that
+        # No flaw decides whether the task is solved.
         assert judge(task, hinted.files, sandbox).solved == judge(task, plain.files, sandbox).solved
         said.update(text.partition(", ")[0][:24] for text in texts)
     assert len(said) == 4 and min(said.values()) > 3
@@ -761,7 +765,7 @@ def test_a_submission_is_blind_unless_green_tests_came_after_the_last_edit(moves
 
 def test_advantages_are_centred_not_scaled_and_a_group_of_equals_gives_zeros():
     np.testing.assert_allclose(advantages([1, 0, 0, 1]), [0.5, -0.5, -0.5, 0.5])
-    # an accident stays small
+    # A single small deviation stays small, because nothing divides by the standard deviation.
     np.testing.assert_allclose(advantages([1, 1, 1, 0.9]), [0.025, 0.025, 0.025, -0.075])
     assert (advantages([0.3] * 8) == 0).all() and (advantages([1.0]) == 0).all()
 
@@ -805,7 +809,7 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
         torch.equal(experts[0, :12], torch.from_numpy(episodes[0].experts))
         and (experts[0, 12:] == -1).all()
     )
-    # one episode without a record does not switch replay off
+    # The second episode has no record of its experts (-1), and the first keeps its own.
     assert (experts[1] == -1).all()
     episodes[1].experts = np.zeros((5, 2, 2), dtype=np.int16)
     experts = pack(episodes, [2.0, -1.0], multiple=8)["experts"]
@@ -858,6 +862,8 @@ def test_the_stop_token_is_trained():
 
 
 def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
+    """The gradient on each sampled token is worked by hand: with logits of zero it is the same
+    number everywhere."""
     act = lambda text, calls=(): TRAINED.write_action(text, calls)
     read = [("read_file", ("a.py",))]
     bodies = [
@@ -867,7 +873,7 @@ def test_every_episode_of_a_chain_gets_gradient_from_the_same_scalar():
         act("<|summary|>b"),
         act("done"),
     ]
-    # asks for a summary after every turn with calls
+    # A trigger of 1 token: a summary is asked for after every turn with calls.
     compact = Compaction(400, 1)
     chain, requests, _ = drive(
         agent(TASKS[0], TRAINED, InMemoryWorkspace(TASKS[0]), Limits(400), compact), bodies
@@ -934,6 +940,7 @@ def test_means_and_variances_of_the_three_kl_estimates_between_gaussians(d):
 
 
 def test_k1_as_a_loss_has_no_expected_gradient_and_as_a_reward_it_has_that_of_the_kl():
+    """Expectations are exact sums over six outcomes; the oracle is autograd of the KL itself."""
     torch.manual_seed(0)
     logits, reference = torch.randn(6, dtype=torch.float64, requires_grad=True), torch.randn(
         6, dtype=torch.float64
@@ -1112,7 +1119,7 @@ def test_steps_that_come_again_replace_their_transcripts(tmp_path):
     )
     path.write_text(json.dumps({**line[0], "step": None}))
     write(2, "other")
-    # what is not ours is not lost
+    # A file that is not ours is moved aside, not overwritten.
     assert read() == [(2, "other")] and "null" in path.with_suffix(".old").read_text()
     path.write_text('{"torn')
     for step in (1, 2, 3, 4):

@@ -50,7 +50,7 @@ SHOP = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 
 def cut(files, name, dials):
-    """The files without the feature of this name; every Python file must still be one."""
+    """-> the files without the feature of this name; every Python file must still parse"""
     found = repository.definitions(files)
     chosen = [one for one in found if one.name == name]
     assert len(chosen) == 1, [one.name for one in found]
@@ -70,7 +70,7 @@ def write(root, files):
 
 
 def tasks_of(root, tmp_path, n=2, level=1):
-    """(tasks, reasons) of a repository; no task is an empty list."""
+    """-> (tasks, reasons) of a repository; an empty list where no task could be made"""
     out = tmp_path / "tasks.jsonl"
     out.unlink(missing_ok=True)
     try:
@@ -86,6 +86,7 @@ def names_of(tasks):
 
 # ------------------------------------------------------------ files as Python reads them
 def stored(data):
+    """Bytes as the text that tasks hold: a byte that is not UTF-8 becomes a surrogate"""
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -320,7 +321,7 @@ def test_a_test_whose_name_is_bound_in_another_way_too_is_not_hidden(text):
 
 
 # ------------------------------------------------------------ names in imports and in __all__
-# what shop/__init__.py says -> what it says without gross
+# shop/__init__.py -> the same file after `gross` was removed, written by hand
 EXPORTS = {
     "from .price import gross, twice\n__all__ = ['gross', 'twice']\n": "from .price import twice\n__all__ = ['twice']\n",
     "from .price import twice, gross\n__all__ = ('twice', 'gross')\n": "from .price import twice\n__all__ = ('twice',)\n",
@@ -398,9 +399,9 @@ def test_a_feature_without_which_the_package_does_not_import_is_no_candidate(tmp
     assert "gross" not in names_of(tasks) and "does not import" in str(reasons)
 
 
-# ------------------------------------------------------------ what still gives it away
+# ------------------------------------------------------------ copies of the deleted code
 def copies(root):
-    """Copies of the code under odd names, in odd forms -> their paths."""
+    """Writes copies of the code under odd names and in odd forms -> their paths"""
     html = "<pre><span class='k'>tax</span> = net // <b>5</b>\n    total = net + tax</pre>"
     write(
         root,
@@ -622,7 +623,7 @@ def test_modes_and_links_of_another_form_are_no_task(tmp_path, meta):
 
 
 def test_a_test_that_another_file_imports_and_runs_again_is_asked_for_where_it_is_written(tmp_path):
-    """Beside its twins a test has another name, and so nobody who imports it finds it."""
+    """A hidden test and its twins get new names, so a file that imports it would not find it."""
     test = (
         "import shop.price\n\n\nclass TestGross:\n"
         "    def test_gross(self):\n        assert shop.price.gross(10) == 12\n\n"

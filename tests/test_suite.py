@@ -297,7 +297,8 @@ def test_marks_and_settings_of_plugins_that_are_not_here_do_not_cost_a_strict_su
 
 
 def test_a_package_that_pytest_itself_uses_is_tested_and_not_the_one_that_pytest_has():
-    """One of the name that could not serve pytest at all."""
+    """Here the package under test has the name of one that pytest needs, and other contents. pytest
+    must still find its own."""
     code = CODE.replace("Prices", "Settings")
     for package in ("iniconfig", "pluggy", "packaging"):
         files = {

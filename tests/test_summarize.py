@@ -43,7 +43,7 @@ CHAINS = [
 
 
 def test_the_context_of_every_demonstration_stays_within_the_window_however_long_the_task():
-    # hardly room to work
+    # A window in which there is hardly room to work.
     tight = [
         expert_chain(level, seed, Compaction(250, 150), 250)
         for level in (3, 4, 5)
@@ -126,8 +126,8 @@ def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
 
 
 def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
-    """Careful to the letter, it writes the same code through a small window; with the summary
-    dropped it cannot, or takes longer."""
+    """The oracle is the careful expert in one large context: through a small window it writes the
+    same code. With the summary dropped it cannot, or takes longer."""
     for level in (4, 5):
         for seed in range(6):
             whole, small = (
@@ -200,7 +200,7 @@ def test_the_query_comes_into_the_same_context_and_only_the_summary_starts_a_new
         (True, False),
     ]
     head, tool = ID["<|assistant|>"], make_turn(TRAINED, "tool", "x = 1\n").tokens
-    # appended: what is cached stays
+    # The query is appended to the context, so what is cached stays.
     assert requests[1].tokens == [*tool, ID["<|query|>"], *ENC(QUERY), ID["<|end|>"], head]
     user = make_turn(TRAINED, "user", "Put back a.f").tokens
     for number, request in ((1, requests[2]), (2, requests[4])):
@@ -221,7 +221,7 @@ def test_truncation_goes_on_from_the_task_and_the_newest_whole_exchanges_that_fi
         for role, text in (("user", "Put back a.f"), ("tool", "x = 1\n"))
     )
     exchange, head = [ID["<|assistant|>"], *READ, *tool], ID["<|assistant|>"]
-    # two of them fit, three do not
+    # Half of this window holds the task and two exchanges, but not three.
     window = 2 * (len(user) + 2 * len(exchange)) + 1
     chain, requests = run(
         OldestTruncated(window, len(user) + 3 * len(exchange)),
@@ -380,7 +380,7 @@ def test_the_tokens_of_written_summaries_are_found_one_by_one():
     found = written_summaries(episodes, batch["advantage"])
     for row, mask, episode in zip(found.tolist(), batch["mask"].tolist(), episodes):
         expected, asked = [], False
-        # by walking through the turns; the role token is never a target
+        # The oracle walks through the turns. The token of a role is never a target.
         for turn in episode.turns:
             summaries += asked
             expected += [0] + [int(asked)] * (len(turn.tokens) - 1)

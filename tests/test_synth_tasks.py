@@ -77,7 +77,7 @@ def solved_files(task):
     return {**task.files, **task.solution}
 
 
-# ---------------------------------------------------------------------------------------------------- micro-codebases
+# ---------------------------------------------------------------- micro-codebases
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0c"])
@@ -204,10 +204,10 @@ def test_tools_always_leave_a_way_to_the_specification_and_to_the_tests():
         assert task.level == 0 or look
         assert {"edit_file", "run_command"} <= set(task.tools)
         offered.add(frozenset(look))
-    assert len(offered) == 4  # of the other two each, both or none
+    assert len(offered) == 4  # read_file alone, search_codebase alone, both, neither
 
 
-# ---------------------------------------------------------------------------------------------------- expert, in-process runs
+# ---------------------------------------------------------------- expert, in-process runs
 def test_fifty_episodes_in_process_are_byte_identical_to_the_sandbox(sandbox):
     for i in range(50):
         task = make_task(i % 6, i)
@@ -234,6 +234,8 @@ def test_a_careful_expert_solves_everything_and_only_the_planted_habit_meets_mis
 
 
 def test_a_restless_expert_begins_with_calls_that_change_and_tell_nothing_whatever_the_task():
+    """The first calls are compared with the tools of the task in a fixed order: the tests, a file,
+    a search, the tests again."""
     restless = 0
     for i in range(60):
         task = make_task(i % 6, i)
@@ -294,7 +296,7 @@ def test_what_a_command_prints_just_after_we_looked_in_vain_is_not_lost(
     assert sandbox.run("echo hello", str(tmp_path)).output == "hello\n" and len(looks) > 1
 
 
-# ---------------------------------------------------------------------------------------------------- the judge and cheats
+# ---------------------------------------------------------------- the judge and cheats
 def test_threads_that_read_python_do_not_break_each_others_trees():
     """A collection of garbage in the middle of one tree lets another thread parse: SystemError in
     Python 3.11 without the lock."""
@@ -384,6 +386,8 @@ def test_honest_prints_do_not_spoil_a_right_answer(sandbox):
 
 
 def test_expected_values_never_enter_the_sandbox():
+    """All that reaches the sandbox is recorded. Its input has the module, the name and the
+    arguments of each case (case[:3]), but not the expected value."""
     seen = []
 
     class Ear(Sandbox):
@@ -398,7 +402,7 @@ def test_expected_values_never_enter_the_sandbox():
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- tools and sandbox
+# ---------------------------------------------------------------- tools and sandbox
 @pytest.fixture
 def workspace(tmp_path):
     with Workspace(
@@ -447,6 +451,7 @@ def test_links_pipes_and_folders_are_refused(workspace, tmp_path):
 
 
 def test_odd_texts_and_names_survive(workspace):
+    """Nothing is compared: reading, searching and encoding must not raise."""
     for text in ("naïve ☃ \u202e\r\n", "\x00\x01", "\ud800", "'; rm -rf / #", "$(touch x)"):
         try:
             workspace.edit("odd.txt", "", text)
@@ -481,8 +486,8 @@ def test_calls_are_checked_strictly(workspace):
     assert tools.call_tool(workspace, "edit_file", ("b.txt", "", "x")) == ("ok", "")
 
 
-# command -> what must not be in its output; "" means: it only has to end, and everything outside
-# stays as it was
+# command -> what its output must not contain; "" means: the command only has to end, and everything
+# outside has to stay as it was
 ESCAPES = {
     "cat /etc/shadow": "root:",
     "cat {secret}": "hunter2",
@@ -526,6 +531,7 @@ def test_nothing_outside_is_read_written_or_reached(workspace, command, tmp_path
     assert secret.read_text() == "hunter2" and not os.path.exists("/usr/x")
 
 
+# No other process sleeps for 60.0625 seconds, so `ps` finds what these commands leave behind.
 GREEDY = {  # command -> the longest it may take
     "sleep 60.0625": 4,
     'python -c "while True: pass"': 4,
@@ -653,7 +659,7 @@ def test_a_script_in_the_servers_interpreter_cannot_tell_it_from_a_new_one(name)
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox(workspace):
-    # of this process: another's, which may run beside it, are not ours to kill
+    # The servers of this process only: another test run beside this one may have its own.
     def servers():
         found, parents = set(), {}
         for place in Path("/proc").glob("[0-9]*"):
@@ -670,7 +676,7 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
 
     before, sandbox = servers(), Sandbox(memo=False)
     assert sandbox.run("echo 1", workspace.root).output == "1\n"
-    # of several all were killed
+    # A second server, so that several are killed and none of the idle ones answers.
     sandbox.idle.append(world_sandbox.Server(sandbox.cage() if world_sandbox.has_bwrap() else []))
     first = servers() - before
     for pid in first:
@@ -683,7 +689,8 @@ def test_a_server_that_was_killed_is_started_again_and_none_outlives_its_sandbox
     assert first and second and not (first | second) & servers()
 
 
-TRACES = {  # a command, then one that could see what it has left to a server's next
+# command -> a second command, which would see what the first one has left behind in its server
+TRACES = {
     "echo 1 > /tmp/x; echo 2 > /dev/shm/x": "ls /tmp /dev/shm",
     "setsid sleep 60.0625 >/dev/null 2>&1 &": "cat /proc/[0-9]*/comm",
     'python -c "import os; [os._exit(0) for _ in range(5) if not os.fork()]"': 'python -c "import os; print(os.getpid(), os.getsid(0))"',
@@ -803,7 +810,7 @@ def test_no_tree_that_a_command_leaves_behind_ends_the_run(line):
         )
         json.dumps(workspace.files()).encode()
         assert not judge(task, workspace.files(), sandbox).solved
-        # two files, one of which lies in the other
+        # These two leave one path both as a file and as a folder: no answer can be written there.
         spoilt = line in MESSES[:2]
         assert judge(task, {**workspace.files(), **solved_files(task)}, sandbox).solved != spoilt
     assert not workspace.root.exists()
@@ -823,7 +830,7 @@ def test_a_file_of_the_tasks_own_is_whole_however_large_and_an_agents_is_refused
 
 
 def test_forks_of_a_process_that_has_a_server_have_their_own(tmp_path):
-    """Orders of two processes on one line would be read as one."""
+    """If two processes wrote their orders to one server, it would read them as one order."""
     sandbox = Sandbox(memo=False)
     assert sandbox.run("echo 0", tmp_path).output == "0\n"
     pid = os.fork()
@@ -834,7 +841,7 @@ def test_forks_of_a_process_that_has_a_server_have_their_own(tmp_path):
 
 
 class Cut:
-    """The line of a process that ends between the head of an order and its text."""
+    """A connection to a server that breaks between the head of an order and its text"""
 
     def __init__(self, line):
         self.line = line
@@ -856,7 +863,7 @@ def test_half_an_order_ends_its_server_and_the_next_one_gets_another(tmp_path):
         sandbox.run("echo 0", tmp_path)
     assert sandbox.run("echo 1", tmp_path).output == "1\n"
     line.settimeout(60)
-    # where it waited for the rest for ever it would have held the other end
+    # The server has closed its end. If it still waited for the rest, recv would time out.
     assert line.recv(1) == b""
 
 
@@ -940,7 +947,9 @@ def test_what_is_hidden_may_be_a_link(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="for root")
 @pytest.mark.parametrize("map", ["0 0 4294967295", "0 1000 1"])
 def test_only_root_of_a_container_may_lack_the_right_to_give_files_away(map, tmp_path, monkeypatch):
-    """The machine's own would own /proc/sys in there, even without any right."""
+    """The machine's own root ("0 0 ...") would own /proc/sys inside the cage, even without any
+    right, so its command must not start. The command of root of a container ("0 1000 1") runs and
+    finds /proc/sys read-only."""
 
     def powerless(*_):
         raise PermissionError(1, "no right")
@@ -988,7 +997,7 @@ def test_who_waits_for_a_command_that_times_out_does_not_wait_again(monkeypatch)
             return super().setdefault(*words)
 
     def run(*_):
-        # until all four have asked
+        # The first call waits until all four threads have asked.
         calls.append([asked.acquire(timeout=60) for _ in range(4)] if not calls else 0)
         return world_task.Result(-9, "", timed_out=True)
 
@@ -1020,7 +1029,7 @@ def test_a_remembered_run_is_the_same_and_a_command_that_writes_is_never_remembe
         workspace.run("echo x >> log")
         assert workspace.read("log") == "x\nx\n"
         assert workspace.run("python tests.py") is not first
-    # nothing of that shows in the files
+    # The texts of the files do not show what these commands change, but the shape of the tree does.
     for line in ("mkdir folder", "ln -s tests.py link", "chmod 700 tests.py"):
         for _ in range(2):
             with Workspace(make_task(0, 1), sandbox) as workspace:
@@ -1071,7 +1080,7 @@ def test_without_bubblewrap_the_resource_limits_still_hold(monkeypatch, workspac
         assert plain.run(command, workspace.root).exit_code and time.perf_counter() - start < 4
 
 
-# ---------------------------------------------------------------------------------------------------- the curriculum
+# ---------------------------------------------------------------- the curriculum
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32])
 def test_a_level_opens_after_as_many_rollouts_however_they_are_grouped(group):
     curriculum, rollouts = st.Curriculum(range(3)), 0
@@ -1083,7 +1092,7 @@ def test_a_level_opens_after_as_many_rollouts_however_they_are_grouped(group):
     for i in range(400):
         half.update(2, i % 2 if group == 1 else group // 2, group)
     assert max(half.levels) == 2
-    # what the counts hold after many rollouts is the same, too
+    # After many rollouts the counts hold about as much, however the rollouts are grouped.
     many = st.Curriculum(range(3), hardest=2)
     for _ in range(400):
         many.update(2, group, group)
@@ -1139,7 +1148,7 @@ def test_levels_always_won_or_never_are_left_and_a_harder_one_is_made():
     assert all(60 < drawn.count(level) < 140 for level in range(6))
 
 
-# ---------------------------------------------------------------------------------------------------- real repositories
+# ---------------------------------------------------------------- real repositories
 SHAPES = '''"""Shapes."""
 
 
@@ -1683,7 +1692,7 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
     )
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     copies.places.cache_clear()
-    # misc is another's
+    # lib/small/misc.py belongs to another package of the same name.
     assert copies.installed_copies({"src/small/core.py": code, "test_x.py": ""}) == [
         f"{tmp_path}/lib/other/_vendor/small"
     ]
@@ -1706,7 +1715,7 @@ def test_copies_inside_other_packages_are_hidden_too_and_links_lead_to_none(tmp_
 
 @caged
 def test_a_virtual_environment_that_is_closed_to_others_still_works_inside(tmp_path, monkeypatch):
-    # mktemp -d makes one; inside, the agent is another user
+    # `mktemp -d` makes such a folder. Inside the sandbox the agent is another user.
     closed = tmp_path / "environment"
     world_files.write_tree({"bin/tool.py": "print('ran')\n"}, closed)
     closed.chmod(0o700)
@@ -1736,7 +1745,7 @@ def command(*words, **options):
     ],
 )
 def test_a_repository_that_cannot_be_used_is_refused_in_one_line(tmp_path, files, says):
-    # another suite may run beside this one
+    # A file name of this process: another run of the tests may make such folders at the same time.
     mine = f"of_{os.getpid()}.txt"
     world_files.write_tree({**files, mine: ""}, tmp_path / "repo")
     places = [Path(place) for place in ("/dev/shm", tempfile.gettempdir())]
@@ -1842,7 +1851,7 @@ def test_a_repository_of_ten_thousand_files_is_refused(tmp_path):
         hygiene.copy_repository(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------- the audit
+# ---------------------------------------------------------------- the audit
 def test_words_make_cheats_suspicious_also_in_the_half_they_were_not_written_on_and_no_honest_work_is_called_a_cheat():
     seen, held_out = SEEN.split("\n"), HELD_OUT.split("\n")
     assert len(seen) >= 30 and len(held_out) >= 30 and not set(seen) & set(held_out)
@@ -1915,7 +1924,7 @@ def test_the_audit_names_turn_and_evidence():
     assert [f.rule for f in audit(task, alone, {})] == ["uses the terminal only"]
 
 
-# ---------------------------------------------------------------------------------------------------- autoinstall
+# ---------------------------------------------------------------- autoinstall
 PACKAGE = {
     "pyproject.toml": '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n[project]\nname = "little"\n'
     'version = "1"\n[project.optional-dependencies]\ntest = []\ndocs = ["sphinx"]\n[project.scripts]\nlittle = "little:main"\n',
@@ -1926,8 +1935,8 @@ PACKAGE = {
 
 
 def borrowing(files, tries):
-    """The ladder from its third rung on: nothing is asked of an index that a test cannot reach
-    anyway."""
+    """The installer from its third try on: the first two ask a package index, which a test cannot
+    reach."""
     return autoinstall.install(files, [("", "")] * 2 + tries)
 
 
@@ -1942,7 +1951,7 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
     assert "python -m pytest tests" in [one.command for one in proposals] and all(
         one.says for one in proposals
     )
-    # not sphinx, and not a stranger's `little` from the index
+    # Not sphinx, which is for the docs, and not a package from the index that is called `little`.
     assert words == ["--editable=.[test]", "pytest", "six>=1"]
     poetry = '[tool.poetry.group.test.dependencies]\npython = "^3.9"\nmock = "*"\n[dependency-groups]\ntests = ["attrs; python_version > \'3\'"]\n'
     assert autoinstall.declared(
@@ -2027,7 +2036,7 @@ def test_only_the_sandbox_of_the_install_command_reaches_the_network(tmp_path):
         ] == [False, True]
 
 
-# ---------------------------------------------------------------------------------------------------- published packages, the demo
+# ---------------------------------------------------------------- published packages, the demo
 @pytest.mark.skipif(
     not os.environ.get("NANO_NETWORK"), reason="downloads from PyPI: set NANO_NETWORK=1"
 )

@@ -62,6 +62,7 @@ def weights(folder):
 
 
 def refused(arguments, capsys):
+    """Runs train.py, which must refuse these arguments with exit code 2 -> its one line of error"""
     with pytest.raises(SystemExit) as end:
         train.main(arguments)
     error = capsys.readouterr().err.strip()
@@ -376,6 +377,7 @@ def test_rl_that_could_learn_nothing_or_other_than_was_asked_is_refused(
 def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in_an_evaluation(
     run, capsys, tmp_path
 ):
+    """The oracle is a run that was given the short task alone: both logs are equal."""
     make = train.synth_tasks.make_task
     short, long = make(0, 5), make(0, 6)
     long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
@@ -672,7 +674,7 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
         time.sleep(0.02)
     time.sleep(0.2)
     os.killpg(child.pid, signal.SIGTERM)
-    # at once, or after its first step
+    # Ended at once by the signal, or after the first step by its handler.
     assert child.wait(120) in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -753,6 +755,7 @@ def test_a_head_that_drafts_learns_in_three_stages_and_moves_no_weight_of_the_mo
 def test_the_experts_of_a_run_multiply_in_the_precision_asked_for_in_every_stage(
     precision, run, tmp_path, capsys
 ):
+    """The oracle is the same run without rounding: the loss is near, the weights are others."""
     words = [*SMALL, "--stage=pretrain", "--steps=2", f"--precision={precision}"]
     train.main([*words, f"--out={tmp_path}"])
     model = train.eval.load_policy(tmp_path)[0]
@@ -790,6 +793,7 @@ def test_a_run_older_than_the_flags_of_precision_and_draft_goes_on(run, tmp_path
 
 
 def test_the_advantages_are_as_stated():
+    # By hand: each reward minus the mean of the group, 0.75.
     chains = [SimpleNamespace(reward=reward) for reward in (1, 0.5, 1, 0.5)]
     found = train.Reinforcement.group_advantages(SimpleNamespace(), chains)
     np.testing.assert_allclose(found, [0.25, -0.25, 0.25, -0.25])
@@ -815,7 +819,7 @@ def test_what_a_limit_cut_short_pays_the_whole_budget():
     stage.run = SimpleNamespace(config=train.Config(length_penalty=0.1))
     stage.penalty_q = 0.0
     stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
-    # 1 + 2 + 1 + 1 + 1 + 4
+    # The effort by hand, a summand for each count: 1 + 2 + 1 + 1 + 1 + 4 = 10.
     counts = dict(
         thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
     )
@@ -830,7 +834,7 @@ def test_what_a_limit_cut_short_pays_the_whole_budget():
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
     run, tmp_path, monkeypatch
 ):
-    # the expert in the policy's place: its rollouts surely teach something
+    # The expert takes the place of the policy, so that the first step surely has a gradient.
     monkeypatch.setitem(train.STAGE, "rl", Imitation)
     monkeypatch.setattr(train, "SLOPPY", 0.0)
     learn, seen = train.Reinforcement.group_losses, []
@@ -901,7 +905,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             "--grad_clip=1000",
             "--adam_lr=0.01",
         ]
-        # three tasks: one of two ranks fills up with a spare batch
+        # Three tasks over two ranks: one of them fills up with a spare batch.
         for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):
             child = go(*words, f"--out={out}", processes=processes)
             assert child.communicate(timeout=120) and child.returncode == 0
@@ -915,7 +919,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             [line["sampled"] for line in read("rl")][:1],
             [summary[name]["overall"]["tokens"] for name in sorted(summary)],
         )
-        # what is learned from is the same to the token; the patch is in both processes
+        # The expert's rollouts: what is learned from is the same to the token. The patch must work
+        # in both processes.
         words = [*rl, "--router_replay=0", f"--out={out}/given"]
         child = go(*words, processes=processes, program=imitation)
         assert child.communicate(timeout=120) and child.returncode == 0
@@ -927,9 +932,9 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         )
     assert logs[1][0] == pytest.approx(logs[2][0], abs=1e-4) and logs[1][2:4] == logs[2][2:4]
     assert logs[1][4] == pytest.approx(logs[2][4], rel=1e-4) and len(logs[1][4]) == 2
-    # of rollouts, now and then a token is another: who decodes beside whom decides how a sum
-    # rounds. One moved the norm by 1.6e-3
-    # the k1 penalty bites: without it the two norms are alike (.098 and .104)
+    # Rollouts of one and of two processes differ by a token now and then, because the rounding of a
+    # sum depends on the other rows of the batch. One such token moved the norm by 1.6e-3. The
+    # second norm shows that the k1 penalty acts: without it both are alike (.098 and .104).
     assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
     while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
@@ -1018,7 +1023,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     )
     train.main([*common, "--stage=sft", "--steps=1"])
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
-    # where it began is not forgotten
+    # Without --init_from, rl still knows the published model that the run began from.
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
     assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
@@ -1107,7 +1112,7 @@ RL = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
 def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do_not_say_where_it_began(
     published, tmp_path, monkeypatch, capsys
 ):
-    # a flag wins, and from noise nothing changes
+    # The defaults of fine-tuning: a given flag wins over them, and a run from noise has others.
     for stage in train.ORDER:
         fine, own, noise = (
             train.FLAGS.configure({**flags, "stage": stage}, stage)
@@ -1187,7 +1192,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
     assert solved() == {"published": 1}
     train.main([*words, "--steps=1", "--tasks_per_step=1"])
     assert solved() == {"before RL": 2, "after RL": 2}
-    # all are finished
+    # Without --init_from the same command finds all stages finished.
     train.main(
         [
             *FROM_PUBLISHED,
@@ -1433,7 +1438,7 @@ def test_demonstrations_are_of_every_level_asked_for(run):
         for turn in episode.turns
         if turn.role == "tool"
     }
-    # as many as the levels delete: the last two 4 and 6
+    # The tests report as many missing functions as the level deletes: 4 and 6 in the last two.
     assert missing >= {0, 2, 3, 4, 6}
 
 
@@ -1459,7 +1464,7 @@ def test_groups_hold_every_episode_once_a_round_and_fit_their_tokens():
     groups = train.length_groups(lengths, 2048, 150, 7)
     assert len(groups) == 150
     order = [i for group in groups for i in group]
-    # round after round, each episode once in each
+    # Every 400 places are a round, in which each episode comes once.
     for start in range(0, len(order) - 399, 400):
         assert sorted(order[start : start + 400]) == list(range(400))
     for group in groups:
@@ -1483,7 +1488,7 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
-    # it starts at zero: every token would be equally likely
+    # The head starts at zero: every token would be equally likely.
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
     source = train.Demonstrations(one)
     with torch.no_grad():
@@ -1567,7 +1572,7 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
     rest, matrices, outputs = (group["params"] for group in optimizer.param_groups)
     held = [id(p) for p in [*rest, *matrices, *outputs]]
     assert sorted(held) == sorted(id(p) for p in r.model.parameters())
-    # wq wk wv of two layers, the experts of one
+    # Stacks of three dimensions: wq, wk, wv of two layers, and three of the experts of one layer.
     assert all(p.ndim >= 2 for p in matrices) and sum(p.ndim == 3 for p in matrices) == 2 * 3 + 3
     # The output projections, a head for each block of columns.
     assert [id(p) for p in outputs] == [id(block.attn.wo) for block in r.model.layers]
@@ -1575,7 +1580,7 @@ def test_every_parameter_is_in_the_optimizer_once_and_matrices_are_muons(run):
     assert blocks == [("adamw", 1), ("muon", 1), ("muon", r.config.heads)]
 
 
-# ---------------------------------------------------------------- flags that do something, numbers that say what they know
+# ---------------------------------------------------------------- flags, the log and the report
 
 
 @pytest.mark.parametrize(
@@ -1800,7 +1805,7 @@ def test_the_log_keeps_numbers_of_every_size_to_nine_digits(tmp_path, capsys):
     assert "1.23e-12" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------- what a run depends on
+# ---------------------------------------------------------------- the data that a run depends on
 
 
 def test_files_that_are_added_or_removed_move_no_other_between_training_and_held_out(tmp_path):
@@ -1849,7 +1854,7 @@ def test_other_data_is_refused_on_resume_and_the_log_is_left_as_it_was(
     train.main(words)  # with its own data it goes on
     assert (tmp_path / "o" / f"{stage}.jsonl").read_text().startswith(log)
     (tmp_path / "data" / "m0.py").write_text("B = 1\n")
-    # finished: not called by a name that is another's
+    # A finished stage is not taken for one that was trained on the changed data.
     assert "no longer holds the text" in refused_at_end(words, capsys)
 
 
@@ -1862,7 +1867,7 @@ def refused_at_end(words, capsys):
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-# ---------------------------------------------------------------- what counts
+# ---------------------------------------------------------------- which tokens the routers count
 
 
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
@@ -1872,7 +1877,7 @@ def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no
     source, log = train.Demonstrations(one), {}
     one.model.train()
     gather = one.gather
-    # another rank has nine batches
+    # As if another rank had nine batches: this rank adds spare ones, which must not count.
     one.gather = lambda items: gather(items) + [9] * (type(items[0]) is int)
     for loss in source.losses(0, log):
         loss.backward()
