@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read_quick
 from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
@@ -90,9 +90,7 @@ def byte_tokenizer():
 
 def build_models(tokenizer, quick):
     """-> a model as it is trained, and one with the same weights that only generates"""
-    # The laptop scale of train.py, with a vocabulary of 1,024 tokens: the defaults of ModelConfig
-    # and these two fields.
-    sizes = dict(kv_lora=128, qk_nope=32)
+    sizes = {name: size for name, size in LAPTOP_SCALE.items() if name != "vocab"}
     if quick:
         sizes = dict(dim=64, layers=2, heads=2, kv_lora=32, experts=4)
 

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.harness import make_parser, print_table
+from benchmarks.harness import LAPTOP_SCALE, make_parser, print_table
 from command.gpu_memory import (
     GPU_SCALE,
     Step,
@@ -68,7 +68,7 @@ MODELS = {
         expert_ffn=1408,
     ),
     "gpu": GPU_SCALE,
-    "laptop": dict(vocab=1024),
+    "laptop": LAPTOP_SCALE,
 }
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.decode import decoding_step
-from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read_quick
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
 from moe import FFN, Cache, Model, ModelConfig, MoE, fast_dtype
@@ -137,7 +137,7 @@ def bench_laptop_model(device, sizes):
     """The laptop's model as the recipe runs it, beside its plain form (train.py --plain=1)"""
     # Two models with the same weights, and one batch for both.
     dtype, rows = fast_dtype(device), sizes.decoded_rows
-    plain = Model(ModelConfig()).to(device).compute_in(dtype)
+    plain = Model(ModelConfig(**LAPTOP_SCALE)).to(device).compute_in(dtype)
     models = {"fast": accelerate(copy.deepcopy(plain)), "plain": plain}
     tokens = torch.randint(0, 1024, (sizes.batch, 256), device=device)  # (B, T)
 

@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from command.checks import check_parameters
 from conftest import run_ranks
-from muon import COEFFICIENTS, Muon, noise_of_places, orthogonalize, stochastic_round, step_scale
+from fast.gram_newton_schulz import gram_newton_schulz
+from muon import (
+    COEFFICIENTS,
+    Muon,
+    newton_schulz,
+    noise_of_places,
+    orthogonalize,
+    stochastic_round,
+    step_scale,
+)
 
 torch.set_num_threads(1)
 SHAPES = {
@@ -162,7 +171,8 @@ def test_orthogonalize_is_close_to_the_polar_factor_of_the_svd(shape, dtype):
 @pytest.mark.parametrize("spectrum", ["gauss", "1/k", "rank 4"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("tall", [False, True])
-def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, tall):
+@pytest.mark.parametrize("iterate", [newton_schulz, gram_newton_schulz])
+def test_both_forms_equal_the_iteration_in_float64(iterate, spectrum, steps, tall):
     G = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     U, S, V = torch.linalg.svd(G, full_matrices=False)
     k = torch.arange(1, 25)
@@ -179,7 +189,7 @@ def test_the_gram_form_equals_the_plain_iteration_in_float64(spectrum, steps, ta
     # Ten steps multiply the rounding error of a zero singular value by 3.4 ** 10.
     if spectrum != "rank 4" or steps < 10:
         assert torch.allclose(
-            orthogonalize(G.float(), steps, dtype=torch.float32).double(),
+            orthogonalize(G.float(), steps, dtype=torch.float32, iterate=iterate).double(),
             quintic_in_float64(G, steps),
             atol=2e-4,
         )

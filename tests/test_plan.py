@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hsdp
+import train
 from benchmarks import plan
 from command import gpu_memory
 from hsdp import Layout
@@ -62,6 +63,15 @@ def test_kimi_has_a_trillion_parameters_and_its_newton_schulz_is_the_hand_count(
     assert of_outputs["Newton-Schulz"] == pytest.approx(by_hand / 512 / 1e15)
     # The units of the experts travel there and back in bf16: 7.9 GB for one rank.
     assert one["units on the wire"] * 50e9 == pytest.approx(7.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu"])
+def test_a_named_scale_is_the_model_that_train_py_makes_of_it(scale):
+    config = train.FLAGS.configure({"scale": scale, "device": "cpu"}, "pretrain")
+    made = vars(train.model_config(config, plan.MODELS[scale]["vocab"]))
+    named = vars(ModelConfig(**plan.MODELS[scale]))
+    # The plan needs no window.
+    assert {**named, "context": made["context"]} == made and config.vocab == named["vocab"]
 
 
 def test_the_plan_prints_its_assumptions_and_both_meshes(capsys):

@@ -127,7 +127,7 @@ def test_the_sampled_summary_is_trained_and_the_carried_copy_is_not():
 
 def test_what_is_carried_over_lets_the_expert_finish_as_without_summaries():
     """The oracle is the careful expert in one large context: through a small window it writes the
-    same code. With the summary dropped it cannot, or takes longer."""
+    same code."""
     for level in (4, 5):
         for seed in range(6):
             whole, small = (
