@@ -146,11 +146,10 @@ def stage_numbers(bench, stage, lines, wall):
 
 def describe_rollouts(bench, lines, phases):
     """The steps of RL, and where their time goes: rows of two tables, and a check"""
-    # The profile of the watch, as shares and as seconds of an average step.
-    seconds = statistics.mean(line["seconds"] for line in lines)
+    # The profile of the watch: shares of the loop's time, in which steps, saving and validation
+    # are.
     for phase, share in phases.items():
-        columns = {"share_%": 100 * share, "seconds": share * seconds}
-        bench.emit("an RL step, by the wall", what=phase, **columns)
+        bench.emit("an RL step, by the wall", what=phase, **{"share_%": 100 * share})
 
     # One row for each step.
     config = stage_config(bench, "rl")
