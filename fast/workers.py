@@ -48,7 +48,7 @@ from world.sandbox import Sandbox
 
 def generation_model(config, dtype, device="cpu"):
     """A model that only samples, of a configuration: its matrices are stored in the compute dtype.
-    Norms, routers and the embedding remain in fp32, as in the trainer."""
+    Norms, routers and the embedding remain in fp32."""
     model = accelerate(config.build_model()).to(device).compute_in(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
