@@ -23,5 +23,6 @@ def compile_blocks(model):
 
     # torch advises to round fp32 products to TF32. Here fp32 is for what must not be rounded.
     warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
+
     for block in model.layers:
         block.compile()

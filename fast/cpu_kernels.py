@@ -121,6 +121,7 @@ def attend_in_blocks(q, k, v, mask, scale, coarse=True):
     exact = q.dtype == torch.float32 or coarse and narrow
     if few_keys and q.device.type == "cpu" and exact:
         return attend_by_products(q, k, v, mask, scale)
+
     # Flash attention wants values as wide as keys: zeros fill them up and are cut off again.
     Q, V = q.shape[-1], v.shape[-1]
     v = F.pad(v, (0, Q - V)) if Q > V else v  # (B, H, S, max(Q, V))

@@ -458,6 +458,7 @@ class DecodingModel(Model):
             for i in members:
                 order[ends[i] - lengths[i] : ends[i]] = range(at, at + lengths[i])
                 at += width
+
         order = to_device(order + order[-1:] * more, device)  # (N,)
         self.continue_cached(tokens, cache, row, position, spans, order, record)
 
@@ -482,6 +483,7 @@ class DecodingModel(Model):
         # all are wanted.
         h = hidden.flatten(0, 1) if where is None else hidden[where]  # (N, D)
         t = targets.flatten() if where is None else targets[where]  # (N,)
+
         # Few different numbers of rows, see round_up. Rows of zeros fill up and are cut off again.
         fill = round_up(len(t)) - len(t)
         h = F.pad(self.norm(h), (0, 0, 0, fill))

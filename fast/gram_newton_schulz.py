@@ -52,6 +52,7 @@ def gram_newton_schulz(X, steps=5):
     # of small singular values.
     narrow = X.dtype == torch.float16 and X.is_cuda
     gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or narrow)
+
     # A is the Gram matrix, Q the polynomial of one step, P the product of the polynomials that X
     # has not been multiplied by yet: (N, m, m) each. X alternates between two buffers, since a
     # product cannot be written over its own operand.
@@ -65,6 +66,7 @@ def gram_newton_schulz(X, steps=5):
         if not pending:
             torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
         torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
+
         # a on the diagonal: a X is added inside the product, one pass over X less than a X + Q X.
         Q.diagonal(dim1=-2, dim2=-1).add_(a)
         product = torch.bmm(Q, P, out=next_P) if pending else Q

@@ -66,6 +66,7 @@ class Row:
         self.sampling = False
         self.tool = None
         self.chain = None
+
         # One array per episode, the experts of every token that was fed: (window + 1, L, K).
         self.experts = []
         self.expert_shape = expert_shape
@@ -154,6 +155,7 @@ class Sampler:
         self.ngram_table = {}
         if self.cache is None:
             self.cache = Cache(self.model, self.rows, self.window + 2)
+
         # Agents that have not begun. They are taken from the end, the first agent first.
         queue = list(enumerate(zip(agents, seeds)))
         queue.reverse()
@@ -172,6 +174,7 @@ class Sampler:
             for _ in range(self.stride if rows else 0):
                 self.refresh()
                 self.step(rows)
+
         # An error of on_end is raised here.
         for _, ended in done.values():
             ended.result()
@@ -423,6 +426,7 @@ class Sampler:
                 fed = [row.context[start], *draft]
             else:
                 start, fed = 0, [0]  # no agent has this row of the cache
+
             tokens.append(fed + [0] * (width - len(fed)))
             position.append(start)
         return to_device(tokens, self.device), position
@@ -435,10 +439,12 @@ class Sampler:
         for i, draft in enumerate(drafts):
             places += [(i, j) for j in range(1 + len(draft))]
             uniforms += rows[i].peek_uniforms(1 + len(draft))
+
         # One product with the head for all places: N of them, logits (N, V).
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
         drawn = sample_from_logits(logits, to_device(uniforms, self.device), self.temperature)
+
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         return [int(token) for token in tokens], logprobs

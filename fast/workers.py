@@ -138,6 +138,7 @@ class Publisher:
         new = {}
         for name, dtype in self.dtypes.items():
             new[name] = weights[name].detach().to("cpu", dtype, copy=True)
+
         is_base = self.count % self.every == 0
         data = digest_weights(new) + encode_delta(zeros(new) if is_base else self.sent, new)
 
@@ -328,6 +329,7 @@ class Workers:
         process = self.context.Process(target=worker_main, args=arguments, daemon=True)
         process.start()
         self.processes[i] = process
+
         # The process has its own copies of these ends. If ours stayed open, we would not notice its
         # death by the end of the pipe.
         theirs.close()

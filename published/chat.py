@@ -191,7 +191,8 @@ class CallBlock:
     """One call in the body of a turn in a published form: where it begins, its text, and where the
     parts of the text stand"""
 
-    start: int  # the call's first token
+    # the call's first token; of the first call, the first token of what stands before all calls
+    start: int
     inside: int  # the first token of its text
     text: str = ""
     name: str = ""
@@ -271,6 +272,7 @@ def read_json_block(block):
         name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
         block.name_end = block.text.index(name) + len(name) + 1
         return name, None
+
     name, _, block.name_end = members["name"]
     given, block.arguments_at, _ = members["arguments"]
     # Arguments may also be a JSON string that contains JSON: then no object stands in the text.
@@ -315,6 +317,7 @@ def find_thought(tokenizer, body):
     a thought. 0 where </think> is a token, which find_calls sees itself."""
     if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
         return 0
+
     closing = tokenizer.mark_controls(body).find("</think>")
     if closing < 0:
         # The thought is not closed: all of the body is thought.
@@ -348,6 +351,7 @@ def find_calls(tokenizer, body):
     for i, token in enumerate(body):
         name = names.get(token)
         mark = marks.get(name)
+
         # 1) Inside of a thought nothing counts but its end.
         if i < skipped or thinking:
             drafts = drafts or mark is not None
@@ -430,6 +434,7 @@ def take_arguments(call, given):
     for name in call.given:
         if name not in wanted:
             problems.append(f"there is no `{replace_surrogates(name)[:40]}`")
+
     # Of two errors the one about the form comes first.
     are_strings = all(isinstance(value, str) for value in call.given.values())
     if not isinstance(given, dict) or not are_strings:

@@ -155,6 +155,7 @@ def read_config(path):
         raise ValueError(
             f"{path}: model_type {family!r:.60} is not one of {known}, kimi_k2, kimi_k25"
         )
+
     # 2) No setting that would change the model and is not read.
     settings = Settings(raw, path)
     refuse_unread(path, raw, READ_SETTINGS | UNUSED_SETTINGS | FAMILY_READS[family])
@@ -165,6 +166,7 @@ def read_config(path):
         raise ValueError(
             f"{path}: layer_types other than full_attention in every layer are not supported"
         )
+
     # 3) What the family says in its own words, and what all families say alike.
     if family == "deepseek_v3":
         own = mla_settings(settings)
@@ -195,6 +197,7 @@ def read_language_model(path):
     if raw.get("model_type") != "kimi_k25" or not isinstance(raw.get("text_config"), dict):
         return raw, ""
     inner = {"model_type": "kimi_k2", **raw["text_config"]}
+
     # Only the settings inside text_config are read. One beside it that says something else about
     # the language model is refused.
     for key in sorted((READ_SETTINGS | FAMILY_READS["deepseek_v3"]) - {"model_type"}):
@@ -278,6 +281,7 @@ def qwen3_moe_settings(settings):
             f"{settings.path}: num_experts and num_local_experts differ: "
             "delete the one that is not meant"
         )
+
     # Dense layers must be the first ones, as they are in moe.Model.
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
@@ -317,6 +321,7 @@ def rope_settings(settings, mla):
 
     context = rope.integer("original_max_position_embeddings", length, high=1 << 30)
     factor = rope.number("factor", length / context, 1, 1e4)
+
     # 1) The temperature, by its two coefficients. The amplitude on cos and sin that follows from
     # them is only a default: the file may say it itself.
     mscale = rope.number("mscale", 0.0, 0, 10)
@@ -327,6 +332,7 @@ def rope_settings(settings, mla):
     else:
         amplitude = yarn_mscale(1, factor)
     amplitude = rope.number("attention_factor", amplitude, 1e-3, 1e3)
+
     # 2) Which pairs of dimensions are slowed; and for latent attention alone the coefficient of a
     # temperature on the scores.
     return dict(
@@ -413,6 +419,7 @@ def config_json(config):
         raise ValueError(
             f"no published architecture has this attention, routing and norms; known: {known}"
         )
+
     # 2) What all families say alike
     raw = dict(
         architectures=[FAMILIES[family]],
@@ -428,6 +435,7 @@ def config_json(config):
         tie_word_embeddings=config.tie,
         max_position_embeddings=config.window,
     )
+
     # 3) Attention, and the experts where there are any
     if family == "deepseek_v3":
         raw |= mla_json(config)
@@ -456,6 +464,7 @@ def find_family(config):
     # Latent attention: DeepSeek-V3 has a sigmoid router and shared experts.
     if config.attention == "mla":
         return "deepseek_v3" if config.scoring == "sigmoid" and config.shared else None
+
     # Grouped queries: the published ones turn whole heads.
     if config.qk_nope or config.q_lora or config.v_dim != config.qk_rope:
         return None

@@ -55,6 +55,7 @@ class VariantConfig(ModelConfig):
         assert self.attention == "gqa" or not (
             self.qk_norm or self.qkv_bias
         ), "qk_norm and qkv_bias are for gqa"
+
         # Groups are of equal size, of two experts at least (a group is worth its two best), and the
         # chosen groups must hold enough experts for a token.
         size, rest = divmod(self.experts, self.n_group)
@@ -115,6 +116,7 @@ class GroupedQueryAttention(moe.Attention):
             self.wq_a = init_weight(c.q_lora, c.dim)
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
         self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+
         # Keys and values straight from the input, for G heads.
         self.wk = init_weight(c.kv_heads, self.head_dim, c.dim)
         self.wv = init_weight(c.kv_heads, c.v_dim, c.dim)
@@ -129,6 +131,7 @@ class GroupedQueryAttention(moe.Attention):
                 nn.Parameter(torch.zeros(w.shape[0] * w.shape[1]))
                 for w in (self.wq, self.wk, self.wv)
             )
+
         # zero, as in Attention: an untrained layer changes nothing
         self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
 

@@ -206,6 +206,7 @@ def read_checkpoint(folder, dtype=None, wanted={}):
             f"{files[head]}: tensor {head!r} is not the embedding it is tied to: "
             "set tie_word_embeddings to false"
         )
+
     interleaved = settings.flag("rope_interleave", True) and config.attention == "mla"
     return config, read_weights(config, tensors, weights, quant, interleaved, dtype, wanted)
 
@@ -214,7 +215,7 @@ def check_pieces(folder, tensors, files, pieces, published_shape):
     """Raises a ValueError unless all tensors that a weight is stored in are in the folder, with
     their shapes and dtypes."""
     for name, (shape, dtypes) in pieces.items():
-        # Only the header is asked, no weight is read.
+        # Only headers are needed: no weight is read.
         if name not in tensors:
             raise ValueError(f"{folder}: tensor {name!r} is missing")
         found = tensors[name]
@@ -223,6 +224,7 @@ def check_pieces(folder, tensors, files, pieces, published_shape):
                 f"{files[name]}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, "
                 f"expected {dtypes[0]} {shape}"
             )
+
         # A packed weight also has its shape as a tensor.
         if name.endswith(".weight_shape") and tuple(found.tolist()) != published_shape:
             raise ValueError(
@@ -267,6 +269,7 @@ def read_weights(config, tensors, weights, quant, interleaved, dtype, wanted):
     after the other"""
     for weight in weights:
         part = wanted.get(weight.name, tuple(slice(0, n) for n in weight.shape))
+
         # One published tensor; or a stack of experts, of which only the wanted ones are read.
         if len(weight.sources) == 1:
             x = read_source(tensors, weight, weight.sources[0], quant)

@@ -146,6 +146,7 @@ def check_entry(entry):
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
+
     # Lists of integers that are not absurdly many or large.
     for numbers, most in ((shape, 8), (offsets, 2)):
         if not isinstance(numbers, list) or len(numbers) > most:
@@ -153,6 +154,7 @@ def check_entry(entry):
         # type(): isinstance would take True for an int
         if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
             raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
+
     # The shape fills the bytes. A shape like (0, 2^47, 2^47) holds no numbers, and would overflow
     # all the same.
     if math.prod(n or 1 for n in shape) >= 1 << 60:
@@ -174,6 +176,7 @@ def view_mapped(data, dtype, shape, start):
         warnings.simplefilter("ignore")
         size = numbers * dtype.itemsize
         raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
+
     # torch needs numbers that stand at a multiple of their size. Others are read from a copy.
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()

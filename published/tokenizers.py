@@ -121,6 +121,7 @@ class PublishedTokenizer(Tokenizer):
         self.encoding = tiktoken.Encoding(
             "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
+
         # The transcript's control tokens, whatever this model calls them.
         self.id = {name: special[own_name(name, special)] for name in CONTROLS}
         self.name = {i: name for name, i in self.id.items()}
@@ -168,6 +169,7 @@ class PublishedTokenizer(Tokenizer):
         closing = self.special.get("</think>", -1)
         if opening not in body:
             return 0
+
         # A <think> behind a call is no beginning of a thought.
         start = body.index(opening)
         if self.id["<|call|>"] in body[:start]:
@@ -194,6 +196,7 @@ class ChatTokenizer(PublishedTokenizer):
         known = [name for name in re.findall(CONTROL, template) if name in self.special]
         names = "|".join(re.escape(name) for name in known)
         parts = re.split(f"({names})", template) if known else [template]
+
         # Words are filled into the other parts only, and encoded as text.
         tokens = []
         for i, part in enumerate(parts):
@@ -257,6 +260,7 @@ class ChatTokenizer(PublishedTokenizer):
     def write_action(self, text, calls, number=0):
         if not calls or not self.chat.call:
             return super().write_action(text, calls, number)
+
         # Before the first call stands the text, and then what opens the calls.
         before, item, between, after = self.chat.call
         body = []
@@ -322,6 +326,7 @@ class ChatTokenizer(PublishedTokenizer):
     def find_written_character(self, turn, n, place):
         if not self.chat.call:
             return super().find_written_character(turn, n, place)
+
         body = turn.tokens[turn.head :]
         block = find_calls(self, body)[n]
         # The arguments are JSON inside of a JSON string: then no place in the text is the
@@ -512,6 +517,7 @@ def read_cuts(pre_tokenizer):
         are_last == [False] * (len(steps) - 1) + [True],
         "bytes become letters last, or not at all",
     )
+
     # The others may cut by a regular expression that keeps what it matches, each match a piece.
     cuts = []
     for step in steps:
@@ -524,6 +530,7 @@ def read_cuts(pre_tokenizer):
             require(settings == ("Split", "Isolated", False), f"{step!r:.80}")
             cuts.append(step["pattern"]["Regex"])
     require(not any(regex.search(cut, "") for cut in cuts), "a pattern that matches nothing at all")
+
     # What a pattern does not match is a piece as well.
     return [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]
 
@@ -568,6 +575,7 @@ def read_ranks(vocab, merges, added):
     for merge in merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         pairs.append(tuple(to_bytes(part) for part in parts))
+
     # The ids that the merges make, one after the other, and the ids that some merge must make.
     made = [ranks[b"".join(pair)] for pair in pairs]
     longer = {i for token, i in ranks.items() if len(token) > 1}
@@ -634,6 +642,7 @@ def write_tokenizer(tokenizer, folder):
         vocab={to_letters(token): i for token, i in tokenizer.ranks.items()},
         merges=[[to_letters(a), to_letters(b)] for a, b in find_merges(tokenizer.ranks)],
     )
+
     # Text is neither normalized nor surrounded by further tokens, as here.
     whole = dict(
         version="1.0",
@@ -648,5 +657,6 @@ def write_tokenizer(tokenizer, folder):
     )
     text = json.dumps(whole, ensure_ascii=False)
     Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
+
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")
     Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
