@@ -16,10 +16,13 @@ def compile_blocks(model):
 
     import torch
 
-    # Variants (dense or with experts, short windows and long) are counted over the whole process,
-    # and from the eighth on torch gives up without a word: each stage begins to count anew.
+    # torch counts the variants that it compiled (dense or with experts, short windows and long)
+    # over the whole process. From the eighth on it stops compiling and does not say so. The reset
+    # makes each stage begin to count anew.
     torch.compiler.reset()
-    # fp32 is for what must not be rounded
+
+    # torch advises to round fp32 products to TF32. Here fp32 is for what must not be rounded.
     warnings.filterwarnings("ignore", message=".*TensorFloat32.*")
+
     for block in model.layers:
         block.compile()

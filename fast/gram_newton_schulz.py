@@ -32,41 +32,56 @@ GRAM_ASPECT = 1.5
 
 @lru_cache(maxsize=16)
 def scratch(shape, dtype, device):
-    """Room for intermediate matrices, used again"""
+    """Memory for intermediate matrices, which the next call with this shape uses again"""
+    # What is made in inference mode could not be used outside of it later.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 def gram_newton_schulz(X, steps=5):
-    """muon.newton_schulz of X (N, R, C). A tall X is multiplied from the right, with A = X^T X (N,
-    m, m), and never transposed."""
+    """The twin of muon.newton_schulz for X (N, R, C), of norm 1 at most -> (N, R, C). It is
+    quicker because it iterates on the small Gram matrix A (N, m, m) and multiplies X itself only
+    now and then. Where that does not pay it runs the plain iteration, in memory that is used again
+    and with one pass over X less per step. A tall X is multiplied from the right, with A = X^T X,
+    and never transposed."""
     a, b, c = COEFFICIENTS
     N, R, C = X.shape
     m, n, tall = min(R, C), max(R, C), R > C
+
+    # The Gram form pays for matrices that are far from square, and in dtypes that hold the squares
+    # of small singular values.
     narrow = X.dtype == torch.float16 and X.is_cuda
     gram = n > GRAM_ASPECT * m and (X.dtype == torch.float32 or narrow)
-    # A the Gram matrix, Q the polynomial of one step, P the product of those that X still waits for
+
+    # A is the Gram matrix, Q the polynomial of one step, P the product of the polynomials that X
+    # has not been multiplied by yet: (N, m, m) each. X alternates between two buffers, since a
+    # product cannot be written over its own operand.
     A, Q, P, next_P, QA = scratch((5, N, m, m), X.dtype, X.device)
     buffers = scratch((2, N, R, C), X.dtype, X.device)
 
     pending = False  # is there a P that X has not been multiplied by?
     for step in range(steps):
-        # Q = a I + b A + c A^2, of the matrix X after all steps so far.
+        # Q = a I + b A + c A^2, where A belongs to X after all steps so far. While a P is pending,
+        # A has been brought up to date below.
         if not pending:
             torch.bmm(X.mT, X, out=A) if tall else torch.bmm(X, X.mT, out=A)
         torch.baddbmm(A, A, A, beta=b, alpha=c, out=Q)
-        # a X inside the product: one pass over X less than a X + Q X
+
+        # a on the diagonal: a X is added inside the product, one pass over X less than a X + Q X.
         Q.diagonal(dim1=-2, dim2=-1).add_(a)
         product = torch.bmm(Q, P, out=next_P) if pending else Q
 
         last = step == steps - 1
         if last or not gram or step % 3 == 1:
-            # Multiply X itself; the next step begins from it. The result needs memory of its own.
+            # Multiply X itself, and compute A anew from it in the next step. Every third step does
+            # so in the Gram form: A alone would lose small singular values. The last result leaves
+            # this function, so it needs memory of its own.
             target = torch.empty_like(buffers[0]) if last else buffers[step % 2]
             X = torch.bmm(X, product, out=target) if tall else torch.bmm(product, X, out=target)
             pending = False
         else:
-            # Multiply A alone, on both sides, and remember the product in P.
+            # Multiply A alone: the next X is Q X, so the next A is Q A Q. P keeps the product of
+            # the polynomials for X. The old P, or Q, becomes memory for the next step.
             torch.bmm(torch.bmm(Q, A, out=QA), Q, out=A)
             if pending:
                 P, next_P = next_P, P

@@ -35,51 +35,60 @@ from fast.cpu_kernels import FastExperts, grouped_swiglu
 
 
 def power_of_two(exponent):
-    # by its bits: exact on any device, which exp2 does not promise
+    """2^exponent in fp32, from an integer tensor of exponents from -126 to 127"""
+    # made of its bits: exact on any device, which exp2 does not promise
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def nearest(x, mantissa, lowest):
-    """The nearest number with so many mantissa bits and exponents from `lowest` up (subnormals
-    below), ties to even."""
+    """The nearest number with `mantissa` bits behind the leading one and exponents from `lowest`
+    up; smaller numbers are subnormals. Ties go to even."""
+    # Neighbours are `step` apart. (frexp gives a fraction from 0.5 on, so its exponent is 1 more.)
     step = power_of_two((torch.frexp(x)[1] - 1).clamp(min=lowest) - mantissa)
     return (x / step).round() * step
 
 
 def mxfp8_parts(x):
-    """-> numbers of E4M3 (..., C/32, 32), and a power of two for every 32 (..., C/32, 1) that takes
-    the largest to at most 448."""
-    blocks = x.float().unflatten(-1, (-1, 32))
-    fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-    # 448 = 0.875 * 2^9: rounded up, no saturation
+    """x (..., C) -> numbers of E4M3 (..., C/32, 32), and for every 32 of them a power of two (...,
+    C/32, 1), chosen so that the largest number is at most 448"""
+    blocks = x.float().unflatten(-1, (-1, 32))  # (..., C/32, 32)
+    fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))  # (..., C/32, 1)
+    # The largest E4M3 is 448 = 0.875 * 2^9. The scale is rounded up, so that nothing saturates.
     scale = power_of_two((exponent - 9 + (fraction > 0.875)).clamp(min=-126))
     return nearest(blocks / scale, 3, -6), scale
 
 
 def nvfp4_parts(x):
-    """-> numbers of E2M1 (..., C/16, 16), an E4M3 scale for every 16 (..., C/16, 1), and an FP32
-    one. That is Cursor's variant: it belongs to the row (token), not to the tensor, so that no
-    token's value depends on the others in its batch: (..., 1, 1)"""
-    blocks = x.float().unflatten(-1, (-1, 16))
-    top = blocks.abs().amax(-1, keepdim=True)
+    """x (..., C) -> numbers of E2M1 (..., C/16, 16), an E4M3 scale for every 16 of them (..., C/16,
+    1), and an FP32 scale (..., 1, 1). In Cursor's variant the FP32 scale belongs to the row (the
+    token), not to the tensor, so no token's value depends on the others in its batch."""
+    blocks = x.float().unflatten(-1, (-1, 16))  # (..., C/16, 16)
+    top = blocks.abs().amax(-1, keepdim=True)  # (..., C/16, 1)
+
+    # The largest E2M1 is 6, the largest E4M3 448: the row's scale takes its largest number to the
+    # product of the two. 1e-30: a row of zeros must not divide by 0.
+    #
     # Divisors are tensors on the device: CUDA turns a division by a plain number into a product
     # with its reciprocal, whose last bit may differ, and NVFP4 wants the IEEE quotient (Technical
     # Report, 6.1).
     largest, both = top.new_full((), 6.0), top.new_full((), 6.0 * 448)
-    row = (top.amax(-2, keepdim=True) / both).clamp(min=1e-30)
+    row = (top.amax(-2, keepdim=True) / both).clamp(min=1e-30)  # (..., 1, 1)
+
+    # Each block's scale takes its largest number to 6, as near as E4M3 comes to it. A scale
+    # that was rounded down saturates the largest numbers. 2^-9 is the smallest E4M3 above 0.
     scale = nearest(top / largest / row, 3, -6).clamp(2**-9, 448)
     return nearest(blocks / (scale * row), 1, 0).clamp(-6, 6), scale, row
 
 
 def mxfp8(x):
     """x (..., C) rounded to what MXFP8 can hold"""
-    numbers, scale = mxfp8_parts(x)
+    numbers, scale = mxfp8_parts(x)  # (..., C/32, 32), (..., C/32, 1)
     return (numbers * scale).flatten(-2).to(x.dtype)
 
 
 def nvfp4(x):
     """x (..., C) rounded to what NVFP4 can hold"""
-    numbers, scale, row = nvfp4_parts(x)
+    numbers, scale, row = nvfp4_parts(x)  # (..., C/16, 16), (..., C/16, 1), (..., 1, 1)
     return (numbers * scale * row).flatten(-2).to(x.dtype)
 
 
@@ -87,8 +96,8 @@ FORMATS = {"mxfp8": mxfp8, "nvfp4": nvfp4}
 
 
 class Quantize(torch.autograd.Function):
-    """The values are those of the format, the products run in the dtype of x. The gradient passes
-    straight through."""
+    """x (..., C) rounded to a format, in the dtype of x. The gradient passes straight through the
+    rounding."""
 
     @staticmethod
     def forward(ctx, x, precision):
@@ -103,48 +112,58 @@ class Quantize(torch.autograd.Function):
 
 
 def tiled(scale):
-    """Block scales (R, S) as the products want them: tiles of 128 rows by 4, row r of a tile at 16
-    (r mod 32) + 4 (r div 32) (cuBLAS documentation, "1D block scaling factors layout")."""
+    """Block scales (R, S), one byte each, in the order that the products want: tiles of 128 rows by
+    4 columns, one behind the other. Row r of a tile begins at byte 16 (r mod 32) + 4 (r div 32)
+    (cuBLAS documentation, "1D block scaling factors layout")."""
     R, S = scale.shape
     tiles = F.pad(scale.view(torch.uint8), (0, -S % 4, 0, -R % 128))
-    tiles = tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
+    tiles = tiles.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))  # (R/128, 4, 32, S/4, 4)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
 def packed(x, precision):
-    """x (R, C) as the operand of a scaled product: numbers (R, C), or two to a byte, block scales
-    in tiles, and rows' scales (R, 1)."""
+    """x (R, C) as the operand of a scaled product -> its numbers, (R, C) in MXFP8 or two to a byte
+    (R, C/2) in NVFP4; block scales in tiles; and the rows' scales (R, 1), ones in MXFP8"""
     if precision == "mxfp8":
         numbers, scale = mxfp8_parts(x)
-        codes = numbers.flatten(1).to(torch.float8_e4m3fn)
+        codes = numbers.flatten(1).to(torch.float8_e4m3fn)  # (R, C)
         return codes, tiled(scale[..., 0].to(torch.float8_e8m0fnu)), scale.new_ones(len(x), 1)
+
+    # The code of an E2M1 number is a sign bit and its place in the table of the eight sizes.
     numbers, scale, row = nvfp4_parts(x)
     sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=x.device)
-    codes = torch.bucketize(numbers.abs(), sizes) + 8 * (numbers < 0)  # sign and place in the table
-    codes = codes.flatten(1).to(torch.uint8)
+    codes = torch.bucketize(numbers.abs(), sizes) + 8 * (numbers < 0)  # (R, C/16, 16)
+    codes = codes.flatten(1).to(torch.uint8)  # (R, C)
+
+    # Two codes to a byte, the first one in the low bits.
     pairs = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
     return pairs, tiled(scale[..., 0].to(torch.float8_e4m3fn)), row[..., 0]
 
 
 class ScaledProduct(torch.autograd.Function):
-    """x (M, C) sorted by expert, w (E, R, C) -> (M, R), on tensor cores that take the small
-    formats, an expert at a time. The gradient is that of the emulation: products of the rounded
-    values in the dtype of x."""
+    """The experts' products on tensor cores that take the small formats, one expert at a time: x
+    (M, C) sorted by expert, w (E, R, C), counts (E,) -> (M, R). The gradient is the same as without
+    such cores: products of the rounded values in the dtype of x."""
 
     @staticmethod
     def forward(ctx, x, w, counts, precision):
         ctx.save_for_backward(x, w, counts)
         ctx.precision = precision
         kind = F.ScalingType.BlockWise1x32 if precision == "mxfp8" else F.ScalingType.BlockWise1x16
+        # how block scales are laid out (see tiled), and the result (M, R)
         order, y = F.SwizzleType.SWIZZLE_32_4_4, x.new_empty(len(x), w.shape[1])
         sizes = counts.tolist()
         for rows, weight, out in zip(x.split(sizes), w, y.split(sizes)):
             if not len(rows):
                 continue
+
+            # Both operands are rounded along C: x per token, w per output row.
             a, a_scale, a_row = packed(rows, precision)
             b, b_scale, b_row = packed(weight, precision)
             scales = (a_scale, kind, b_scale, kind, order, order)
             product = F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16)
+
+            # The cores apply the block scales; the scales of rows are left to do: (m, 1), (1, R).
             out.copy_(product * a_row * b_row.T)
         return y
 
@@ -152,8 +171,8 @@ class ScaledProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, w, counts = ctx.saved_tensors
         offsets, quantize = counts.cumsum(0).to(torch.int32), FORMATS[ctx.precision]
-        dx = F.grouped_mm(grad, quantize(w), offs=offsets)
-        dw = F.grouped_mm(grad.t(), quantize(x), offs=offsets)
+        dx = F.grouped_mm(grad, quantize(w), offs=offsets)  # (M, C)
+        dw = F.grouped_mm(grad.t(), quantize(x), offs=offsets)  # (E, R, C)
         return dx, dw, None, None
 
 
@@ -171,8 +190,9 @@ def scales_in_hardware(device):
 
 
 def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
-    """As grouped_swiglu, of numbers rounded to `precision`: in hardware where there is any, else
-    emulated: the same numbers multiplied in the dtype of x."""
+    """As grouped_swiglu, but the operands of every product are rounded to `precision`. Tensor cores
+    multiply them where they can; elsewhere the same numbers are multiplied in the dtype of x."""
+    # In hardware: ScaledProduct rounds both operands itself.
     if scales_in_hardware(x.device):
 
         def multiply(rows, weights):
@@ -180,26 +200,31 @@ def low_precision_swiglu(x, counts, w_gate, w_up, w_down, precision):
 
         return multiply(F.silu(multiply(x, w_gate)) * multiply(x, w_up), w_down)
 
-    offsets = counts.cumsum(0).to(torch.int32)
+    # Emulated: the weights are rounded in each product, the rows before it.
+    offsets = counts.cumsum(0).to(torch.int32)  # (E,): where each expert's rows end
 
     def multiply_rounded(rows, weights):
         weights = Quantize.apply(weights.to(rows.dtype), precision)
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=offsets)
 
+    # x is an operand of two products and is rounded once.
     x = Quantize.apply(x, precision)
     hidden = F.silu(multiply_rounded(x, w_gate)) * multiply_rounded(x, w_up)
     return multiply_rounded(Quantize.apply(hidden, precision), w_down)
 
 
 class LowPrecisionExperts(FastExperts):
+    """moe.Experts with products of numbers that are rounded to the format `precision`"""
+
     def forward(self, x, counts):
         return low_precision_swiglu(x, counts, *self.local_weights(), self.precision)
 
 
 @torch.inference_mode()
 def price_of_precision(model, tokens):
-    """Relative error of the expert outputs of the last layer in each format, on the rows that the
-    router sends them."""
+    """{format: relative error of the last layer's expert outputs}, on the rows that its router
+    sends to the experts for these tokens (B, T)"""
+    # Watch what the experts are given while the model reads the tokens.
     layer, seen = model.layers[-1].ffn, []
     run = layer.dispatch
 
@@ -210,6 +235,8 @@ def price_of_precision(model, tokens):
     layer.dispatch = watch
     model(tokens)
     layer.dispatch, (x, counts) = run, seen[0]
+
+    # The same rows once exactly, and once in each format.
     weights = (layer.experts.w_gate, layer.experts.w_up, layer.experts.w_down)
     exact = grouped_swiglu(x, counts, *weights).float()
     kinds = {

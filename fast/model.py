@@ -26,7 +26,8 @@ TWINS = {
 
 
 def accelerate(model):
-    """Replaces every plain module by its fast twin, in place -> the model"""
+    """Replaces every plain module by its fast twin, in place -> the model. Only the class of a
+    module changes; a module without a twin remains as it is."""
     for module in model.modules():
         twin = TWINS.get(type(module))
         if twin is cpu_kernels.FastExperts and module.precision:

@@ -42,32 +42,39 @@ MAX_NGRAMS = 1 << 20  # some 200 MB; then the table is emptied
 
 
 class Row:
-    """One agent in the batch. context[:cached] is in the cache; the rest waits to be fed."""
+    """One agent in the batch. Of its tokens, context[:cached] are in the model's cache; the others
+    wait to be fed."""
 
     def __init__(self, order, agent, seed, expert_shape):
-        self.order = order  # which of run()'s agents it is
+        self.order = order  # the agent's number among those of Sampler.run
         self.agent = agent
         self.rng = np.random.default_rng(seed)
         self.uniforms = []  # drawn from rng, and not used yet
         self.context = []
         self.cached = 0
         self.indexed = 0  # context[:indexed] is in the sampler's n-gram table
-        # of the turn that is being sampled
+
+        # The turn that is being sampled: its tokens, their log-probs, and the version of the
+        # weights that each was sampled with.
         self.body = []
         self.logprobs = []
         self.versions = []
         self.room = 0  # sampled tokens at most
-        # what the row does now: it samples, or waits for a tool (a future), or has ended (a chain)
+
+        # What the row does now: it samples a turn, or waits for a tool (a future), or has ended (a
+        # chain).
         self.sampling = False
         self.tool = None
         self.chain = None
-        # of each episode, the experts of every token that was fed: (window + 1, L, K)
+
+        # One array per episode, the experts of every token that was fed: (window + 1, L, K).
         self.experts = []
         self.expert_shape = expert_shape
-        self.steps = 0
+        self.steps = 0  # decoding steps that sampled for this row
 
     def start_turn(self, request):
-        """Takes what an agent asks for."""
+        """Takes the request of the row's agent: its tokens go behind the context, and a turn is to
+        be sampled."""
         if request.restart:
             self.context, self.cached, self.indexed = [], 0, 0
             self.experts.append(np.full(self.expert_shape, -1, dtype=np.int16))
@@ -77,14 +84,16 @@ class Row:
         self.sampling = True
 
     def peek_uniforms(self, n):
-        """The row's next n random numbers. Those whose place was not sampled stay for later."""
-        # numpy draws n numbers at once, or n times one, from the same stream.
+        """The row's next n random numbers, one per sampled token. They are not used up yet: append
+        does that, for as many as there were tokens."""
+        # numpy gives the same numbers whether n are drawn at once or one by one, so drafts do not
+        # change which number a token gets.
         missing = max(0, n - len(self.uniforms))
         self.uniforms += self.rng.random(missing).tolist()
         return self.uniforms[:n]
 
     def append(self, tokens, logprobs, version):
-        """Tokens that were sampled in one step"""
+        """Takes the tokens that one step sampled, and uses up their random numbers."""
         self.steps += 1
         del self.uniforms[: len(tokens)]
         self.context += tokens
@@ -94,11 +103,12 @@ class Row:
 
 
 class Sampler:
-    """Continuous batching over a latent cache.
+    """The twin of rollout.Sampler: many agents decode in one batch, whose rows change while it runs
+    (continuous batching). One step then reads the weights once for all agents.
 
-    rows: how many agents decode at once. window: tokens of a context at most. stride: turn
-    boundaries are handled every so many steps, so that prefills come in batches. draft: how many
-    tokens are proposed ahead at most, 0 for none. threads: tools that run at once."""
+    rows: how many agents decode at once. window: tokens of a context at most. stride: the agents'
+    turns are handled every so many steps, so that prefills come in batches. draft: how many tokens
+    are proposed ahead at most, 0 for none. threads: tools that run at once."""
 
     def __init__(
         self,
@@ -122,38 +132,49 @@ class Sampler:
         self.pool = ThreadPoolExecutor(threads)
         self.cache = None  # made by the first run
         self.ngram_table = {}  # the last tokens of a context -> the token that followed
-        # of the weights: how many updates they have seen. refresh() is called between decoding
-        # steps and may load newer ones.
+
+        # How many updates the weights have seen. refresh() is called before every decoding step
+        # and may load newer weights.
         self.version = 0
         self.refresh = lambda: None
+
         # for measurements
         self.steps = 0
         self.fed = 0  # tokens
 
     @torch.inference_mode()
     def run(self, agents, seeds, on_end=lambda chain: None, patient=True):
-        """-> the Chains of the agents, in order. on_end is called in a tool thread as each chain
-        ends (to judge it).
+        """-> the Chains of the agents, in order. seeds: one per agent, of its random numbers.
+        on_end is called with each chain that ends, to judge it, in one of the tools' threads.
 
-        patient: at a boundary all rows wait for the tools that were begun before. Who decodes
-        beside whom decides how sums round, so such a run can be repeated exactly. Otherwise only
-        those rows wait whose tool it is: right for tools that take longer than a few steps."""
+        patient: between turns, all rows wait for the tools that are running. So it does not depend
+        on the tools' speed which rows decode together, which decides how sums round: such a run can
+        be repeated exactly. Not patient: a row waits for its own tool alone, which is right for
+        tools that take longer than a few steps."""
         self.patient = patient
         self.ngram_table = {}
         if self.cache is None:
             self.cache = Cache(self.model, self.rows, self.window + 2)
+
+        # Agents that have not begun. They are taken from the end, the first agent first.
         queue = list(enumerate(zip(agents, seeds)))
-        queue.reverse()  # the first agent is taken first, from the end
+        queue.reverse()
         rows = []
         done = {}  # order -> (chain, the future of on_end)
+
         while queue or rows:
-            # Between turns: agents go on, end and begin. Then what is new is fed, and decoded.
+            # Between turns: agents go on, end and begin.
             rows = self.handle_turns(rows, queue, done, on_end)
+
+            # Feed what is new in their contexts. The last token is left to the decoding step, which
+            # samples behind it.
             unfed = [row for row in rows if row.sampling and len(row.context) - row.cached > 1]
             self.prefill(unfed, rows)
+
             for _ in range(self.stride if rows else 0):
                 self.refresh()
                 self.step(rows)
+
         # An error of on_end is raised here.
         for _, ended in done.values():
             ended.result()
@@ -162,8 +183,8 @@ class Sampler:
     # ------------------------------------------------------------ between two turns
 
     def handle_turns(self, rows, queue, done, on_end):
-        """What happens between two turns of an agent: collect finished tools, move every agent that
-        is due, retire the ended ones, admit new ones -> the rows"""
+        """What happens between decoding steps: collect finished tools, let every agent that is due
+        go on, retire the ended ones, admit new ones -> the rows"""
         # When all rows wait for tools, there is nothing to decode: wait for the first tool.
         if not self.patient:
             running = [row.tool for row in rows if row.tool and not row.tool.done()]
@@ -173,15 +194,15 @@ class Sampler:
         # Every agent whose turn is sampled, or whose tool has answered, goes on.
         for row in self.due_rows(rows):
             if row.tool is not None:
-                row.tool.result()
+                row.tool.result()  # waits, and raises what the tool raised
                 row.tool = None
                 self.advance(row, None)
             else:
                 logprobs = np.array(row.logprobs, dtype=np.float32)
                 self.advance(row, (row.body, logprobs, np.array(row.versions)))
 
-        # An ended row leaves. The last row takes its place, in the cache too: the rows of the
-        # cache that are in use stay a prefix.
+        # An ended row leaves. The last row takes its place, in the cache too, so that the rows of
+        # the cache that are in use stay the first ones.
         for i in reversed(range(len(rows))):
             if rows[i].chain is not None:
                 self.retire(rows[i], done, on_end)
@@ -210,29 +231,34 @@ class Sampler:
         ]
 
     def retire(self, row, done, on_end):
-        """Notes the chain of a row, and has it judged in a thread."""
+        """Keeps the chain of a row that has ended, and has on_end judge it in a thread."""
         done[row.order] = row.chain, self.pool.submit(on_end, row.chain)
 
     def expert_shape(self):
-        """(window + 1, L, K) of the experts that an episode's tokens take at the MoE layers"""
+        """(window + 1, L, K): room for the K experts that each token of an episode takes at each of
+        the L MoE layers"""
         routers = [block.ffn.router for block in self.model.layers if hasattr(block.ffn, "router")]
         top_k = max([router.k for router in routers], default=0)
         return self.window + 1, len(routers), top_k
 
     def advance(self, row, message):
-        """Sends `message` to the row's agent, which then asks for a turn or for tools, or ends."""
+        """Sends `message` to the row's agent, which then asks for a turn or for tools, or ends.
+        message: the turn that was sampled (tokens, log-probs, versions), or None."""
         try:
             request = row.agent.send(message)
         except StopIteration as end:
+            # The agent has ended. Training replays the experts that its tokens took.
             row.chain, row.sampling = end.value, False
             row.chain.steps = row.steps
             for episode, experts in zip(row.chain.episodes, row.experts):
                 episode.experts = experts[: len(episode)]
             return
+
+        # Slow tools run in a thread and are collected between later turns. Fast ones run here, and
+        # the agent goes on at once.
         if isinstance(request, Request):
             row.start_turn(request)
         elif request.slow:
-            # collected at a later boundary
             row.tool = self.pool.submit(request.run)
         else:
             request.run()
@@ -241,8 +267,10 @@ class Sampler:
     # ------------------------------------------------------------ the model
 
     def prefill(self, waiting, rows):
-        """Feed all but the last pending token of each row. Rows that start with the same prompt
-        share one prefill."""
+        """Feed all tokens of each waiting row that are not cached, but for its last one. Rows that
+        start from the same prompt are fed once. rows: all rows, in the order of their places in the
+        cache."""
+        # Rows with an empty cache and the same context make a group.
         place = {id(row): i for i, row in enumerate(rows)}  # in the cache
         groups = {}
         for row in waiting:
@@ -260,7 +288,7 @@ class Sampler:
             self.model.prefill(chunks, self.cache, places, [row.cached for row in batch], record)
             self.record_experts(batch, record, [len(chunk) for chunk in chunks])
 
-        # The others of a group copy its entries.
+        # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
             for row in others:
                 self.cache.data[:, place[id(row)]] = self.cache.data[:, place[id(first)]]
@@ -268,11 +296,16 @@ class Sampler:
                 row.experts[-1][:] = first.experts[-1]
 
     def record_experts(self, batch, record, lengths, width=None):
-        """Note which experts every fed token took, and move the ends of what is cached. record: of
-        each MoE layer (1, N, K), one row behind the other, `width` tokens of each row (None: as
-        many as are kept). lengths: how many tokens of each row are kept."""
+        """Note which experts every fed token took, and that these tokens are cached now.
+
+        record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
+        lengths: how many tokens of each row are kept. width: how many were fed of each row; None:
+        just those that are kept."""
+        # All layers in one copy from the GPU. A model without MoE layers has no record.
         if record:
             chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
+
+        # What a wrong draft left behind the kept tokens is overwritten by the next step.
         first = 0
         for row, n in zip(batch, lengths):
             if record:
@@ -281,10 +314,10 @@ class Sampler:
             first += width or n
 
     def propose_ngram_draft(self, row):
-        """A draft of the next tokens: what followed the longest known n-gram at the context's end
-        where it was last read or written, in any row. Siblings of a group write much the same, and
-        code repeats itself."""
-        # Enter what is new in this context.
+        """A draft of a row's next tokens. It finds the longest known n-gram that the context ends
+        in, and proposes what followed the last time, in any row. Rollouts of the same task write
+        much the same, and code repeats itself."""
+        # Enter what is new in this context into the table.
         if len(self.ngram_table) > MAX_NGRAMS:
             self.ngram_table.clear()
         context = row.context
@@ -294,7 +327,9 @@ class Sampler:
                     self.ngram_table[tuple(context[end - n : end])] = context[end]
         row.indexed = len(context)
 
-        # Look up one token after the other.
+        # Look up one token after the other, each behind the draft so far. The step itself samples
+        # one token more than the draft has, so the draft leaves room for it; and it stops before a
+        # token that ends the turn.
         draft = []
         while len(draft) < min(self.draft, row.room - len(row.body) - 1):
             token = self.look_up_next(context[-max(NGRAM_SIZES) :] + draft)
@@ -304,7 +339,7 @@ class Sampler:
         return draft
 
     def look_up_next(self, tokens):
-        """The token that followed the longest n-gram that `tokens` end in, or None"""
+        """The token that last followed the longest known n-gram that `tokens` end in, or None"""
         for n in NGRAM_SIZES:
             token = self.ngram_table.get(tuple(tokens[-n:]))
             if token is not None:
@@ -312,48 +347,54 @@ class Sampler:
         return None
 
     def partition_active_rows(self, rows):
-        """Puts the rows that are sampling first, each with its place in the cache -> how many they
-        are"""
+        """Puts the rows that are sampling before the others, in `rows` and in the cache -> how many
+        they are. A step then reads a slice of the cache, which needs no copy."""
+        # Idle rows among the first `active` places change with sampling rows behind them: there are
+        # as many of the one as of the other.
         active = sum(row.sampling for row in rows)
         idle_places = [i for i in range(active) if not rows[i].sampling]
         late_places = [i for i in range(active, len(rows)) if rows[i].sampling]
         for i, j in zip(idle_places, late_places):
             rows[i], rows[j] = rows[j], rows[i]
+
+        # Their entries change places too, as far as any row has entries.
         if idle_places:
             used = self.cache.data[:, :, : max(row.cached for row in rows)]
             used[:, idle_places + late_places] = used[:, late_places + idle_places]
         return active
 
     def padded_batch_size(self, active, rows):
-        """How many rows are fed: a multiple of 8, so that few different shapes come up. The last
-        few rows go on alone."""
+        """How many rows are fed when `active` ones are sampling: a multiple of 8, so that few
+        different shapes come up. Fewer than 8 rows are fed alone."""
         return active + -active % min(active, 8)
 
     def step(self, rows):
-        """Speculative decoding: every row that is sampling is fed its last token and a draft of the
-        next ones, and each place is sampled. As long as a draft says what was drawn there, the next
-        draw stands too. So drafts change the number of steps and nothing else (but how bf16
-        rounds)."""
+        """One step of speculative decoding. Every row that is sampling is fed its last token and a
+        draft of the next ones, and a token is drawn behind each of them. While the draft agrees
+        with what was drawn, the next draw is valid too. So drafts change the number of steps and
+        nothing else (but how bf16 rounds)."""
         active = self.partition_active_rows(rows)
         if not active:
             return
 
-        # 1) Drafts. With few of them the wider step would not pay.
+        # 1) Drafts. A wider step pays only where the rows have a drafted token each, on average.
         drafts = [self.propose_ngram_draft(row) for row in rows[:active]]
         speculative = sum(map(len, drafts)) >= active
         if not speculative:
             drafts = [[]] * active
         width = 1 + self.draft if speculative else 1
 
-        # 2) One forward pass.
+        # 2) One forward pass over all rows.
         batch_size = min(self.padded_batch_size(active, rows), self.rows)
         tokens, position = self.batch_to_feed(rows, drafts, batch_size, width)
         record = []
+        # (B, width, D)
         hidden = self.model.decode(tokens, self.cache, slice(0, batch_size), position, record)
         self.steps += 1
         self.fed += tokens.numel()
 
-        # 3) A draw at every place. It stands if all of the draft before it was drawn too.
+        # 3) A draw behind every token that was fed. It is accepted if all of the draft before it
+        # was drawn too; the first one always is.
         drawn_tokens, logprobs = self.draw(rows, drafts, hidden)
         lengths, first = [], 0
         for row, draft in zip(rows, drafts):
@@ -362,6 +403,8 @@ class Sampler:
                 n += 1
             accepted = drawn_tokens[first : first + n]
             row.append(accepted, logprobs[first : first + n], self.version)
+
+            # The turn ends by a token that says so, or where its room is used up.
             ended = accepted[-1] in self.tokenizer.ends
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
@@ -369,9 +412,11 @@ class Sampler:
         self.record_experts(rows[:active], record, lengths, width)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
-        """-> (tokens (batch size, width) padded by zeros, where each row begins in the cache). Rows
-        that only fill up the number feed their last token again: the same entry (or, of weights
-        that came meanwhile, the entry of those)."""
+        """-> tokens (batch size, width), padded by zeros at the end, and a list that says from
+        which position on each row is fed. A row that is not sampling, and only fills up the batch,
+        feeds its last cached token again: this stores the same entry, or under newer weights the
+        entry that they make."""
+        # Each row with its draft; rows beyond the sampling ones have none.
         tokens, position = [], []
         for i in range(batch_size):
             if i < len(rows):
@@ -380,21 +425,26 @@ class Sampler:
                 start = row.cached if row.sampling else row.cached - 1
                 fed = [row.context[start], *draft]
             else:
-                start, fed = 0, [0]  # nobody's row
+                start, fed = 0, [0]  # no agent has this row of the cache
+
             tokens.append(fed + [0] * (width - len(fed)))
             position.append(start)
         return to_device(tokens, self.device), position
 
     def draw(self, rows, drafts, hidden):
-        """Draws behind the last token of each row and behind each token of its draft -> two lists,
-        tokens and log-probs, one row behind the other"""
+        """Draws a token behind the last token of each row and behind each token of its draft.
+        hidden (B, width, D) -> two lists, tokens and log-probs, the rows one behind the other"""
+        # The places that were fed, without padding, and a random number for each.
         places, uniforms = [], []
         for i, draft in enumerate(drafts):
             places += [(i, j) for j in range(1 + len(draft))]
             uniforms += rows[i].peek_uniforms(1 + len(draft))
+
+        # One product with the head for all places: N of them, logits (N, V).
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
         drawn = sample_from_logits(logits, to_device(uniforms, self.device), self.temperature)
+
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         return [int(token) for token in tokens], logprobs

@@ -47,8 +47,8 @@ from world.sandbox import Sandbox
 
 
 def generation_model(config, dtype, device="cpu"):
-    """A model for sampling only: matrices in the compute dtype, what the trainer keeps in fp32 in
-    fp32."""
+    """A model that only samples, of a configuration: its matrices are stored in the compute dtype.
+    Norms, routers and the embedding remain in fp32."""
     model = accelerate(config.build_model()).to(device).compute_in(dtype)
     for name, p in model.named_parameters():
         if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
@@ -57,16 +57,16 @@ def generation_model(config, dtype, device="cpu"):
 
 
 def byte_planes(tensor):
-    """The bits of a tensor -> uint8 (bytes per number, numbers): high bytes hardly change, so they
-    lie together when compressed."""
-    data = tensor.detach().cpu().flatten().view(torch.uint8)
+    """The bits of a tensor -> uint8 (bytes per number, numbers). Byte i of all numbers lies
+    together: high bytes hardly change between versions, and so compress well."""
+    data = tensor.detach().cpu().flatten().view(torch.uint8)  # (numbers * bytes per number,)
     return data.reshape(tensor.numel(), tensor.element_size()).T
 
 
 def encode_delta(old, new):
-    """{name: tensor} twice, of equal names, shapes and dtypes -> bytes: the bits that differ,
-    compressed. An exclusive or is undone exactly whatever the numbers are, zeros of either sign
-    included, and is zero where nothing changed."""
+    """old, new {name: tensor}, of equal names, shapes and dtypes -> bytes: their exclusive or,
+    compressed. It is zero where nothing changed, and a second exclusive or undoes it exactly,
+    whatever the numbers are, zeros of either sign included."""
     parts = []
     for name in new:
         changed = byte_planes(old[name]) ^ byte_planes(new[name])
@@ -75,28 +75,32 @@ def encode_delta(old, new):
 
 
 def apply_delta(old, delta):
-    """-> new, bit for bit as it was given to encode_delta(old, new)"""
+    """old {name: tensor} and the bytes of encode_delta(old, new) -> new, bit for bit"""
+    # The bytes belong to these weights only if there are as many.
     data = torch.frombuffer(bytearray(zlib.decompress(delta)), dtype=torch.uint8)
     size = sum(tensor.nbytes for tensor in old.values())
     if len(data) != size:
         raise ValueError(f"a delta of {len(data)} bytes for weights of {size}")
+
+    # The tensors' planes stand one behind the other, in the order of the names.
     new, start = {}, 0
     for name, tensor in old.items():
         changed = data[start : start + tensor.nbytes]
-        changed = changed.view(tensor.element_size(), tensor.numel())
-        bits = (byte_planes(tensor) ^ changed).T.contiguous().flatten()
+        changed = changed.view(tensor.element_size(), tensor.numel())  # as byte_planes
+        bits = (byte_planes(tensor) ^ changed).T.contiguous().flatten()  # (bytes,)
         new[name] = bits.view(tensor.dtype).view(tensor.shape)
         start += tensor.nbytes
     return new
 
 
 def zeros(weights):
-    """What a base is encoded against: its delta then holds all bits."""
+    """Zeros in the shapes of weights. A base is a delta against them, so it holds all bits."""
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
 
 
 def digest_weights(weights):
-    """-> 16 bytes that say whether weights arrived as they were sent"""
+    """{name: tensor} -> 16 bytes, equal for equal weights: they show whether weights arrived as
+    they were sent"""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in weights.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -105,20 +109,22 @@ def digest_weights(weights):
 
 
 class Publisher:
-    """The trainer's end: every version of the weights is a file in a folder, as what changed since
-    the version before (a delta), or now and then, for a process that starts late, as a base.
+    """The trainer's end. Every version of the weights becomes a file in a folder: a delta, which
+    holds what changed since the version before, or now and then a base, which holds all, for a
+    process that starts late.
 
-    Numbers are rounded as the sampler holds them (bf16 matrices) before they are compared: more
-    than 98 % of Cursor's bf16 weights are equal from step to step (stated), and here the log says
-    how many.
+    Numbers are rounded as the sampler holds them (bf16 matrices) before they are compared. More
+    than 98 % of Cursor's bf16 weights are equal from step to step (stated); here the log says how
+    many are.
 
-    every: a base comes every so many uploads. shared: other processes read the folder, each in its
-    own time; else whoever reads it has read all but the newest."""
+    every: one upload in so many is a base. shared: other processes read the folder, each in its own
+    time. Not shared: one reader, who has read all but the newest, so older files can go at once."""
 
     def __init__(self, folder, config, dtype, every=20, shared=True):
         self.folder = Path(folder)
         self.every = every
         self.shared = shared
+        # The sampler's model says in which dtype each weight is held there.
         held = generation_model(config, dtype).state_dict()
         self.dtypes = {name: tensor.dtype for name, tensor in held.items()}
         self.sent = None  # the weights of the last upload
@@ -126,15 +132,17 @@ class Publisher:
         self.base = 0  # version of the last base
 
     def publish(self, version, weights):
-        """weights: {name: tensor} of any dtype; versions only rise -> what the step log says of the
-        upload"""
+        """Writes one version of the weights {name: tensor}, of any dtype -> what the step log says
+        of the upload. Versions only rise."""
+        # Round as the sampler does, and copy: the trainer goes on changing its weights.
         new = {}
         for name, dtype in self.dtypes.items():
             new[name] = weights[name].detach().to("cpu", dtype, copy=True)
+
         is_base = self.count % self.every == 0
         data = digest_weights(new) + encode_delta(zeros(new) if is_base else self.sent, new)
 
-        # A reader sees the whole file or none of it.
+        # Written under another name and then renamed: a reader sees the whole file or none of it.
         (self.folder / "part").write_bytes(data)
         kind = "base" if is_base else "delta"
         (self.folder / "part").replace(self.folder / f"{version:08d}.{kind}")
@@ -143,6 +151,7 @@ class Publisher:
         if is_base:
             self.base = version
 
+        # For the log: how many numbers are equal to those of the version before.
         same = 0
         if self.sent:
             same = sum(int((self.sent[name] == tensor).sum()) for name, tensor in new.items())
@@ -155,7 +164,8 @@ class Publisher:
         }
 
     def remove_old(self, version):
-        """The last base and what followed stay for whoever is reading them."""
+        """Removes files that nobody needs any more. Where other processes read the folder, the last
+        base and what followed it remain."""
         oldest = self.base if self.shared else version
         for path in self.folder.iterdir():
             if int(path.stem) < oldest:
@@ -163,8 +173,8 @@ class Publisher:
 
 
 def pending_uploads(folder, version):
-    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order; a newer
-    base makes the rest needless."""
+    """Names of the uploads that lead from `version` (-1: none yet) to the newest, in order. They
+    begin with the last base among them, if there is one: it holds all weights."""
     names = []
     for name in sorted(os.listdir(folder)):
         if name != "part" and int(name[:8]) > version:
@@ -177,13 +187,14 @@ def pending_uploads(folder, version):
 
 
 class Generator:
-    """Samples groups with the newest weights in the folder: the inside of a generation process, or,
-    with no workers, of the trainer itself. `options` are the Sampler's."""
+    """Samples groups of rollouts with the newest weights in the folder. It runs inside a generation
+    process, or with no workers inside the trainer. options: arguments of the Sampler."""
 
     def __init__(
         self, folder, config, dtype, device, tokenizer, group, limits, compact=None, **options
     ):
         model = generation_model(config, dtype, device)
+        # The sampler asks for newer weights before every decoding step; it has none yet (-1).
         self.sampler = Sampler(model, tokenizer, window=limits.window, **options)
         self.sampler.refresh = self.refresh
         self.sampler.version = -1
@@ -194,19 +205,26 @@ class Generator:
         self.sandbox = Sandbox()
 
     def refresh(self):
-        """Take what is new. Sequences under way go on with the new weights and the entries that old
-        ones left in the cache (ours: feeding them again would cost a prefill of everything)."""
+        """Loads all uploads that are newer than the model. Sequences under way go on with the new
+        weights, and with the entries that old weights left in the cache (ours: feeding these
+        sequences again would cost a prefill of everything)."""
         for name in pending_uploads(self.folder, self.sampler.version):
+            # as publish writes it: 16 bytes of digest, then the delta
             data = Path(self.folder, name).read_bytes()
             sent_fingerprint, delta = data[:16], data[16:]
+
+            # A base does not depend on what this model holds, a delta does.
             held = self.sampler.model.state_dict()
             new = apply_delta(zeros(held) if name.endswith("base") else held, delta)
             if digest_weights(new) != sent_fingerprint:
                 raise ValueError(f"{name}: what arrived are not the trainer's weights")
+
             self.sampler.model.load_state_dict(new)
             self.sampler.version = int(name[:8])
 
     def __call__(self, tasks, numbers, seed):
+        """-> a group of chains per task. numbers: of the tasks, from which their random numbers
+        follow together with `seed`"""
         self.refresh()
         return rollouts(
             self.sampler, tasks, self.group, seed, self.limits, self.sandbox, self.compact, numbers
@@ -214,21 +232,25 @@ class Generator:
 
 
 def exit_with_trainer(trainer):
-    """Ends this process as soon as the other end of a pipe is closed, be it in the middle of a job:
-    nobody waits for its groups. What it leaves behind is removed when the next run begins."""
+    """Ends this process as soon as the trainer's end of a pipe is closed, even in the middle of a
+    job, since nobody waits for its groups any more. What it leaves behind is removed when the next
+    run begins."""
+    # Nothing is ever sent, so this waits until the pipe is closed.
     with contextlib.suppress(EOFError, OSError):
         trainer.recv()
     os._exit(1)
 
 
 def worker_main(pipe, trainer, settings):
-    """The life of a generation process: jobs in, groups out, until the trainer is gone. trainer:
-    the end of a pipe on which nothing is ever sent."""
+    """What a generation process runs: it takes jobs from a pipe and sends groups back, until the
+    trainer is gone. trainer: the end of a pipe on which nothing is ever sent."""
     threading.Thread(target=exit_with_trainer, args=(trainer,), daemon=True).start()
     # Ctrl-C is the trainer's to handle. On SIGTERM Python ends in order: workspaces are removed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     torch.set_num_threads(1)
+
+    # One job after the other, until the trainer's end of the pipe is closed.
     generator = Generator(**settings)
     while True:
         try:
@@ -239,9 +261,12 @@ def worker_main(pipe, trainer, settings):
 
 
 class Workers:
-    """n generation processes, or with n = 0 the same in this one, when the result is asked for.
-    Each process is supervised by a thread here. They are forked from a server that has no threads
-    of its own: forking a trainer can copy a held lock. settings: see Generator."""
+    """The twin of command.in_turn.InTurn: n generation processes sample while the trainer learns.
+    With n = 0 the trainer's process samples, when the result is asked for.
+
+    A thread of the trainer supervises each process. The processes are forked from a server that has
+    no threads of its own: forking the trainer could copy a lock that one of its threads holds.
+    settings: the arguments of Generator."""
 
     def __init__(self, n, settings):
         self.n = n
@@ -249,29 +274,33 @@ class Workers:
         self.jobs = queue.SimpleQueue()
         self.restarts = 0  # of processes that died
         self.processes = {}
-        self.lives = {}  # of each process, the pipe that ends with this one
+        self.lives = {}  # of each process, our end of the pipe that closes when this process ends
         self.closed = False
+
+        # Without processes the generator lives here.
         self.generator = None if n else Generator(**settings)
         self.context = multiprocessing.get_context("forkserver") if n else None
         if n:
             self.context.set_forkserver_preload(["fast.workers"])
             self.own_server_folder()
+
+        # A process starts when its thread gets the first job.
         for i in range(n):
             threading.Thread(target=self.supervise_worker, args=(i,), daemon=True).start()
         atexit.register(self.close)
 
     def own_server_folder(self):
-        """The folder of the forking server's socket has to go, too, when this process is killed.
-        There is no public way to say where it is made."""
+        """Puts the socket of the forking server into a folder that is removed even where this
+        process is killed (see owned_directory). Python has no public way to choose its place."""
         settings = getattr(multiprocessing.current_process(), "_config", {})
         if "tempdir" not in settings:
             self.sockets = owned_directory("sockets", tempfile.gettempdir())
-            # the path of a socket has 104 bytes
+            # The path of a socket has 104 bytes at most, and a name below the folder is added.
             if len(self.sockets.name) < 70:
                 settings["tempdir"] = self.sockets.name
 
     def submit(self, tasks, numbers, seed):
-        """Deal the tasks to the processes -> [(future, job)], for collect"""
+        """Deals the tasks to the processes in turns -> [(future, job)], for collect"""
         share = max(1, self.n)
         dealt = []
         for i in range(share):
@@ -282,7 +311,8 @@ class Workers:
         return dealt
 
     def collect(self, dealt):
-        """-> groups, in the order of the tasks"""
+        """What submit returned -> groups of chains, in the order of the tasks. It waits for the
+        processes; without any it samples now."""
         parts = []
         for future, job in dealt:
             parts.append(future.result() if self.n else self.generator(*job))
@@ -293,24 +323,28 @@ class Workers:
     def start(self, i):
         """Starts process number i -> our end of the pipe to it"""
         pipe, theirs = self.context.Pipe()
-        # our end goes when this process does
+        # A second pipe tells the process when we are gone: our end is closed with this process.
         watched, self.lives[i] = self.context.Pipe(duplex=False)
         arguments = (theirs, watched, self.settings)
         process = self.context.Process(target=worker_main, args=arguments, daemon=True)
         process.start()
         self.processes[i] = process
-        # If these stayed open here, the process's death would not be the end of the pipe.
+
+        # The process has its own copies of these ends. If ours stayed open, we would not notice its
+        # death by the end of the pipe.
         theirs.close()
         watched.close()
         return pipe
 
     def supervise_worker(self, i):
-        """One job at a time. A process that dies is replaced and its job begun again: the same
-        prompts and the same draws, since a rollout is a function of (seed, task number, j) and of
-        the weights."""
+        """What the thread of process number i runs: it hands the process one job at a time. A
+        process that dies is replaced, and its job begins again, with the same prompts and the same
+        draws: a rollout is a function of (seed, task number, j) and of the weights."""
         pipe = None
         while True:
             future, job = self.jobs.get()
+
+            # Three tries: a job that kills its process each time must not hang the trainer.
             for _ in range(3):
                 try:
                     pipe = pipe or self.start(i)
@@ -318,13 +352,14 @@ class Workers:
                     future.set_result(pipe.recv())
                     break
                 except (EOFError, OSError):
-                    # The process died. When all of them are being closed, that is meant.
+                    # The process died. While we close them all, that is intended.
                     if self.closed:
                         return
                     self.restarts += 1
                     pipe = None
                 except Exception as error:
-                    # What cannot be sent or read is no reason to wait for ever.
+                    # A job that cannot be sent, or a result that cannot be read: whoever waits for
+                    # it gets the error.
                     future.set_exception(error)
                     break
             else:
@@ -335,6 +370,7 @@ class Workers:
                 future.set_exception(RuntimeError(message))
 
     def close(self):
+        """Ends all processes. At exit it is called anyway."""
         self.closed = True
         for process in self.processes.values():
             process.terminate()
@@ -343,8 +379,8 @@ class Workers:
 
 
 def staleness(groups, version):
-    """-> for every sampled token, how many updates older than `version` the policy was that sampled
-    it"""
+    """Groups of chains -> for every sampled token (N,), by how many updates the policy that sampled
+    it was older than `version`"""
     versions = [np.zeros(0, dtype=int)]
     for group in groups:
         for chain in group:

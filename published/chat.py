@@ -33,8 +33,8 @@ CONTROL = r"<\|\w+?\|>|<｜[^｜]+｜>|</?tool_call>|</?tool_response>"
 
 
 class Listing(NamedTuple):
-    """The calls of one turn, or their outputs: what stands before the first, one of them, between
-    two, behind the last"""
+    """How the calls of one turn, or their outputs, are written: what stands before the first one,
+    how one of them is written, what stands between two, what stands behind the last"""
 
     before: str
     item: str
@@ -44,21 +44,21 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """How a family of published models writes a conversation, as in its chat template: strings in
-    which control tokens go by name. What neither the policy nor a tool says (queries, summaries,
-    hints) the harness says as the user."""
+    """How a family of published models writes a conversation, as in its chat template. The strings
+    contain control tokens by their names, and fields in braces. Queries, summaries and hints come
+    from neither the policy nor a tool: the harness writes them as the user."""
 
-    # before the first user; {tools}: their signatures, a line of JSON each
+    # before the first user's turn; {tools}: the tools' signatures, a line of JSON each
     opening: str
     user: str  # with {words} in it
     assistant: str  # before what is sampled
     after_tool: str  # the same, behind a tool's output
-    # an output is {words} of call {i} to {name}
+    # outputs: {words} is the output of call {i} to {name}, whose id is {id}
     tool: Listing
-    # (): calls have our own form
+    # calls; (): they have the form of rollout.Tokenizer
     call: Listing = ()
-    # what stands inside a call, see mark_controls: its name and its arguments; "": a JSON object of
-    # the two
+    # A regular expression for the text inside a call, as mark_controls writes it, that finds name
+    # and arguments. "": the text is a JSON object with both.
     reads: str = ""
 
     @property
@@ -67,8 +67,8 @@ class Chat:
         return bool(self.call) and "{i}" in self.call.item
 
     def marks(self):
-        """The control tokens of a call by what they do: {name: "begin", "end", "inside" or
-        "section"}"""
+        """{name of a control token of calls: what it does}: "begin" or "end" (of a call), "inside"
+        (a call), or "section" (around all calls)"""
         # The first and the last control token of one call are its ends. A later entry replaces an
         # earlier one: a token that stands in both places is the call's.
         begin, *inside, end = re.findall(CONTROL, self.call.item)
@@ -81,8 +81,10 @@ class Chat:
         }
 
     def fit(self, special):
-        """This, if a tokenizer has its control tokens, without calls (and how to make them) if only
-        those of turns; else None"""
+        """special: the special tokens of a tokenizer -> this form, if all of its control tokens are
+        among them. The form without calls and their declaration, if only those of turns are. Else
+        None."""
+        # <tool_response> need not be a token.
         known = {"<tool_response>", "</tool_response>", *special}
 
         def has(*texts):
@@ -169,7 +171,7 @@ def find_chat(special):
 
 
 def declare_tools(chat, tools):
-    """-> (template, its words) that tell the model which tools there are"""
+    """-> (template, its fields) of the text that tells the model which tools there are"""
     lines = []
     for tool in tools:
         lines.append(json.dumps({"type": "function", "function": tool_schema(tool)}))
@@ -186,35 +188,40 @@ NOT_STRINGS = "The arguments must be a JSON object of strings."
 
 @dataclass
 class CallBlock:
-    """One call in a body in a published form: tokens [start, stop), and between them its text, with
-    where the parts of it stand"""
+    """One call in the body of a turn in a published form: where it begins, its text, and where the
+    parts of the text stand"""
 
+    # the call's first token; of the first call, the first token of what stands before all calls
     start: int
-    inside: int  # the first token of the text
+    inside: int  # the first token of its text
     text: str = ""
     name: str = ""
     id: str = ""
-    given: object = None  # the arguments as JSON has them
-    name_end: int = 0  # characters of the text through the name
-    # where in the text the arguments' own object begins, -1: nowhere
+    given: object = None  # the arguments as JSON gives them
+    name_end: int = 0  # the place in the text behind the name
+    # the place in the text where the arguments' JSON object begins, -1: there is none
     arguments_at: int = -1
     error: str = ""
 
 
 def read_json_object(text):
-    """A JSON object that fills the text -> {key: (value, where it begins, where it ends)}. Of equal
-    keys the last one counts, as in every reader of JSON. ValueError where it is none."""
+    """A text that is one JSON object -> {key: (value, where the value begins, where it ends)}. Of
+    equal keys the last one counts, as in every reader of JSON. A ValueError where the text is
+    none. (json.loads does not say where things stand.)"""
     decoder = json.JSONDecoder()
     space = re.compile(r"[ \t\r\n]*")
 
     def skip_space(at):
         return space.match(text, at).end()
 
+    # The opening brace.
     members, at = {}, skip_space(0)
     if text[at : at + 1] != "{":
         raise ValueError("no object")
     at = skip_space(at + 1)
-    # a comma promises one more member
+
+    # Members up to the closing brace. After a comma a brace is wrong: the loop goes on, and reading
+    # a key there fails.
     while text[at : at + 1] != "}" or members and text[:at].rstrip().endswith(","):
         key, at = decoder.raw_decode(text, at)
         at = skip_space(at)
@@ -223,28 +230,32 @@ def read_json_object(text):
         begins = skip_space(at + 1)
         value, ends = decoder.raw_decode(text, begins)
         members[key] = value, begins, ends
+
+        # Behind a value stands a comma or the end.
         at = skip_space(ends)
         if text[at : at + 1] == ",":
             at = skip_space(at + 1)
         elif text[at : at + 1] != "}":
             raise ValueError("no end")
+
     if skip_space(at + 1) != len(text):
         raise ValueError("more behind it")
     return members
 
 
 def read_json_members(text):
-    """The members of the JSON object that a text begins with, whatever stands behind it"""
+    """As read_json_object, of the JSON object that a text begins with; more text may follow."""
     _, end = json.JSONDecoder().raw_decode(text)
     return read_json_object(text[:end])
 
 
+# one character of a value as a JSON string writes it: a surrogate pair, an escape, or itself
 CHARACTER = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.S)
 
 
 def find_in_json_string(text, start, count):
-    """Where in a JSON string, which begins at `start` with its quote, the character number `count`
-    of its value is written"""
+    """The place in `text` where character number `count` of a JSON string's value is written.
+    start: where the string's opening quote stands."""
     at = start + 1
     for _ in range(count):
         at = CHARACTER.match(text, at).end()
@@ -252,41 +263,46 @@ def find_in_json_string(text, start, count):
 
 
 def read_json_block(block):
-    """Of a call that is a JSON object -> (name, arguments), and where they stand into the block"""
+    """A call whose text is a JSON object -> (name, arguments). Where the two stand is noted in the
+    block."""
+    # If the text is no JSON, the name may still be readable; the arguments are None then.
     try:
         members = read_json_object(block.text)
     except ValueError:
-        # of a call that is no JSON the name may still be plain
         name = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,', block.text)[1]
         block.name_end = block.text.index(name) + len(name) + 1
         return name, None
+
     name, _, block.name_end = members["name"]
     given, block.arguments_at, _ = members["arguments"]
-    # an object, written as JSON once more
+    # Arguments may also be a JSON string that contains JSON: then no object stands in the text.
     if isinstance(given, str):
         given, block.arguments_at = json.loads(given), -1
     return name, given
 
 
 def read_named_block(chat, block):
-    """The same of a call whose name and arguments stand apart"""
+    """As read_json_block, of a call whose name and arguments stand apart: chat.reads finds them"""
     found = re.fullmatch(chat.reads, block.text)
     arguments = found["arguments"]
     space = len(arguments) - len(arguments.lstrip())
     block.name_end = found.end("name")
     block.arguments_at = found.start("arguments") + space
+
+    # An id counts only with a call number in it.
     groups = found.groupdict()
     block.id = groups["id"] if groups.get("i") else ""
+
+    # Arguments that are no JSON are None, and the name is known all the same.
     try:
         return found["name"], json.loads(arguments)
     except (ValueError, RecursionError):
-        # the name is known all the same
         return found["name"], None
 
 
 def read_block(chat, block):
-    """Fill in name, arguments and id of a call from its text. What its family's parsers would not
-    read is an error."""
+    """Fills in name, arguments and id of a call from its text. A call that the family's own parsers
+    would not read gets an error."""
     try:
         name, given = read_named_block(chat, block) if chat.reads else read_json_block(block)
         if not isinstance(name, str) or not name.strip():
@@ -297,10 +313,11 @@ def read_block(chat, block):
 
 
 def find_thought(tokenizer, body):
-    """Where the models write <think> as plain text: how many tokens of the body are the thought
-    that it begins with"""
+    """For models that write <think> as plain text: how many tokens at the beginning of the body are
+    a thought. 0 where </think> is a token, which find_calls sees itself."""
     if "</think>" in tokenizer.special or not tokenizer.decode(body).lstrip().startswith("<think>"):
         return 0
+
     closing = tokenizer.mark_controls(body).find("</think>")
     if closing < 0:
         # The thought is not closed: all of the body is thought.
@@ -315,10 +332,12 @@ def find_thought(tokenizer, body):
 
 
 def find_calls(tokenizer, body):
-    """The calls in a body in a published form -> [Block]. A thought (<think> ... </think>; without
-    its first token, where the template has given that) holds none, whatever it drafts. A call may
-    stand without its section's token. What belongs to a call and is no whole call is a Block with
-    an error: never nothing, or the turn would be taken for a final word."""
+    """The calls in a body in a published form -> [CallBlock].
+
+    A thought (<think> ... </think>) holds no calls, whatever it drafts. Its first token is missing
+    where the template wrote it. Calls may stand without the token of their section. Whatever
+    belongs to a call and is no whole call becomes a CallBlock with an error: if it were dropped,
+    the turn would be taken for a final word."""
     names = {i: name for name, i in tokenizer.special.items()}
     marks = tokenizer.chat.marks()
     skipped = find_thought(tokenizer, body)
@@ -332,6 +351,7 @@ def find_calls(tokenizer, body):
     for i, token in enumerate(body):
         name = names.get(token)
         mark = marks.get(name)
+
         # 1) Inside of a thought nothing counts but its end.
         if i < skipped or thinking:
             drafts = drafts or mark is not None
@@ -353,13 +373,14 @@ def find_calls(tokenizer, body):
             blocks.append(close_block(tokenizer, body, block, i, mark == "end"))
             block = None
         elif mark in ("inside", "end"):
-            if block is None:  # its beginning is missing
+            if block is None:  # the call's beginning is missing
                 blocks.append(CallBlock(i, i + 1, error=UNREADABLE))
             continue
         if mark == "begin":
             block = CallBlock(i, i + 1)
 
-    # 4) What the end of the turn cuts off is an error, if not all of it is a call.
+    # 4) The end of the turn. It may cut a call off, which close_block judges. It is an error if a
+    # thought with drafts of calls was not closed, or if tokens of calls stand there without a call.
     if block is not None:
         blocks.append(close_block(tokenizer, body, block, len(body), False))
     if thinking and drafts and not blocks:
@@ -372,10 +393,11 @@ def find_calls(tokenizer, body):
 
 
 def close_block(tokenizer, body, block, stop, whole):
-    """Fill in a call that ends before the token number `stop`; whole: by its own control token"""
+    """Fills in a call that ends before token number `stop`. whole: did its own control token end
+    it?"""
     chat = tokenizer.chat
     block.text = tokenizer.mark_controls(body[block.inside : stop], chat.marks())
-    # Qwen's parsers read a call to the end of the turn, too.
+    # Qwen's parsers (no chat.reads) also take a call that the end of the turn cut off.
     if whole or not chat.reads:
         read_block(chat, block)
     else:
@@ -384,13 +406,15 @@ def close_block(tokenizer, body, block, stop, whole):
 
 
 def replace_surrogates(text):
-    """JSON can spell halves of characters, files cannot hold them."""
+    """A text without lone surrogates: JSON can spell these halves of characters, and files cannot
+    hold them."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def take_arguments(call, given):
-    """Put arguments that came by their names in the order of the tool's own. Another name, or one
-    too few, is an error that says so."""
+    """Puts the arguments of a call, {name: value}, into the order of the tool's parameters. A name
+    that is missing or unknown becomes an error that says so."""
+    # The call keeps what was given, whatever comes of it.
     call.name = replace_surrogates(call.name)
     call.given = given if isinstance(given, dict) else {}
     wanted = ARGUMENTS.get(call.name)
@@ -402,6 +426,7 @@ def take_arguments(call, given):
             call.args.append(text)
         return
 
+    # Arguments are strings, and just those that the tool has.
     problems = []
     for name in wanted:
         if name not in call.given:
@@ -409,6 +434,8 @@ def take_arguments(call, given):
     for name in call.given:
         if name not in wanted:
             problems.append(f"there is no `{replace_surrogates(name)[:40]}`")
+
+    # Of two errors the one about the form comes first.
     are_strings = all(isinstance(value, str) for value in call.given.values())
     if not isinstance(given, dict) or not are_strings:
         call.output, call.error = NOT_STRINGS, "bad_arguments"
@@ -421,7 +448,7 @@ def take_arguments(call, given):
 
 
 def find_character(tokenizer, body, block, character):
-    """The token of a body that a character of a call's text falls into"""
+    """-> the number of the token in `body` that holds a character of a call's text"""
     marks = tokenizer.chat.marks()
 
     def text_length(i):

@@ -31,12 +31,12 @@ from published.tokenizers import read_tokenizer, write_tokenizer
 
 @dataclass
 class Entry:
-    """One published tensor, and which of our weights it comes from"""
+    """One published tensor, and the name of our weight that it is made from"""
 
     dtype: torch.dtype
     shape: tuple
     ours: str
-    expert: int  # of a stack of experts, else None
+    expert: int  # its number in our stack of experts; None: it is made from all of our weight
 
     @property
     def bytes(self):
@@ -44,24 +44,28 @@ class Entry:
 
 
 def to_theirs(config, state, entry):
-    """One of our weights, or one expert of a stack -> the published tensor"""
+    """The published tensor of an entry, in their layout, from our weights `state`"""
     name = entry.ours
     x = state[name]
+
+    # Layouts that differ: kv_b_proj is one matrix there, and their RoPE turns neighbours.
     if name.endswith("attn.wv_b"):
-        # kv_b_proj holds both
+        # for each head the rows of its key, then those of its value: (H, N + V, C)
         x = torch.cat((state[name.replace("wv_b", "wk_b")], x), 1)
     elif config.attention == "mla" and name.endswith(("attn.wq", "attn.wkv_a")):
         x = swap_pairs(x, config.qk_rope, back=True)
+
+    # One expert of a stack, all heads in one matrix.
     if entry.expert is not None:
         x = x[entry.expert]
     return x.reshape(entry.shape)
 
 
 def list_entries(config, state, dtype):
-    """{their name: Entry} of all weights"""
+    """{their name: Entry} of all weights. dtype: in which they go out, None: as they are"""
     entries = {}
     for ours, _, theirs, shape in hf_tensor_map(config, state):
-        # goes with wv_b
+        # it is written together with wv_b
         if ours.endswith("attn.wk_b"):
             continue
         # the balancing bias is fp32 in every model
@@ -72,7 +76,9 @@ def list_entries(config, state, dtype):
 
 
 def cut_into_shards(entries, shard_bytes):
-    """[{their name: Entry}] of at most shard_bytes, or one tensor"""
+    """{their name: Entry} -> a list of such dicts, one per file, each of at most shard_bytes or of
+    one tensor"""
+    # `full`: bytes in the last shard. At first it is infinite, so that the first entry begins one.
     shards, full = [], math.inf
     for name, entry in entries.items():
         if full + entry.bytes > shard_bytes:
@@ -84,11 +90,12 @@ def cut_into_shards(entries, shard_bytes):
 
 
 def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None):
-    """A model -> a folder in the published format, weights in `dtype` (None: their own), shards of
-    at most shard_bytes (or one tensor). extra: further keys of config.json (eos_token_id, ...).
-    config.json comes last: an interrupted export cannot be read."""
+    """A model -> a folder in the published format. dtype: of the weights, None: their own.
+    shard_bytes: most bytes of a file (or one tensor). extra: further keys of config.json
+    (eos_token_id, ...). config.json comes last, so that an interrupted export cannot be read."""
     folder = Path(folder)
-    # 1) can it be published at all, and is there room for it?
+
+    # 1) Is there an architecture for it, and is the folder empty?
     variant = as_variant(model.config)
     config = config_json(variant) | (extra or {})
     routers = [block.ffn.router for block in model.layers if isinstance(block.ffn, MoE)]
@@ -100,7 +107,8 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
     if any(folder.iterdir()):
         raise ValueError(f"{folder}: not empty, an export wants a folder of its own")
 
-    # 2) the weights
+    # 2) The weights, one file after the other. A tensor is brought to their layout when it is
+    # written, so no second model is in memory.
     state = model.state_dict()
     shards = cut_into_shards(list_entries(variant, state, dtype), shard_bytes)
     file_of = {}
@@ -108,14 +116,16 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) == 1:
             file = "model.safetensors"
-        # large numbers first: that keeps every tensor aligned
+
+        # Dtypes of many bytes first: then every tensor begins at a multiple of its number's size.
         shard = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
         header = {name: (entry.dtype, entry.shape) for name, entry in shard.items()}
         tensors = (to_theirs(variant, state, entry) for entry in shard.values())
+
         write_safetensors(folder / file, header, tensors)
         file_of |= dict.fromkeys(shard, file)
 
-    # 3) which file holds which, and what they are
+    # 3) The index, which says which file holds which tensor, and config.json.
     if len(shards) > 1:
         size = sum(entry.bytes for shard in shards for entry in shard.values())
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
@@ -125,7 +135,7 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
 
 # ---------------------------------------------------------------- what else belongs to a folder
 
-# copied where they are there
+# the tokenizer's files: those that a folder has are copied
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -140,14 +150,15 @@ TOKENIZER_FILES = (
 
 def export_model(target, model, tokenizer, source, dtype):
     """A model that was trained here -> the folder of a published model. source: the published
-    folder that it began from, or None; what else belongs to a folder is copied from there, or is
-    the tokenizer that was trained with it."""
-    # the id that turns are written with comes first
+    folder that the model began from; its tokenizer and settings are copied from there. None: the
+    model was trained from noise, and the tokenizer that was trained with it is written."""
+    # The ids that end a turn, as eos_token_id has them: a number, or a list that begins with the id
+    # that turns are written with.
     end = tokenizer.id["<|end|>"]
     others = sorted(tokenizer.ends - {end})
     ends = [end, *others] if others else end
 
-    # 1) all that will be copied is looked at before the first file is written
+    # 1) All that will be copied is read and checked before the first file is written.
     ids, files, generation = {}, [], {}
     if source:
         if not source.is_dir():
@@ -155,7 +166,7 @@ def export_model(target, model, tokenizer, source, dtype):
                 f"{source}, which this run began from, is not there: "
                 "its tokenizer's files belong to an export, so put it back"
             )
-        read_tokenizer(source, model.config.vocab)
+        read_tokenizer(source, model.config.vocab)  # raises where it is not one for this model
         _, settings, _ = read_config(source / "config.json")
         for name in ("bos_token_id", "pad_token_id"):
             if name in settings.raw:
@@ -166,11 +177,11 @@ def export_model(target, model, tokenizer, source, dtype):
         if path.is_file():
             generation = parse_json(path.read_bytes(), path)
 
-    # 2) the model, and then what belongs to it
+    # 2) The model, and then what belongs to it.
     write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
     for path in files:
         shutil.copyfile(path, target / path.name)
-    # its own end of a turn may be another than the one trained
+    # The source's end of a turn may not be the one that was trained, so ours replaces it.
     if generation:
         text = json.dumps({**generation, "eos_token_id": ends}, indent=1)
         (target / "generation_config.json").write_text(text)
@@ -179,11 +190,15 @@ def export_model(target, model, tokenizer, source, dtype):
 
 
 def find_tokenizer_code(folder):
-    """The Python files behind a tokenizer: those that auto_map names, and what they import from
-    beside them. Copied, never run; only plain names, so nothing from outside the folder."""
+    """Names of the Python files that a tokenizer needs: those that auto_map names, and those that
+    these import from the same folder. They are copied and never run. Only plain names are taken, so
+    nothing comes from outside the folder."""
+    # auto_map names classes as "file.Class".
     path, found = folder / "tokenizer_config.json", set()
     raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     names = re.findall(r'"(\w+)\.\w+"', json.dumps(raw.get("auto_map")))
+
+    # Follow the imports, each file once.
     while names:
         file = folder / f"{names.pop()}.py"
         if file.name not in found and file.is_file():

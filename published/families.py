@@ -10,7 +10,7 @@ known to change nothing (UNUSED_SETTINGS). Ignored in silence it would give anot
 loads and runs and is a little worse. For the same reason a setting that two readers take in two
 ways (YaRN's mscale, two keys for RoPE) is refused where the two would differ.
 
-    read_config(path)               config.json -> VariantConfig, and what loading.py needs beside it
+    read_config(path)               config.json -> VariantConfig, and what else loading.py needs
     config_json(config)             VariantConfig -> config.json; a ValueError if no family has this
     hf_tensor_map(config, state)    our weights and theirs
 
@@ -32,7 +32,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Settings of which one value is supported
+# Settings of which one value is supported, and that value
 SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -90,9 +90,9 @@ YARN_READS = ROPE_READS | set("""
 
 
 def refuse_unread(path, settings, read, where=""):
-    """A setting that nobody reads is refused by name, unless it is off (null, false, 0, empty): it
-    may change what the model computes, and ignored in silence it would give another model. Names
-    with a leading underscore are notes."""
+    """Raises a ValueError for the first setting that nobody here reads, unless it is off (null,
+    false, 0, empty). It may change what the model computes: ignored in silence, it would give
+    another model. Names that begin with an underscore or "unsloth" are notes."""
     for key, value in settings.items():
         if key not in read and value and not key.startswith(("_", "unsloth")):
             raise ValueError(
@@ -102,9 +102,9 @@ def refuse_unread(path, settings, read, where=""):
 
 
 class Settings:
-    """config.json, asked for one setting at a time: its kind, its bounds, and the value that it has
-    where the file says nothing or null (None: then the file must say it). A wrong value is a
-    ValueError that names the key and the file."""
+    """config.json, which is asked for one setting at a time. The caller says of which kind the
+    setting is, its bounds, and its default where the file says nothing or null. With a default of
+    None the file must say it. A wrong value is a ValueError that names the key and the file."""
 
     def __init__(self, raw, path):
         self.raw, self.path = raw, path
@@ -145,15 +145,18 @@ class Settings:
 
 
 def read_config(path):
-    """config.json -> (VariantConfig, Settings of the language model, prefix of its tensors' names)"""
+    """config.json -> (VariantConfig, Settings of the language model, prefix of the names of its
+    tensors)"""
+    # 1) A family that is known. Kimi K2 is a DeepSeek-V3 of other sizes.
     raw, prefix = read_language_model(path)
-    # Kimi K2 is a DeepSeek-V3 of other sizes
     family = "deepseek_v3" if raw.get("model_type") == "kimi_k2" else raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(
             f"{path}: model_type {family!r:.60} is not one of {known}, kimi_k2, kimi_k25"
         )
+
+    # 2) No setting that would change the model and is not read.
     settings = Settings(raw, path)
     refuse_unread(path, raw, READ_SETTINGS | UNUSED_SETTINGS | FAMILY_READS[family])
     refuse_missing_parts(path, raw, family)
@@ -163,6 +166,8 @@ def read_config(path):
         raise ValueError(
             f"{path}: layer_types other than full_attention in every layer are not supported"
         )
+
+    # 3) What the family says in its own words, and what all families say alike.
     if family == "deepseek_v3":
         own = mla_settings(settings)
     else:
@@ -180,7 +185,7 @@ def read_config(path):
             **own,
         )
     except AssertionError as error:
-        # sizes that do not go together
+        # VariantConfig asserts that sizes go together.
         raise ValueError(f"{path}: {error}") from None
     return config, settings, prefix
 
@@ -192,8 +197,9 @@ def read_language_model(path):
     if raw.get("model_type") != "kimi_k25" or not isinstance(raw.get("text_config"), dict):
         return raw, ""
     inner = {"model_type": "kimi_k2", **raw["text_config"]}
-    # Of the settings around the language model's own none may speak about it: only one of the two
-    # places is read.
+
+    # Only the settings inside text_config are read. One beside it that says something else about
+    # the language model is refused.
     for key in sorted((READ_SETTINGS | FAMILY_READS["deepseek_v3"]) - {"model_type"}):
         if raw.get(key) and raw[key] != inner.get(key):
             raise ValueError(
@@ -204,8 +210,8 @@ def read_language_model(path):
 
 
 def refuse_missing_parts(path, raw, family):
-    """Qwen2 has biases on queries, keys and values, Qwen3 norms on queries and keys. Not even a
-    config.json that says otherwise is believed."""
+    """Raises a ValueError where a config.json says that Qwen2 has no biases on queries, keys and
+    values, or Qwen3 no norms on queries and keys: these families always have them."""
     without_biases = family == "qwen2" and raw.get("qkv_bias") is False
     without_norms = family in ("qwen3", "qwen3_moe") and raw.get("use_qk_norm") is False
     if without_biases or without_norms:
@@ -215,7 +221,8 @@ def refuse_missing_parts(path, raw, family):
 
 
 def mla_settings(settings):
-    """What VariantConfig says of latent attention and of the experts beside it"""
+    """The fields of VariantConfig about latent attention, and about the experts beside it"""
+    # null means full queries, without the narrow vector
     has_q_lora = settings.raw.get("q_lora_rank") is not None
     return dict(
         attention="mla",
@@ -230,7 +237,7 @@ def mla_settings(settings):
         shared=settings.integer("n_shared_experts", 0, 0, 64),
         expert_ffn=settings.integer("moe_intermediate_size"),
         norm_gates=settings.flag("norm_topk_prob", True),
-        # no defaults: readers differ in theirs
+        # The file must say these: readers differ in their defaults.
         route_scale=settings.number("routed_scaling_factor", None, 0, 1e3),
         n_group=settings.integer("n_group"),
         topk_group=settings.integer("topk_group"),
@@ -238,11 +245,13 @@ def mla_settings(settings):
 
 
 def gqa_settings(settings, family, layers):
-    """What VariantConfig says of grouped queries, and of the experts of Qwen3-MoE"""
+    """The fields of VariantConfig about grouped queries, and about the experts of Qwen3-MoE"""
+    # Where the file does not say how wide a head is, transformers takes these widths.
     heads = settings.integer("num_attention_heads")
-    # what transformers takes for the width of a head where the file does not say it
     width = 128 if family == "qwen3" else max(settings.integer("hidden_size") // heads, 1)
     width = settings.integer("head_dim", width)
+
+    # RoPE turns whole heads (qk_nope = 0). Without experts all layers are dense.
     found = dict(
         attention="gqa",
         kv_heads=settings.integer("num_key_value_heads", heads),
@@ -263,7 +272,8 @@ def gqa_settings(settings, family, layers):
 
 
 def qwen3_moe_settings(settings):
-    """Its experts, which have two names for their number"""
+    """The fields of VariantConfig about the experts of Qwen3-MoE"""
+    # The number of experts has two names. Where both are there, they must say the same.
     raw = settings.raw
     key = "num_experts" if "num_experts" in raw else "num_local_experts"
     if raw.get("num_local_experts", raw.get(key)) != raw.get(key):
@@ -271,12 +281,15 @@ def qwen3_moe_settings(settings):
             f"{settings.path}: num_experts and num_local_experts differ: "
             "delete the one that is not meant"
         )
+
+    # Dense layers must be the first ones, as they are in moe.Model.
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise ValueError(
             f"{settings.path}: mlp_only_layers = {dense!r:.60} is not supported, "
             "only the first ones"
         )
+
     return dict(
         dense_layers=len(dense),
         experts=settings.integer(key, high=1 << 12),
@@ -289,13 +302,14 @@ def qwen3_moe_settings(settings):
 
 
 def rope_settings(settings, mla):
-    """What VariantConfig says of RoPE and YaRN. Published models put YaRN's temperature on cos and
-    sin (attention_factor) or on the scores (mscale)."""
+    """The fields of VariantConfig about RoPE and YaRN. Published models put YaRN's temperature on
+    cos and sin (attention_factor), or on the scores (mscale)."""
     rope = read_rope_section(settings)
     is_yarn = rope.get("rope_type") == "yarn"
     refuse_unread(settings.path, rope, YARN_READS if is_yarn else ROPE_READS, "rope_scaling: ")
 
-    # Of the keys beside the section only the base and the share of turned dimensions belong to it.
+    # Outside of RoPE's section, config.json may also give the base and the share of dimensions that
+    # are turned. The section's own values come first.
     for key in ("partial_rotary_factor", "rope_theta"):
         if key in settings.raw:
             rope = {key: settings.raw[key], **rope}
@@ -307,7 +321,9 @@ def rope_settings(settings, mla):
 
     context = rope.integer("original_max_position_embeddings", length, high=1 << 30)
     factor = rope.number("factor", length / context, 1, 1e4)
-    # 1) the temperature: its two coefficients, or the amplitude itself
+
+    # 1) The temperature, by its two coefficients. The amplitude on cos and sin that follows from
+    # them is only a default: the file may say it itself.
     mscale = rope.number("mscale", 0.0, 0, 10)
     all_dim = rope.number("mscale_all_dim", 0.0, 0, 10)
     refuse_one_mscale(rope, mscale, all_dim)
@@ -316,7 +332,9 @@ def rope_settings(settings, mla):
     else:
         amplitude = yarn_mscale(1, factor)
     amplitude = rope.number("attention_factor", amplitude, 1e-3, 1e3)
-    # 2) which pairs of dimensions are slowed
+
+    # 2) Which pairs of dimensions are slowed; and for latent attention alone the coefficient of a
+    # temperature on the scores.
     return dict(
         rope_theta=theta,
         context=context,
@@ -329,12 +347,12 @@ def rope_settings(settings, mla):
 
 
 def yarn_mscale(coefficient, factor):
-    """YaRN's temperature of a context that is `factor` times as long"""
+    """YaRN's temperature for a context that is `factor` times as long"""
     return 0.1 * coefficient * math.log(factor) + 1
 
 
 def read_rope_section(settings):
-    """RoPE's settings, which stand under a new key or an old one, or under both: readers differ in
+    """{setting: value} of RoPE. They stand under a new key, an old one, or both. Readers differ in
     which one they take, so both must say the same."""
     sections = []
     for key in ("rope_parameters", "rope_scaling"):
@@ -347,11 +365,12 @@ def read_rope_section(settings):
         if found:
             sections.append({"rope_type": found.get("type", "default"), **found})
 
+    # Both in one dict; "type" is the old name of rope_type.
     rope = {key: value for found in sections for key, value in found.items() if key != "type"}
     if len(sections) == 2:
         for found in sections:
             for key, value in rope.items():
-                # the base may also stand beside a section
+                # The base may also stand outside of a section.
                 beside = settings.raw.get(key, value) if key == "rope_theta" else None
                 if found.get(key, beside) != value:
                     raise ValueError(
@@ -369,8 +388,9 @@ def is_plain_rope_section(found):
 
 
 def refuse_one_mscale(rope, mscale, all_dim):
-    """With one of the two DeepSeek's own code and transformers compute different temperatures.
-    mscale = 1 alone is the default of both."""
+    """Raises a ValueError where a file sets one of mscale and mscale_all_dim: DeepSeek's own code
+    and transformers then compute different temperatures. mscale = 1 alone is the default of both,
+    and is taken."""
     both = mscale and all_dim
     neither = not all_dim and rope.raw.get("mscale") in (None, 1)
     if not both and not neither:
@@ -385,8 +405,9 @@ def refuse_one_mscale(rope, mscale, all_dim):
 
 
 def config_json(config):
-    """VariantConfig, or a ModelConfig -> config.json of the published architecture it is an
-    instance of, or a ValueError"""
+    """A VariantConfig or a ModelConfig -> config.json of the published architecture that it is an
+    instance of, as a dict. A ValueError where there is none."""
+    # 1) The architecture
     config = as_variant(config)
     if config.mtp:
         raise ValueError(
@@ -398,6 +419,8 @@ def config_json(config):
         raise ValueError(
             f"no published architecture has this attention, routing and norms; known: {known}"
         )
+
+    # 2) What all families say alike
     raw = dict(
         architectures=[FAMILIES[family]],
         model_type=family,
@@ -412,6 +435,8 @@ def config_json(config):
         tie_word_embeddings=config.tie,
         max_position_embeddings=config.window,
     )
+
+    # 3) Attention, and the experts where there are any
     if family == "deepseek_v3":
         raw |= mla_json(config)
     else:
@@ -430,16 +455,21 @@ def config_json(config):
             mlp_only_layers=list(range(config.dense_layers)),
             decoder_sparse_step=1,
         )
+
     return raw | rope_json(config)
 
 
 def find_family(config):
-    """The published architecture that this is an instance of, or None"""
+    """model_type of the published architecture that a configuration is an instance of, or None"""
+    # Latent attention: DeepSeek-V3 has a sigmoid router and shared experts.
     if config.attention == "mla":
         return "deepseek_v3" if config.scoring == "sigmoid" and config.shared else None
-    # the published grouped queries turn whole heads
+
+    # Grouped queries: the published ones turn whole heads.
     if config.qk_nope or config.q_lora or config.v_dim != config.qk_rope:
         return None
+
+    # Without experts, biases or norms tell Qwen2 from Qwen3. With experts there is Qwen3-MoE alone.
     if config.dense_layers >= config.layers and config.qkv_bias != config.qk_norm:
         return "qwen2" if config.qkv_bias else "qwen3"
     plain_routing = config.scoring == "softmax" and config.route_scale == config.n_group == 1
@@ -449,6 +479,7 @@ def find_family(config):
 
 
 def mla_json(config):
+    """The settings of config.json about latent attention, and about the experts beside it"""
     return dict(
         num_key_value_heads=config.heads,
         q_lora_rank=config.q_lora or None,
@@ -470,8 +501,10 @@ def mla_json(config):
 
 
 def rope_json(config):
+    """The settings of config.json about RoPE and YaRN"""
     if config.yarn_factor == config.yarn_amplitude == 1:
         return {"rope_theta": config.rope_theta}
+
     yarn = dict(
         type="yarn",
         rope_type="yarn",
@@ -481,10 +514,13 @@ def rope_json(config):
         beta_slow=config.yarn_slow,
         attention_factor=config.yarn_amplitude,
     )
+
+    # The temperature on the scores. Both coefficients are written: with one, readers differ.
     if config.attention == "mla":
         yarn |= dict(mscale=config.yarn_mscale, mscale_all_dim=config.yarn_mscale)
     else:
-        # grouped queries turn whole heads, so the temperature on the scores can sit on cos and sin
+        # Grouped queries turn whole heads, so the temperature on the scores can go into the factor
+        # on cos and sin.
         heat = yarn_mscale(config.yarn_mscale, config.yarn_factor)
         yarn["attention_factor"] = heat * config.yarn_amplitude
     return {"rope_theta": config.rope_theta, "rope_scaling": yarn}
@@ -492,7 +528,7 @@ def rope_json(config):
 
 # ---------------------------------------------------------------- names and shapes of tensors
 
-# ours: theirs, of one layer; * is the number of an expert
+# our name: their name, within a layer; * is the number of an expert
 NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
@@ -518,7 +554,7 @@ for matrix in ("gate", "up", "down"):
     NAMES[f"ffn.w_{matrix}"] = f"mlp.{matrix}_proj.weight"
     NAMES[f"ffn.shared.w_{matrix}"] = f"mlp.shared_experts.{matrix}_proj.weight"
     NAMES[f"ffn.experts.w_{matrix}"] = f"mlp.experts.*.{matrix}_proj.weight"
-# ... outside of the layers
+# the same outside of the layers
 TOP = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -527,24 +563,30 @@ TOP = {
 
 
 def hf_tensor_map(config, state):
-    """Yields (our name, our shape, their names, shape of each of theirs): experts are one stack
-    here, and kv_b_proj is cut in two. state: the model's state dict, of which only the shapes
-    count."""
+    """Yields, for each of our weights, (our name, our shape, their names, the shape of each of
+    theirs). Our stack of experts is one tensor per expert there, and our wk_b and wv_b are both cut
+    from their kv_b_proj. state: the model's state dict, of which only the shapes count."""
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
         if name in TOP:
-            # a head that is tied is not stored
+            # A head that is tied to the embedding is not stored.
             if not (config.tie and name == "head.weight"):
                 yield name, shape, [TOP[name]], shape
             continue
+
+        # Counts of tokens are no weights, and a softmax router has no bias.
         _, layer, rest = name.split(".", 2)
-        # counts of tokens are no weights, and a softmax router has no bias
         if rest == "ffn.router.load" or rest == "ffn.router.bias" and config.scoring == "softmax":
             continue
+
+        # Behind a narrow query vector, the projection to the heads has another name.
         own = NAMES[rest]
         if rest == "attn.wq" and config.q_lora:
             own = "self_attn.q_b_proj.weight"
         theirs = f"model.layers.{layer}.{own}"
+
+        # Where the layouts differ: stacks of experts, kv_b_proj, and heads, which are one matrix
+        # there.
         if ".experts.w_" in name:
             names = [theirs.replace("*", str(e)) for e in range(config.experts)]
             yield name, shape, names, shape[1:]
@@ -552,7 +594,6 @@ def hf_tensor_map(config, state):
             rows = config.heads * (config.qk_nope + config.v_dim)
             yield name, shape, [theirs], (rows, config.kv_lora)
         elif len(shape) == 3:
-            # all heads in one matrix
             yield name, shape, [theirs], (math.prod(shape[:-1]), shape[-1])
         else:
             yield name, shape, [theirs], shape

@@ -1,7 +1,7 @@
-"""published/grouped_query.py: what open models do otherwise than Kimi K2, as subclasses of moe.py's.
+"""published/grouped_query.py: what open models do otherwise than Kimi K2, as subclasses of moe's.
 
-moe.Model is the Kimi shape alone. The Qwen families differ in these parts, and so does here and there
-a DeepSeek: a VariantConfig says in which, and VariantModel is built of the subclasses below.
+moe.Model has the shape of Kimi K2 alone. The Qwen families, and in some parts DeepSeek, differ from
+it. A VariantConfig says in which parts, and VariantModel is built of the subclasses below.
 
     grouped-query attention   k_t, v_t of a few heads, each shared by several query heads; the cache
                               holds both. Biases (Qwen2) or norms of every head (Qwen3)
@@ -42,6 +42,8 @@ class VariantConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+
+        # Only the variants that exist, and only where they have an effect.
         assert self.attention in (
             "mla",
             "gqa",
@@ -53,6 +55,9 @@ class VariantConfig(ModelConfig):
         assert self.attention == "gqa" or not (
             self.qk_norm or self.qkv_bias
         ), "qk_norm and qkv_bias are for gqa"
+
+        # Groups are of equal size, of two experts at least (a group is worth its two best), and the
+        # chosen groups must hold enough experts for a token.
         size, rest = divmod(self.experts, self.n_group)
         assert self.n_group == 1 or (
             rest == 0 and size > 1
@@ -81,8 +86,9 @@ KIMI_SHAPE = {
 
 
 def config_of(values):
-    """{field: value}, as a checkpoint keeps a model's configuration -> ModelConfig where the model
-    has the Kimi shape, else VariantConfig. Runs of earlier versions name all fields of both."""
+    """{field: value}, as a checkpoint keeps a model's configuration -> a ModelConfig where the
+    model has the shape of Kimi K2, else a VariantConfig. Checkpoints of earlier versions name the
+    fields of both, so the values decide and not the names."""
     if all(values.get(name, default) == default for name, default in KIMI_SHAPE.items()):
         own = {name: values[name] for name in values if name not in {"kv_heads", *KIMI_SHAPE}}
         return ModelConfig(**own)
@@ -90,38 +96,48 @@ def config_of(values):
 
 
 def as_variant(config):
-    """The same configuration with the variants' fields, whatever it is"""
+    """A ModelConfig or a VariantConfig -> the same configuration as a VariantConfig"""
     return VariantConfig(**vars(config))
 
 
 class GroupedQueryAttention(moe.Attention):
-    """H query heads share G key and value heads. An entry is the rotated keys and the values."""
+    """H query heads share G key and value heads. The cache's entry of a token holds, for each of
+    the G heads, its key after RoPE and its value."""
 
     def __init__(self, config):
-        nn.Module.__init__(self)  # not Attention's: no weight is drawn that is not there
+        # Not Attention's: it would draw weights that this attention does not have.
+        nn.Module.__init__(self)
         c = self.config = config
         self.scale = 1.0
         self.head_dim = c.qk_nope + c.qk_rope
+
+        # Queries, in full or by way of a narrow vector, as in Attention.
         if c.q_lora:
             self.wq_a = init_weight(c.q_lora, c.dim)
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
         self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
+
+        # Keys and values straight from the input, for G heads.
         self.wk = init_weight(c.kv_heads, self.head_dim, c.dim)
         self.wv = init_weight(c.kv_heads, c.v_dim, c.dim)
+
+        # What the families add: norms of every head (Qwen3), biases (Qwen2).
         if c.qk_norm:
             self.q_head_norm = RMSNorm(self.head_dim, c.norm_eps)
             self.k_head_norm = RMSNorm(self.head_dim, c.norm_eps)
         if c.qkv_bias:
-            # flat: vectors are AdamW's, matrices Muon's
+            # Flat, so that AdamW takes them: matrices go to Muon.
             self.bq, self.bk, self.bv = (
                 nn.Parameter(torch.zeros(w.shape[0] * w.shape[1]))
                 for w in (self.wq, self.wk, self.wv)
             )
+
+        # zero, as in Attention: an untrained layer changes nothing
         self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)
 
     def add_bias_and_norm(self, y, name):
-        """Queries, keys or values (name q, k or v) of all heads (B, T, heads, dims), with biases and
-        norms where there are any"""
+        """y: the queries, keys or values of all heads (B, T, heads, dims); name: "q", "k" or "v" ->
+        the same with the biases and norms that this model has"""
         if self.config.qkv_bias:
             y = y + getattr(self, "b" + name).to(y.dtype).view(y.shape[-2:])
         if self.config.qk_norm and name != "v":
@@ -132,9 +148,9 @@ class GroupedQueryAttention(moe.Attention):
         """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, G (N + R + V))"""
         c = self.config
         narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
-        q = self.add_bias_and_norm(linear(narrow, self.wq), "q")
-        k = self.add_bias_and_norm(linear(x, self.wk), "k")
-        v = self.add_bias_and_norm(linear(x, self.wv), "v")
+        q = self.add_bias_and_norm(linear(narrow, self.wq), "q")  # (B, T, H, N + R)
+        k = self.add_bias_and_norm(linear(x, self.wk), "k")  # (B, T, G, N + R)
+        v = self.add_bias_and_norm(linear(x, self.wv), "v")  # (B, T, G, V)
         q, k = (self.turn(y, cos, sin) for y in (q, k))
         return q, torch.cat((k, v), -1).flatten(2)
 
@@ -145,15 +161,17 @@ class GroupedQueryAttention(moe.Attention):
         return torch.cat((nope, apply_rotary_emb(rope, cos, sin)), -1)
 
     def keys_values(self, entries):
-        """entries (B, S, width) -> keys (B, S, H, N + R), values (B, S, H, V): each of the G heads
-        for H / G query heads"""
+        """entries (B, S, width) -> keys (B, S, H, N + R), values (B, S, H, V). Each of the G heads
+        is repeated for the H / G query heads that share it."""
         c = self.config
         heads = entries.unflatten(-1, (c.kv_heads, -1))  # (B, S, G, N + R + V)
-        repeated = heads.repeat_interleave(c.heads // c.kv_heads, 2)
+        repeated = heads.repeat_interleave(c.heads // c.kv_heads, 2)  # (B, S, H, N + R + V)
         return repeated.split((self.head_dim, c.v_dim), -1)
 
 
 class VariantRouter(moe.Router):
+    """A router that can also score by softmax (Qwen3-MoE) and choose by groups (DeepSeek-V3)"""
+
     def __init__(self, config):
         super().__init__(config)
         self.softmax = config.scoring == "softmax"
@@ -165,22 +183,28 @@ class VariantRouter(moe.Router):
         return nn.functional.linear(x.float(), self.weight.float()).softmax(1)
 
     def rule_out_experts(self, biased):
-        """biased (M, E) -> the same, with -inf for every expert outside of the token's best groups.
-        A group is worth its two best experts."""
+        """biased (M, E) -> the same, with -inf for experts outside of the token's best groups"""
         if self.n_group == 1:
             return biased
-        groups = biased.unflatten(1, (self.n_group, -1))
+
+        # A group's score is the sum of its two best experts' scores.
+        groups = biased.unflatten(1, (self.n_group, -1))  # (M, groups, E / groups)
         group_scores = groups.topk(2)[0].sum(-1)  # (M, groups)
-        kept = group_scores.topk(self.topk_group)[1]
+
+        # True for the groups that the token does not choose from, and so for all their experts.
+        kept = group_scores.topk(self.topk_group)[1]  # (M, topk_group)
         out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
         return biased.masked_fill(out.repeat_interleave(groups.shape[2], 1), -torch.inf)
 
 
 def variant_mixture(config):
+    """moe.MoE with a VariantRouter"""
     return moe.MoE(config, router=VariantRouter)
 
 
 class VariantModel(moe.Model):
+    """moe.Model of a VariantConfig"""
+
     def __init__(self, config):
         super().__init__(config)
         if config.tie:

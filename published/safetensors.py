@@ -47,13 +47,16 @@ MAX_INDEX = 64 << 20
 
 
 def parse_json(raw, path):
-    """Bytes -> a dict. A name given twice is refused: two readers would see two different files."""
+    """Bytes of JSON -> a dict. A name that is given twice is refused: two readers could take two
+    different values."""
 
     def unique(pairs):
+        # a dict keeps one of two equal names
         if len(dict(pairs)) < len(pairs):
             raise ValueError("a name occurs twice")
         return dict(pairs)
 
+    # Whatever is wrong with it becomes one line that names the file.
     try:
         found = json.loads(raw.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
@@ -65,8 +68,8 @@ def parse_json(raw, path):
 
 @contextmanager
 def reading(path):
-    """What the system answers where a file cannot be read (no permission, a bad disk) becomes the
-    one line of every other error."""
+    """Turns an OSError (no permission, a bad disk) into a ValueError of one line that names the
+    file, as every other error here."""
     try:
         yield
     except OSError as error:
@@ -74,7 +77,7 @@ def reading(path):
 
 
 def read_bytes(path, most):
-    """All bytes of a file that has no more than `most`"""
+    """All bytes of a file. A file of more than `most` bytes is refused."""
     with reading(path):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
@@ -88,8 +91,9 @@ def read_bytes(path, most):
 
 
 def open_safetensors(path):
-    """A file -> {name: tensor}, views of the mapped file: nothing is read before it is used, and
-    the map goes with its last view."""
+    """A file -> {name: tensor}. The tensors are views of the mapped file: nothing is read before it
+    is used, and the map is closed with its last view."""
+    # The header is read, the rest is mapped.
     with reading(path):
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
@@ -101,7 +105,7 @@ def open_safetensors(path):
             header = parse_json(file.read(length), path)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    # 1) each entry by itself
+    # 1) Each entry by itself
     header.pop("__metadata__", None)
     entries = {}
     for name, entry in header.items():
@@ -110,7 +114,8 @@ def open_safetensors(path):
         except ValueError as error:
             raise ValueError(f"{path}: tensor {name!r:.200}: {error}") from None
 
-    # 2) all of them together: in the order of their bytes each begins where the one before ended
+    # 2) All of them together: in the order of their bytes, each begins where the one before ended,
+    # and the last one ends with the file.
     tensors = {}
     begin = 8 + length
     expected = begin
@@ -123,9 +128,10 @@ def open_safetensors(path):
                 "leave a gap, overlap, or end after the file"
             )
         tensors[name] = view_mapped(data, dtype, shape, expected)
-        # what release_pages needs
+        # release_pages needs to know where the view lies.
         tensors[name].mapped = data, expected, begin + stop
         expected = begin + stop
+
     if expected != size:
         raise ValueError(f"{path}: {size - expected} bytes that belong to no tensor")
     return tensors
@@ -134,18 +140,23 @@ def open_safetensors(path):
 def check_entry(entry):
     """One entry of a safetensors header -> (dtype, shape, start, stop), or a ValueError that says
     what is wrong with it."""
+    # Its three keys, and a dtype that is known.
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError("an entry is dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r:.40}")
+
+    # Lists of integers that are not absurdly many or large.
     for numbers, most in ((shape, 8), (offsets, 2)):
         if not isinstance(numbers, list) or len(numbers) > most:
             raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
-        # type(): True is an int as well
+        # type(): isinstance would take True for an int
         if any(type(n) is not int or not 0 <= n < 1 << 48 for n in numbers):
             raise ValueError(f"impossible shape or offsets {numbers!r:.60}")
-    # (0, 2^47, 2^47) holds nothing and overflows all the same
+
+    # The shape fills the bytes. A shape like (0, 2^47, 2^47) holds no numbers, and would overflow
+    # all the same.
     if math.prod(n or 1 for n in shape) >= 1 << 60:
         raise ValueError(f"impossible shape {shape!r:.60}")
     if len(offsets) != 2 or math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
@@ -154,26 +165,29 @@ def check_entry(entry):
 
 
 def view_mapped(data, dtype, shape, start):
-    """A tensor over bytes of a map that must not be written to"""
+    """A tensor of a shape and dtype over a map's bytes from `start` on. It must not be written
+    to."""
     numbers = math.prod(shape)
     if not numbers:
         return torch.empty(shape, dtype=dtype)
+
     with warnings.catch_warnings():
-        # "not writable": that is the point
+        # torch warns that the buffer is not writable, which is intended.
         warnings.simplefilter("ignore")
         size = numbers * dtype.itemsize
         raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start)
-    # numbers that do not stand at a multiple of their size can only be read from a copy
+
+    # torch needs numbers that stand at a multiple of their size. Others are read from a copy.
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype).view(shape)
 
 
 def release_pages(tensor):
-    """The pages a view was read from leave this process: else a model in one file would be held
-    twice while it is loaded."""
+    """Hands the pages that a view was read from back to the system. Otherwise a model in one file
+    would be held twice while it is loaded."""
     data, start, stop = tensor.mapped
-    # whole pages only: its neighbours share those at its ends
+    # Whole pages only: the view shares those at its ends with its neighbours.
     start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
     if hasattr(mmap, "MADV_DONTNEED") and start < stop:
@@ -181,9 +195,9 @@ def release_pages(tensor):
 
 
 def write_safetensors(path, entries, tensors):
-    """entries {name: (dtype, shape)} make the header; then the tensors, in the same order, one at a
-    time."""
-    # 1) the header: where each tensor will stand
+    """Writes a new file. entries {name: (dtype, shape)} make its header; tensors, an iterable in
+    the same order, are taken and written one at a time."""
+    # 1) The header: where each tensor will stand
     names = {dtype: name for name, dtype in DTYPES.items()}
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in entries.items():
@@ -191,10 +205,10 @@ def write_safetensors(path, entries, tensors):
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     raw = json.dumps(header).encode()
-    # so that the data starts aligned
+    # Spaces fill it up to a multiple of 8 bytes, so that the data starts aligned.
     raw += b" " * (-len(raw) % 8)
 
-    # 2) the data
+    # 2) The data
     with path.open("xb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for (name, (dtype, shape)), tensor in zip(entries.items(), tensors, strict=True):
@@ -207,8 +221,8 @@ def write_safetensors(path, entries, tensors):
 
 
 def open_folder(folder):
-    """-> ({name: tensor}, {name: file}) of one model.safetensors or of the shards that the index
-    names"""
+    """A folder -> ({name: tensor}, {name: file}), from its model.safetensors, or from the shards
+    that its index names"""
     index = folder / "model.safetensors.index.json"
     with reading(index):
         is_sharded = index.is_file()
@@ -216,18 +230,18 @@ def open_folder(folder):
         tensors = open_safetensors(folder / "model.safetensors")
         return tensors, dict.fromkeys(tensors, folder / "model.safetensors")
 
-    # 1) the index
+    # 1) The index
     shard_of = parse_json(read_bytes(index, MAX_INDEX), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index}: no weight_map")
-    # a plain name: no way out of the folder, nor back to the index itself
+    # Shards are plain names: none leads out of the folder, or back to the index itself.
     for name, shard in shard_of.items():
         if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard):
             raise ValueError(
                 f"{index}: tensor {name!r:.200}: {shard!r:.200} does not name a file of this folder"
             )
 
-    # 2) the files hold what the index says, and nothing else
+    # 2) The files hold what the index says, and nothing else.
     tensors = {}
     for shard in sorted(set(shard_of.values())):
         found = open_safetensors(folder / shard)

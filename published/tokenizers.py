@@ -45,12 +45,13 @@ from world.tools import name_arguments
 
 # ---------------------------------------------------------------- patterns and names
 
-# how Qwen2 cuts a text before it is encoded
+# How Qwen2 cuts a text before it is encoded.
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# a word of Kimi's, Chinese apart: capitals and then small letters, of one of the two at least one
+# A word as Kimi cuts it, without Chinese characters: capitals and then small letters. How many of
+# each is filled in below: one of the two kinds may be missing.
 _KIMI_WORD = (
     r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{capitals}"
     r"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]{small}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -67,10 +68,11 @@ KIMI_SPLIT = "|".join(
         r"\s+",
     ]
 )
-# ByteLevel's own
+# How the pre_tokenizer ByteLevel cuts a text, unless it is told not to.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# what published models call the control tokens of a transcript
+# What published models call the control tokens of a transcript. Where a model has several of the
+# names, the first one counts.
 OTHER_NAMES = {
     "<|user|>": ("<|im_user|>", "<｜User｜>"),
     "<|assistant|>": ("<|im_assistant|>", "<｜Assistant｜>"),
@@ -85,14 +87,14 @@ OTHER_NAMES = {
     "<|arg|>": ("<|tool_call_argument_begin|>", "<｜tool▁sep｜>"),
     "<|text|>": ("<|endoftext|>", "[EOS]", "<｜begin▁of▁sentence｜>"),
 }
-# Tokens that may end a turn of the published models, beside the one that a turn of ours is written
-# with
+# Tokens that may end a turn of a published model, beside the one that our own turns are written
+# with.
 ENDS = "<|im_end|>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>"
 
 
 def own_name(control, special):
-    """What a tokenizer with these special tokens calls a control token of the transcript, or
-    None"""
+    """The name that a tokenizer with these special tokens has for a control token of the
+    transcript, or None"""
     for name in (control, *OTHER_NAMES.get(control, ())):
         if name in special:
             return name
@@ -103,9 +105,12 @@ def own_name(control, special):
 
 
 class PublishedTokenizer(Tokenizer):
-    """tiktoken.Encoding with the special tokens of a published model. Text never encodes to one.
-    before: patterns that cut the text first, each piece by itself. nfc: does text become Unicode's
-    composed form first? ends: further ids that end a turn."""
+    """tiktoken.Encoding with the special tokens of a published model. Text never encodes to one of
+    them. Turns and calls are written in the form of rollout.Tokenizer.
+
+    ranks: {bytes: id}. special: {name: id}. pattern: cuts a text into the pieces that are encoded.
+    before: patterns that cut it before, each one the pieces that the last one left. nfc: does text
+    become Unicode's composed form first? ends: further ids that end a turn."""
 
     def __init__(self, ranks, special, pattern=SPLIT, before=(), nfc=False, ends=()):
         self.ranks = ranks
@@ -116,21 +121,27 @@ class PublishedTokenizer(Tokenizer):
         self.encoding = tiktoken.Encoding(
             "nanocomposer", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
+
+        # The transcript's control tokens, whatever this model calls them.
         self.id = {name: special[own_name(name, special)] for name in CONTROLS}
         self.name = {i: name for name, i in self.id.items()}
         self.vocab = len(ranks) + len(special)
+
         # Whichever of these is sampled ends the turn, and stays in it as it was sampled.
         others = [special[name] for name in ENDS if name in special]
         self.ends = {self.id["<|end|>"], *others, *ends}
 
     def encode(self, text):
         pieces = [unicodedata.normalize("NFC", text) if self.nfc else text]
+
         # Each pattern cuts every piece that the one before it has left.
         for pattern in self.before:
             cut = []
             for piece in pieces:
                 cut += [match[0] for match in regex.finditer(pattern, piece)]
             pieces = cut
+
+        # tiktoken cuts by the last pattern itself, and merges bytes inside of its pieces alone.
         tokens = []
         for piece in pieces:
             tokens += self.encoding.encode_ordinary(piece)
@@ -147,46 +158,54 @@ class PublishedTokenizer(Tokenizer):
         }
 
     def read_action(self, body, start=0):
+        """As Tokenizer.read_action; a thought at the beginning holds no calls."""
         return super().read_action(body, max(start, self.count_thought(body)))
 
     def count_thought(self, body):
-        """How many tokens of a body in our own form are a thought: through </think>, where <think>
-        comes before the first call"""
+        """How many tokens of a body in our own form belong to a thought: all through </think>, if
+        there is a <think> before the first call"""
+        # A model without these tokens has no thoughts.
         opening = self.special.get("<think>", -1)
         closing = self.special.get("</think>", -1)
         if opening not in body:
             return 0
+
+        # A <think> behind a call is no beginning of a thought.
         start = body.index(opening)
         if self.id["<|call|>"] in body[:start]:
             return 0
+
+        # Where it is not closed, all of the body is thought.
         if closing not in body[start:]:
-            # it is not closed
             return len(body)
         return body.index(closing, start) + 1
 
 
 class ChatTokenizer(PublishedTokenizer):
-    """One whose family has its own form of turns, and of calls where `chat.call` is not empty"""
+    """A PublishedTokenizer whose family has its own form of turns, see chat.py. Calls have the
+    family's form too, if `chat.call` is not empty."""
 
     def __init__(self, ranks, special, **settings):
         super().__init__(ranks, special, **settings)
         self.chat = find_chat(special)
 
     def render_template(self, template, **words):
-        """A string of a Chat -> tokens. Control tokens come out of the template alone, whatever is
-        put into it."""
+        """A string of a Chat -> tokens. words: what is filled into its fields. Control tokens come
+        from the template alone, never from the words."""
+        # Cut the template at its control tokens: every second part is one.
         known = [name for name in re.findall(CONTROL, template) if name in self.special]
         names = "|".join(re.escape(name) for name in known)
         parts = re.split(f"({names})", template) if known else [template]
+
+        # Words are filled into the other parts only, and encoded as text.
         tokens = []
         for i, part in enumerate(parts):
-            # every second part is a control token
             tokens += [self.special[part]] if i % 2 else self.encode(part.format(**words))
         return tokens
 
     def mark_controls(self, tokens, names=None):
-        """Text in which control tokens (those of `names`, or all), and nothing else, stand behind a
-        zero byte: a call may speak of them, too"""
+        """Tokens -> text with a zero byte before each control token (those of `names`, or all) and
+        nowhere else. So a control token is not mistaken for text that spells its name."""
         known = {i: name for name, i in self.special.items() if names is None or name in names}
         text = ""
         for name, part in groupby(tokens, known.get):
@@ -199,6 +218,8 @@ class ChatTokenizer(PublishedTokenizer):
 
     # ---- turns
 
+    # As the methods of Tokenizer, in the family's form.
+
     def generation_prompt(self, after):
         is_output = after in ("tool", "recent output")
         return self.render_template(self.chat.after_tool if is_output else self.chat.assistant)
@@ -210,6 +231,8 @@ class ChatTokenizer(PublishedTokenizer):
         )
 
     def write_turn(self, role, tokens, text, answers=("", 0, 1, "")):
+        # An output of a tool. What stands before the first, between two and behind the last comes
+        # from the listing.
         name, i, n, call_id = answers
         is_last = role == "tool" and i == n - 1
         template = self.chat.user
@@ -218,6 +241,7 @@ class ChatTokenizer(PublishedTokenizer):
             template = item + (after if is_last else between)
             if i == 0:
                 template = before + template
+
         # Words and template are rendered as one text, as the model has seen it.
         words = self.decode(tokens)
         call_id = call_id or f"functions.{name}:{i}"
@@ -236,6 +260,8 @@ class ChatTokenizer(PublishedTokenizer):
     def write_action(self, text, calls, number=0):
         if not calls or not self.chat.call:
             return super().write_action(text, calls, number)
+
+        # Before the first call stands the text, and then what opens the calls.
         before, item, between, after = self.chat.call
         body = []
         for i, (name, args) in enumerate(calls):
@@ -245,6 +271,8 @@ class ChatTokenizer(PublishedTokenizer):
                 lead = "{text}" + before
             else:
                 lead = "{text}\n" if text else "{text}"
+
+            # The name goes in as it is or quoted, as the form has it; arguments are JSON.
             arguments = json.dumps(name_arguments(name, args), ensure_ascii=False)
             body += self.render_template(
                 lead + item,
@@ -254,17 +282,22 @@ class ChatTokenizer(PublishedTokenizer):
                 i=number + i,
                 arguments=arguments,
             )
+
         return body + self.render_template(after) + [self.id["<|end|>"]]
 
     def read_action(self, body, start=0):
-        """The same where calls have the form of the model's family: their arguments are JSON, and
-        may be anything"""
+        """As Tokenizer.read_action, where calls have the form of the model's family: their
+        arguments are JSON, and may be anything"""
         if not self.chat.call:
             return super().read_action(body, start)
+
+        # The token that ended the turn is no part of its text.
         body = body[:-1] if body and body[-1] in self.ends else body
         blocks = find_calls(self, body)
         if not blocks:
             return self.decode(body), []
+
+        # A call that could not be read has its error as its output already.
         calls = []
         for block in blocks:
             error = "bad_arguments" if block.error else ""
@@ -272,6 +305,8 @@ class ChatTokenizer(PublishedTokenizer):
             if not block.error:
                 take_arguments(call, block.given)
             calls.append(call)
+
+        # The text is what stands before the first call.
         return self.decode(body[: blocks[0].start]).rstrip("\n"), calls
 
     def number_calls(self, calls, number):
@@ -291,11 +326,15 @@ class ChatTokenizer(PublishedTokenizer):
     def find_written_character(self, turn, n, place):
         if not self.chat.call:
             return super().find_written_character(turn, n, place)
+
         body = turn.tokens[turn.head :]
         block = find_calls(self, body)[n]
-        # the arguments are JSON inside of JSON: no character of the text is one of the edit's
+        # The arguments are JSON inside of a JSON string: then no place in the text is the
+        # character's, and the whole body is the answer.
         if block.arguments_at < 0:
             return 0, len(body)
+
+        # The written text is the argument `new`; the character is looked for in its JSON string.
         arguments = block.text[block.arguments_at :]
         _, new, _ = read_json_members(arguments)["new"]
         character = block.arguments_at + find_in_json_string(arguments, new, place)
@@ -304,8 +343,8 @@ class ChatTokenizer(PublishedTokenizer):
 
 
 def make_tokenizer(ranks, pattern=SPLIT, special=None, **settings):
-    """The tokenizer of these settings, which a checkpoint holds: one without special tokens of its
-    own was trained here."""
+    """The tokenizer of the settings that a checkpoint holds. Without special tokens among them, it
+    is one that was trained here."""
     if not special:
         return Tokenizer(ranks, pattern)
     kind = ChatTokenizer if find_chat(special) else PublishedTokenizer
@@ -316,18 +355,20 @@ def make_tokenizer(ranks, pattern=SPLIT, special=None, **settings):
 
 
 def require(condition, message):
+    """Raises a ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def read_json(path, missing=None):
-    """A file of JSON; `missing` where there is none and that is no error"""
+    """What a file of JSON holds. missing: the result where there is no file; None: that is an
+    error."""
     if missing is not None and not path.is_file():
         return missing
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# What reading a file can raise that does not hold what it should
+# What can be raised by reading a file that does not hold what it should.
 WRONG_FILE = (
     ValueError,
     KeyError,
@@ -346,7 +387,7 @@ def read_tokenizer(folder, vocab):
     ids than the original is refused with a ValueError."""
     folder = Path(folder)
     try:
-        # 1) The vocabulary, by its format
+        # 1) The vocabulary, by its format.
         named = read_named_tokens(folder)
         if (folder / "tiktoken.model").is_file():
             found = read_tiktoken(folder, named)
@@ -355,7 +396,7 @@ def read_tokenizer(folder, vocab):
         else:
             found = read_vocab_and_merges(folder, named)
 
-        # 2) Control tokens for the transcript, and the tokens that end a turn
+        # 2) Control tokens for the transcript, and the tokens that end a turn.
         special = complete_special(found["ranks"], found["special"], vocab)
         ends = read_ends(folder)
         are_rows = all(type(i) is int and 0 <= i < vocab for i in ends)
@@ -403,7 +444,8 @@ def read_tiktoken(folder, named):
     lines = [line.split() for line in raw.split(b"\n") if line.strip()]
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     require(sorted(ranks.values()) == list(range(len(lines))), "the ranks are not 0, 1, 2, ...")
-    # so many are set aside for special tokens, named or not
+
+    # Kimi sets 256 ids aside for special tokens, whether they have names or not.
     rows = range(len(ranks), len(ranks) + 256)
     names = {i: name for name, i in named.items()}
     special = {names.get(i, f"<|reserved_token_{i}|>"): i for i in rows}
@@ -418,7 +460,7 @@ def read_vocab_and_merges(folder, named):
     return dict(ranks=ranks, pattern=QWEN2_SPLIT, special=named, nfc=True)
 
 
-# Settings of a BPE model that change what a text encodes to
+# Settings of a BPE model that change what a text encodes to, unless they are off.
 UNUSUAL_BPE = (
     "dropout",
     "unk_token",
@@ -434,24 +476,24 @@ def read_tokenizer_json(folder, named):
     model = raw["model"]
     special = {t["content"]: t["id"] for t in raw.get("added_tokens") or []}
 
-    # 1) plain byte-level BPE
+    # 1) It must be plain byte-level BPE.
     odd = [key for key in UNUSUAL_BPE if model.get(key)]
     require(
         model.get("type", "BPE") == "BPE" and not odd,
         f"not a plain byte-level BPE: {model.get('type')!r:.40} {odd}",
     )
 
-    # 2) how the text is changed and cut before
+    # 2) How a text is changed and cut before it is encoded.
     normalizer = raw.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     kinds = [step["type"] for step in steps]
     cuts = read_cuts(raw.get("pre_tokenizer") or {})
     require(kinds in ([], ["NFC"]) and cuts, f"normalizer {kinds}, {len(cuts)} patterns")
 
-    # 3) the vocabulary
+    # 3) The vocabulary.
     ranks = read_ranks(model["vocab"], model["merges"], special)
 
-    # 4) special tokens that stand in another file
+    # 4) Special tokens that stand in another file.
     require(
         all(special.get(name, i) == i for name, i in named.items()),
         "two files give a special token two ids",
@@ -464,7 +506,9 @@ def read_tokenizer_json(folder, named):
 
 
 def read_cuts(pre_tokenizer):
-    """The regular expressions of a pre_tokenizer, in their order"""
+    """The regular expressions of a pre_tokenizer, in their order. Each matches all of a text: what
+    it does not cut out itself is a piece too."""
+    # The last step must be ByteLevel: it writes bytes as letters.
     steps = [pre_tokenizer]
     if pre_tokenizer.get("type") == "Sequence":
         steps = pre_tokenizer["pretokenizers"]
@@ -473,6 +517,8 @@ def read_cuts(pre_tokenizer):
         are_last == [False] * (len(steps) - 1) + [True],
         "bytes become letters last, or not at all",
     )
+
+    # The others may cut by a regular expression that keeps what it matches, each match a piece.
     cuts = []
     for step in steps:
         if step["type"] == "ByteLevel":
@@ -484,12 +530,14 @@ def read_cuts(pre_tokenizer):
             require(settings == ("Split", "Isolated", False), f"{step!r:.80}")
             cuts.append(step["pattern"]["Regex"])
     require(not any(regex.search(cut, "") for cut in cuts), "a pattern that matches nothing at all")
+
     # What a pattern does not match is a piece as well.
     return [f"{cut}|(?:(?!{cut})[\\s\\S])+" for cut in cuts]
 
 
 def byte_letters():
-    """{character: byte} as GPT-2 writes bytes in its vocabulary"""
+    """{character: byte} as GPT-2 writes bytes in its vocabulary: printable ones as they are, the
+    others as the characters from 256 on"""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in set(printable)]
@@ -497,8 +545,9 @@ def byte_letters():
 
 
 def find_merges(ranks):
-    """The pair of tokens that each longer token is merged from: what is left of its bytes when
-    every lower rank has been merged."""
+    """{bytes: id} -> yields the pair of tokens that each longer token is merged from, in the order
+    of the ids. It merges the token's bytes by all lower ranks, as tiktoken does; two parts are
+    left."""
     for token, rank in sorted(ranks.items(), key=lambda pair: pair[1]):
         parts = [bytes([b]) for b in token]
         while len(parts) > 2:
@@ -510,19 +559,24 @@ def find_merges(ranks):
 
 
 def read_ranks(vocab, merges, added):
-    """Vocabulary and merges -> {bytes: id}. tiktoken merges by id, whatever two tokens make another
-    one: the merges must make all longer tokens, in the order of the ids, and from the two that
-    their bytes lead to."""
+    """Vocabulary and list of merges -> {bytes: id}. added: names of special tokens, left out.
+
+    tiktoken merges by the ids and knows no list. So the list must say the same: its merges make all
+    longer tokens, in the order of their ids, each from the two parts that merging by id leads
+    to."""
     byte = byte_letters()
 
     def to_bytes(text):
         return bytes(byte[c] for c in text)
 
+    # Letters stand for bytes. A merge is a pair, or two words in one string.
     ranks = {to_bytes(token): i for token, i in vocab.items() if token not in added}
     pairs = []
     for merge in merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         pairs.append(tuple(to_bytes(part) for part in parts))
+
+    # The ids that the merges make, one after the other, and the ids that some merge must make.
     made = [ranks[b"".join(pair)] for pair in pairs]
     longer = {i for token, i in ranks.items() if len(token) > 1}
     require(all(bytes([b]) in ranks for b in range(256)), "not every byte has a token")
@@ -535,13 +589,15 @@ def read_ranks(vocab, merges, added):
 
 
 def complete_special(ranks, special, vocab):
-    """Special tokens for every control of the transcript and a name for every row of the
-    embedding"""
+    """{name: id} of special tokens, with one for every control token of the transcript and a name
+    for every row of the embedding"""
+    # No two tokens may have one id, and each id is a row.
     used = [*ranks.values(), *special.values()]
     are_rows = all(type(i) is int and 0 <= i < vocab for i in used)
     require(are_rows and len(set(used)) == len(used), f"ids are not distinct rows of {vocab}")
 
-    # Rows without a token get a name. (Where most have none, it is no vocabulary.)
+    # Rows without a token get a name. If 65,536 or more have none, this is no vocabulary for the
+    # embedding, and they are left alone.
     gaps = []
     if vocab - len(used) < 1 << 16:
         gaps = sorted(set(range(vocab)) - set(used))
@@ -560,14 +616,15 @@ def complete_special(ranks, special, vocab):
 
 
 def write_tokenizer(tokenizer, folder):
-    """tokenizer.json and tokenizer_config.json of a tokenizer that was trained here, for
-    transformers and its kin (with which text that holds the name of a control token encodes to that
-    token: there, keep it out of what users and tools write)."""
+    """Writes a tokenizer that was trained here as tokenizer.json and tokenizer_config.json, for
+    transformers and the like. Beware: there, text that holds the name of a control token encodes to
+    that token, so keep such names out of what users and tools write."""
     letter = {b: c for c, b in byte_letters().items()}
 
     def to_letters(token):
         return "".join(letter[b] for b in token)
 
+    # The parts of the file: control tokens, how a text is cut, the vocabulary with its merges.
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     special = sorted(tokenizer.special.items(), key=lambda pair: pair[1])
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
@@ -585,6 +642,8 @@ def write_tokenizer(tokenizer, folder):
         vocab={to_letters(token): i for token, i in tokenizer.ranks.items()},
         merges=[[to_letters(a), to_letters(b)] for a, b in find_merges(tokenizer.ranks)],
     )
+
+    # Text is neither normalized nor surrounded by further tokens, as here.
     whole = dict(
         version="1.0",
         truncation=None,
@@ -598,5 +657,6 @@ def write_tokenizer(tokenizer, folder):
     )
     text = json.dumps(whole, ensure_ascii=False)
     Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
+
     config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")
     Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
