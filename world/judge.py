@@ -104,8 +104,7 @@ def same_value(value, expected):
         # Keys may be equal and of other types: True is found where 1 stands.
         keys = {key: key for key in value}
         return keys.keys() == expected.keys() and all(
-            same_value(keys[key], key) and same_value(value[key], expected[key])
-            for key in expected
+            same_value(keys[key], key) and same_value(value[key], expected[key]) for key in expected
         )
     if isinstance(expected, float):
         return repr(value) == repr(expected)  # nan is itself, and -0.0 is not 0.0
