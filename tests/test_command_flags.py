@@ -45,7 +45,9 @@ def test_help_with_a_stage_and_a_scale_shows_the_values_in_force_there(capsys):
     assert all(len(line) <= 100 for line in text.split("\n"))
     flat = " ".join(text.split())
     assert "--dim=640 width of the residual stream [scale gpu; default 128]" in flat
-    assert "--optimizer=adamw muon: Muon for matrices" in flat and '[stage rl; default "muon"]' in flat
+    assert (
+        "--optimizer=adamw muon: Muon for matrices" in flat and '[stage rl; default "muon"]' in flat
+    )
     said = "--group_size=5 rollouts per task; their mean reward is the baseline [flag; default 8]"
     assert said in flat
     assert "on one rank [stage rl at scale gpu; default 4096]" in flat

@@ -352,9 +352,9 @@ def test_the_rl_stage_asks_ahead_logs_staleness_and_syncs_and_leaves_transcripts
             # a resumed run trains on what was drawn ahead
             again = train.Reinforcement(run)
             again.load_state_dict(pickle.loads(pickle.dumps(source.state_dict())))
-            assert [[t.instance_id for t in one.sample_tasks(step + 1)] for one in (again, source)] == 2 * [
-                [t.instance_id for t in source.sample_tasks(step + 1)]
-            ]
+            assert [
+                [t.instance_id for t in one.sample_tasks(step + 1)] for one in (again, source)
+            ] == 2 * [[t.instance_id for t in source.sample_tasks(step + 1)]]
         assert [l["stale"] for l in logs] == [0, lag, lag] and [l["stalest"] for l in logs] == [
             0,
             lag,

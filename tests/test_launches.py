@@ -275,7 +275,9 @@ def make_run(stage, sources, **flags):
         steps=2,
         **flags,
     )
-    config = replace(train.FLAGS.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage)
+    config = replace(
+        train.FLAGS.configure(given, stage), device=CARD, dtype="bfloat16", stage=stage
+    )
     run = train.Run(config)
     run.build(rollout.Tokenizer({bytes([b]): b for b in range(256)}))
     return run, run.make_optimizer(), train.STAGE[stage](run)

@@ -493,7 +493,9 @@ def test_levels_with_functions_of_two_steps_come_more_often_in_demonstrations():
 def test_the_optimizer_multiplies_in_the_dtype_of_the_model(run):
     """A CPU without bf16 instructions does bf16 products twenty times slower than fp32 ones."""
     for dtype in ("float32", "bfloat16"):
-        r = train.Run(train.FLAGS.configure(train.FLAGS.parse([*SMALL, f"--dtype={dtype}"]), "pretrain"))
+        r = train.Run(
+            train.FLAGS.configure(train.FLAGS.parse([*SMALL, f"--dtype={dtype}"]), "pretrain")
+        )
         r.build(train.rollout.Tokenizer({bytes([b]): b for b in range(256)}))
         assert r.make_optimizer().ns_dtype == getattr(torch, dtype)
 
@@ -1164,7 +1166,9 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        checkpoints.compared_values(train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl"))
+        checkpoints.compared_values(
+            train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl")
+        )
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
@@ -1485,7 +1489,9 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
     """The loss that is trained, token by token from the model's full distribution, against the one
     of the stage."""
     monkeypatch.setattr(train, "COPY_LOSS", 3.0)
-    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
+    )
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     # The head starts at zero: every token would be equally likely.
@@ -1516,7 +1522,9 @@ def test_names_and_constants_weigh_more_at_first_and_what_others_wrote_less(
 
 def test_how_well_names_and_constants_are_copied_in_held_out_tasks(run):
     """What the stage reports at its end against the model's full distribution, token by token."""
-    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
+    )
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     torch.nn.init.normal_(one.model.head.weight, std=0.1)
@@ -1871,7 +1879,9 @@ def refused_at_end(words, capsys):
 
 
 def test_in_sft_the_routers_count_each_real_token_and_no_padding_no_spare_and_no_validation(run):
-    config = train.FLAGS.configure(train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft")
+    config = train.FLAGS.configure(
+        train.FLAGS.parse([*SMALL, "--stage=sft", f"--out={run}"]), "sft"
+    )
     one = train.Run(config)
     one.build(train.rollout.Tokenizer(**checkpoints.open_checkpoint(run / "sft")["tokenizer"]))
     source, log = train.Demonstrations(one), {}
