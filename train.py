@@ -176,8 +176,8 @@ class Config:
 
     # ---- sft
     demos: int = 12000  # number of different expert transcripts
-    # number of difficulty levels, from 0 on, in the tasks of sft and of rl, where the curriculum
-    # goes on to harder ones
+    # number of difficulty levels, from 0 on, in the tasks of sft and of rl. With fewer than 6 the
+    # curriculum of rl opens the next ones
     levels: int = 6
 
     # ---- rl

@@ -172,7 +172,7 @@ def test_a_patch_of_an_attribute_changes_that_one_alone(patch, changed):
         divergence="reverse",
         penalty_k=1.0,
         penalty_q=0.5,
-        max_level=6,
+        max_level=5,
         loss_norm_length=64.0,
     )
     stage = stage_of(patch)
