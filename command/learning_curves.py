@@ -80,7 +80,7 @@ def draw_losses(logs, path):
 def draw_rewards(lines, path):
     """What RL did, step by step, and on how hard tasks"""
     figure, ax = drawing.make_axes(
-        "Reinforcement learning", "RL step", "per rollout (training tasks, five-step mean)"
+        "Reinforcement learning", "RL step", "training rollouts, mean of five steps"
     )
     # Shares and rewards, all from about 0 to 1. {key of the log: label}
     steps = [line["step"] for line in lines]
@@ -96,9 +96,10 @@ def draw_rewards(lines, path):
     # The curriculum's level has an axis of its own: the reward means little without it.
     level_axis = ax.twinx()
     levels = running_mean([line["level"] for line in lines])
-    level_axis.plot(steps, levels, color="gray", alpha=0.5)
+    level_axis.plot(steps, levels, color="gray", alpha=0.5, label="level")
     level_axis.set(ylim=(0, 8), ylabel="level of the tasks (gray)")
 
     ax.set_ylim(min(0, ax.get_ylim()[0]), 1.05)  # rewards may be negative
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.32), ncols=2, fontsize=8)
+    # Below the axes it covers no curve.
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(path, dpi=120)
