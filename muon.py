@@ -366,15 +366,16 @@ class MuonTask:
             same_copy = copies[rank] == copies[owner]
 
             # A piece that stays on its rank needs no route, and two other ranks make their own.
-            # [route] * same_copy is the route or nothing.
             if rank != owner and rank == self.rank:
                 route = Route(owner, unit, unit.piece(rank))
-                self.sends += [route] * same_copy
                 self.result_recvs.append(route)
+                if same_copy:
+                    self.sends.append(route)
             elif rank != owner and owner == self.rank:
                 route = Route(rank, unit, unit.piece(rank))
-                self.recvs += [route] * same_copy
                 self.result_sends.append(route)
+                if same_copy:
+                    self.recvs.append(route)
 
 
 def find_local_ranges(units, rank):

@@ -1378,7 +1378,8 @@ def train(config, interrupted, sources=None):
     run = Run(config)
     if begun and begun["step"] == config.steps:
         start = begun["config"]["start_from"]
-        run.say(f"{stage}: finished already ({out})" + f", begun from {start}" * bool(start))
+        origin_of_it = f", begun from {start}" if start else ""
+        run.say(f"{stage}: finished already ({out}){origin_of_it}")
         return True
     run.say(idle_flags.describe_stage(config, sources))
 

@@ -169,7 +169,9 @@ def describe_configuration(config, sources, idle=()):
             if name in idle or value == "":
                 continue
             source = sources.get(name) if value != getattr(type(config), name) else None
-            word = f"{name}={write_value(value)}" + f" ({source})" * bool(source)
+            word = f"{name}={write_value(value)}"
+            if source:
+                word += f" ({source})"
             # Its spaces are taken for letters, so that it stays on one line.
             words.append(word.replace(" ", "\0"))
 

@@ -173,8 +173,9 @@ def edited(text, path, old, new):
     # Append, after a line end where the last line has none.
     if not old:
         end = line_end(text, len(text)) if text else None
-        begun = text and not text.endswith(("\n", "\r") if end == "\r" else "\n")
-        return (text or "") + (end or "\n") * bool(begun) + with_line_ends(new, end)
+        if text and not text.endswith(("\n", "\r") if end == "\r" else "\n"):
+            text += end or "\n"
+        return (text or "") + with_line_ends(new, end)
     if text is None:
         raise ToolError(f"no such file: {path[:80]}")
 

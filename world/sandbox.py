@@ -94,7 +94,7 @@ SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8
 
 def bwrap():
     """The first words of a cage's command line. Only root can do without a user namespace."""
-    return [
+    words = [
         shutil.which("bwrap"),
         "--unshare-ipc",
         "--unshare-pid",
@@ -103,9 +103,11 @@ def bwrap():
         "--unshare-cgroup-try",
         "--cap-add",
         "ALL",
-        # Without rights of its own it needs a user namespace, in which it is root.
-        *["--unshare-user", "--uid", "0", "--gid", "0"] * (os.geteuid() != 0),
     ]
+    # Without rights of its own it needs a user namespace, in which it is root.
+    if os.geteuid() != 0:
+        words += ["--unshare-user", "--uid", "0", "--gid", "0"]
+    return words
 
 
 @functools.lru_cache(None)

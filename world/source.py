@@ -658,7 +658,8 @@ def without_names(stored, tree, aliases, names):
         elif changes_exports(statement):
             more, all_of_it = export_edits(source, statement, names)
             edits += more
-            whole += [statement] * all_of_it
+            if all_of_it:
+                whole.append(statement)
     edits += cut_statements(source, tree.body, whole)
     return source.apply(edits) if edits else stored
 

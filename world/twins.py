@@ -125,7 +125,9 @@ class Twins(ast.NodeTransformer):
         which no element may stay, "kind" for a class of exceptions."""
         self.changes.append("value")
         number = self.numbers(len(self.changes) - 1 == self.chosen)
-        words = [ast.Constant(number), value] + [ast.Constant(how)] * bool(how)
+        words = [ast.Constant(number), value]
+        if how:
+            words.append(ast.Constant(how))
         return ast.Call(ast.Name(self.odd, ast.Load()), words, [])
 
     def is_opposite(self):
