@@ -1111,8 +1111,9 @@ class Reinforcement(Source):
         reference, sharded like the model's."""
         found = {}
         for role, held in (("teacher", self.teacher), ("reference", self.reference)):
-            for name, weight in held.weights.items() if held else ():
-                found[f"{role}.{name}"] = weight
+            if held:
+                for name, weight in held.weights.items():
+                    found[f"{role}.{name}"] = weight
         return found
 
 

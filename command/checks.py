@@ -138,7 +138,9 @@ def check_together(config, given, stage, sizes):
     model's shape"""
     # A published model has its sizes. Only `context` may be given: it is the length of training
     # sequences, too.
-    for name in sorted((sizes - {"context"} | {"vocab"}) & set(given)) if config.init_from else ():
+    own_sizes = sizes - {"context"} | {"vocab"}
+    if config.init_from and own_sizes & set(given):
+        name = min(own_sizes & set(given))
         usage_error(
             f"--{name} beside a published model: its sizes are its own "
             f"({config.init_from}/config.json); leave the flag away"

@@ -25,8 +25,10 @@ def keep_lines(path, step):
     steps come again. Lines are chosen by the steps that they name, not by their place, since a log
     may have lost its beginning. Each step is kept once, in order; a torn line is left out."""
     # {step: its last line}
-    kept = {}
-    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+    kept, lines = {}, []
+    if path.exists():
+        lines = path.read_text(errors="replace").split("\n")
+    for line in lines:
         try:
             number = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):

@@ -52,7 +52,9 @@ def installed_copies(files):
     # Installed for this Python: the name decides.
     found = []
     for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
-        for place in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        if not Path(folder).is_dir():
+            continue
+        for place in Path(folder).iterdir():
             stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
             if stem in by_name:
                 found.append(place)
@@ -177,8 +179,9 @@ def without_copies(files, base, lost, gone):
         nodes = one.nodes
         if one.kind == "class":
             nodes = []
-            for node in one.nodes if gone else ():
-                nodes += node.body
+            if gone:
+                for node in one.nodes:
+                    nodes += node.body
         for node in nodes:
             if not isinstance(node, FUNCTIONS):
                 continue

@@ -156,7 +156,9 @@ def holds_code(stored, lines, name, every=False):
     # A copy may have its lines in one piece, or mixed with others. A very short body is never
     # looked for in one piece.
     one_piece = len(lines) > 1 and len(whole) >= 12
-    for text in readings(stored) if wanted or one_piece else ():
+    if not wanted and not one_piece:
+        return False
+    for text in readings(stored):
         if one_piece and whole in text:
             return True
         found = sum(line in text for line in wanted)

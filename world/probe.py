@@ -54,8 +54,9 @@ def held_by_others():
     held["sys.gettrace"], held["sys.getprofile"] = id(sys.gettrace()), id(sys.getprofile())
     held["os._exit"] = id(os._exit)
     checker = sys.modules.get("check")
-    for name, value in vars(checker).items() if checker else ():
-        held[f"check.{name}"] = id(value)
+    if checker:
+        for name, value in vars(checker).items():
+            held[f"check.{name}"] = id(value)
     return held
 
 

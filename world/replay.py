@@ -366,7 +366,8 @@ def judge_call(decoys, events, outer, output, words):
     # opens bytecode, and some git commands read old versions without showing them.
     opened, rules = opened_files(events), set()
     swept = opened >= set(CONTROLS)
-    for path in opened & decoys.leftovers if not swept else ():
+    suspects = set() if swept else opened & decoys.leftovers
+    for path in suspects:
         is_import = decoys.source_of.get(path) in opened
         shows_nothing = SHOWS_NO_TEXT.search(words) and decoys.mark not in output
         if not is_import and not (path in decoys.old_versions and shows_nothing):

@@ -224,9 +224,10 @@ def read_outcomes(text, key):
     # What was said of errors and of the run as a whole, cut to lengths that a log can hold.
     said_of = {}
     errors = answer.get("errors")
-    for where, text in errors.items() if type(errors) is dict else ():
-        if type(text) is str:
-            said_of[printable(where, 1000)] = printable(text, 400)
+    if type(errors) is dict:
+        for where, text in errors.items():
+            if type(text) is str:
+                said_of[printable(where, 1000)] = printable(text, 400)
     again, status, said = answer.get("again"), answer.get("status"), answer.get("said")
     return {
         "outcomes": outcomes,
