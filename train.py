@@ -1379,8 +1379,8 @@ def train(config, interrupted, sources=None):
     run = Run(config)
     if begun and begun["step"] == config.steps:
         start = begun["config"]["start_from"]
-        origin_of_it = f", begun from {start}" if start else ""
-        run.say(f"{stage}: finished already ({out}){origin_of_it}")
+        begun_from = f", begun from {start}" if start else ""
+        run.say(f"{stage}: finished already ({out}){begun_from}")
         return True
     run.say(idle_flags.describe_stage(config, sources))
 

@@ -101,10 +101,12 @@ def same_value(value, expected):
     if isinstance(expected, (list, tuple)):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(expected, dict):
-        # Keys may be equal and of other types: True is found where 1 stands.
-        keys = {key: key for key in value}
-        return keys.keys() == expected.keys() and all(
-            same_value(keys[key], key) and same_value(value[key], expected[key]) for key in expected
+        # A look-up with the expected key finds the value's own key, which may be equal and yet of
+        # another type: True where 1 is expected.
+        own_key = {key: key for key in value}
+        return value.keys() == expected.keys() and all(
+            same_value(own_key[key], key) and same_value(value[key], expected[key])
+            for key in expected
         )
     if isinstance(expected, float):
         return repr(value) == repr(expected)  # nan is itself, and -0.0 is not 0.0

@@ -372,7 +372,8 @@ def built_files(repo, files, answer):
         for place in sorted(Path(repo).rglob("*.so")):
             path = place.relative_to(repo).as_posix()
             folder = path.rpartition("/")[0] + "/"
-            source = str(Path(path).with_name(place.name.partition(".")[0] + ".py").as_posix())
+            # shop/_fast.cpython-311.so would stand beside shop/_fast.py
+            source = path.removesuffix(place.name) + place.name.partition(".")[0] + ".py"
             if JUNK.search(folder) or source in files or not place.is_file():
                 continue
             if place.stat().st_size < MOST_BYTES:
