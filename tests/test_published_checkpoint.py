@@ -283,6 +283,17 @@ def test_an_exported_folder_loads_in_transformers_whole_and_with_the_same_logits
         assert (theirs(tokens).logits - ours.logits(ours(tokens))).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_exported_folder_names_the_dtype_of_its_weights(dtype, tmp_path):
+    write_checkpoint(
+        tmp_path / "out", moe.Model(ModelConfig(vocab=64, dim=32, layers=2, heads=2)), dtype
+    )
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["torch_dtype"] == str(dtype).removeprefix("torch.")
+    found = open_safetensors(tmp_path / "out" / "model.safetensors")
+    assert {x.dtype for name, x in found.items() if not name.endswith("bias")} == {dtype}
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2", "qwen3_moe"])
 def test_gradients_of_the_loss_equal_those_of_transformers(family, tmp_path):
     write_folder(tmp_path / "in", FAMILIES[family])

@@ -1290,7 +1290,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "chat_template.jinja": "{{ x }}",
         "special_tokens_map.json": "{}",
         "added_tokens.json": "{}",
-        "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8}',
+        "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8, "pad_token_id": 3}',
         "modeling.py": "",
         "README.md": "",
         "../outside.py": "",
@@ -1347,7 +1347,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         [end, 8, 9],
         None,
     ]
-    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": 0.8}
+    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "pad_token_id": 3}
     assert train.eval.load_policy(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)
