@@ -343,8 +343,8 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
         # As if they had come between the look and the reading.
         for name in ("pipe", "loop", "null"):
             for touch in (
-                lambda: world_files.read_regular(workspace.root / name, 100),
-                lambda: world_files.write_regular(workspace.root / name, b"x"),
+                lambda: world_files.read_file(workspace.root, name, 100),
+                lambda: world_files.write_file(workspace.root, name, "x"),
             ):
                 with pytest.raises((ToolError, OSError)):
                     touch()
@@ -436,13 +436,13 @@ def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, m
         raise OSError(number, os.strerror(number))
 
     with Workspace(make_task(1, 5), Sandbox()) as workspace:
-        for name, tool in (
-            ("write_regular", lambda: workspace.edit("a.txt", "", "x")),
-            ("walk", workspace.files),
-            ("walk", lambda: workspace.search("x")),
+        for module, name, tool in (
+            (world_files.os, "open", lambda: workspace.edit("a.txt", "", "x")),
+            (world_workspace, "walk", workspace.files),
+            (world_workspace, "walk", lambda: workspace.search("x")),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(world_workspace, name, fails)
+                patch.setattr(module, name, fails)
                 with pytest.raises(MachineFailure):
                     tool()
         with monkeypatch.context() as patch:
