@@ -191,29 +191,25 @@ def renounce(order):
 
 
 # ---------------------------------------------------------------- one command, in the fork
-def find_script(python, *rest):
+def find_script(words):
     """(the C function that runs a program as Python itself does, its arguments, sys.argv, first
-    entries of sys.path) of a command that is this Python with -S and a program; None for any other
-    command."""
-    # The flags come first. This interpreter was started with -S, so it can stand in only for a
-    # Python that is.
-    flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
-    del rest[: len(flags)]
-    if python != sys.executable or "-S" not in flags:
+    entries of sys.path) of a command that is this Python, started as this one was, with a program;
+    None for any other command."""
+    rest = words[3:]
+    if words[:3] != [sys.executable, "-S", "-B"] or not rest:
         return None
 
-    # The program is a text or a file. Without -I it imports from the working directory or from the
-    # folder of its file.
-    isolated = "-I" in flags
-    if rest[:1] == ["-c"] and len(rest) > 1:
+    # The program is a text or a file. It imports from the working directory or from the folder of
+    # its file.
+    if rest[0] == "-c" and len(rest) > 1:
         run, text = ctypes.pythonapi.PyRun_SimpleStringFlags, os.fsencode(rest[1])
-        return run, (text, None), ["-c", *rest[2:]], [] if isolated else [""]
-    if rest and rest[0].endswith(".py") and os.path.isfile(rest[0]):
+        return run, (text, None), ["-c", *rest[2:]], [""]
+    if rest[0].endswith(".py") and os.path.isfile(rest[0]):
         # Closed to this user it is None, and the program of its own says so.
         file = fopen(os.fsencode(rest[0]), b"rb")
         run, name = ctypes.pythonapi.PyRun_SimpleFileExFlags, os.path.abspath(rest[0])
-        folder = [] if isolated else [os.path.dirname(os.path.realpath(name))]
-        return file and (run, (ctypes.c_void_p(file), os.fsencode(name), 1, None), rest, folder)
+        arguments = ctypes.c_void_p(file), os.fsencode(name), 1, None
+        return file and (run, arguments, rest, [os.path.dirname(os.path.realpath(name))])
     return None
 
 
@@ -273,7 +269,7 @@ def begin_command(order, output_fd):
         os.chdir("/work" if caged else order["root"])
         os.environ.clear()
         os.environ.update(order["environment"])
-        found = find_script(*order["words"])
+        found = find_script(order["words"])
         if not found:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -5,8 +5,8 @@ A task's files are written to a private folder of the real disk. The four method
 text for the agent. `files()` is what the agent hands in.
 
 A path is refused if it could lead out of the folder, also by a link that a command has made, and no
-file is waited for (world/files.py, open_inside). What commands open and change is recorded for the audit
-(world/recorder.py).
+file is waited for (world/files.py, open_inside). What commands open and change is recorded for the
+audit (world/recorder.py).
 
 Where the machine has no room or process left, MachineFailure is raised. That is no answer to the
 agent: the rollout is tried again.
