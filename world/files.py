@@ -84,7 +84,8 @@ def disk_usage(root):
     return census(root)[0]
 
 
-# how a folder is opened on the way to a file
+# How a folder is opened on the way to a file, and how many names a path to a file may have.
+DEEPEST = 100
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -95,27 +96,23 @@ def open_inside(root, path, flags):
 
     FileNotFoundError where there is none, ToolError for anything else that cannot be opened or may
     lead out, MachineFailure where no file number or no room is left."""
-    # What the path itself says: relative, and never upwards.
+    # What the path itself says: relative, never upwards, not too deep.
     parts = Path(path).parts if "\0" not in path else ()
-    if not parts or os.path.isabs(path) or ".." in parts:
+    if not 0 < len(parts) <= DEEPEST or os.path.isabs(path) or ".." in parts:
         raise ToolError(f"bad path: {path[:80]!r}")
 
     # One folder after the other, each opened in the one before.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    opened = []
+    folder = None
     try:
-        opened.append(os.open(root, FOLDER))
+        folder = os.open(root, FOLDER)
         for part in parts[:-1]:
             if flags & os.O_CREAT:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=opened[-1])
-            opened.append(os.open(part, FOLDER, dir_fd=opened[-1]))
-        opened.append(os.open(parts[-1], flags, 0o666, dir_fd=opened[-1]))
-
-        # Look at what was opened: between a look before and an opening it could be replaced.
-        if not stat.S_ISREG(os.fstat(opened[-1]).st_mode):
-            raise ToolError(f"not a file: {path[:80]}")
-        return opened.pop()
+                    os.mkdir(part, dir_fd=folder)
+            above, folder = folder, os.open(part, FOLDER, dir_fd=folder)
+            os.close(above)
+        file = os.open(parts[-1], flags, 0o666, dir_fd=folder)
     except FileNotFoundError:
         raise
     except (OSError, UnicodeError) as error:
@@ -123,8 +120,14 @@ def open_inside(root, path, flags):
             raise MachineFailure(f"cannot open in {root}: {error.strerror}") from error
         raise ToolError(f"bad path: {path[:80]!r}") from None
     finally:
-        for descriptor in opened:
-            os.close(descriptor)
+        if folder is not None:
+            os.close(folder)
+
+    # Look at what was opened: between a look before and an opening it could be replaced.
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ToolError(f"not a file: {path[:80]}")
+    return file
 
 
 def read_file(root, path, most, keep_mode=False):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from world.edits import ToolError, edited, without_middle
 from world.files import (
+    DEEPEST,
     largest_size,
     matches,
     read_file,
@@ -168,7 +169,7 @@ class Workspace:
         with as_machine_failure(f"cannot look into {self.root}"):
             for folder, _, names in walk(self.root):
                 inside = Path(folder).relative_to(self.root)
-                if len(inside.parts) < 100 and "__pycache__" not in inside.parts:
+                if len(inside.parts) < DEEPEST and "__pycache__" not in inside.parts:
                     for name in names:
                         path = stored = str(inside / name)
                         # A name of the repository's own is kept, UTF-8 or not.
