@@ -5,8 +5,8 @@ on time, memory, processes, file size, disk and output. Files of this machine th
 answer away are hidden. What a command finds does not depend on the shell that this process was
 started from: ENVIRONMENT and LIMITS below are all that is set, and PASSED is all that is passed on.
 
-A cage is used for many commands. Each command is a fork in it behind walls of its own: 9 ms of
-processor time, beside 26 for a new cage and a new Python. The program in the cage is
+A cage is used for many commands. Each command is a fork in it behind walls of its own, which takes
+half the processor time of a new cage and a new Python. The program in the cage is
 world/sandbox_server.py. `Sandbox` orders a command from it, collects what it prints, and ends what
 is left of it.
 
