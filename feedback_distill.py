@@ -875,7 +875,7 @@ def make_toy_model(words):
 
 
 def demo():
-    from command.demo_figures import draw_hint
+    from demos.demo_figures import draw_hint
     from command.output_files import check_writable
 
     # A place that cannot be written is refused before the work.
@@ -916,7 +916,7 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     run_demo("feedback_distill.py", "A hint cures a tiny model.", demo, argv)
 

@@ -754,21 +754,20 @@ def largest_difference(model, grads):
     return worst
 
 
-def demo_layout_rank(rank, world, layouts):
-    """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
-    from command.comm_counter import CommCounter
-
+def demo_layout_rank(rank, world, layouts, comm_counter):
+    """-> for each layout: loss, whole gradients, bytes that a rank receives by collective.
+    comm_counter: the class that counts them"""
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
         model = parallelize(demo_model(), meshes)
-        with CommCounter() as counter:
+        with comm_counter() as counter:
             loss = forward_backward(model, meshes)
 
         # Whole gradients, to compare; and the mean over ranks of the bytes that one receives.
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         received = {}
-        for kind in CommCounter.KINDS.values():
+        for kind in comm_counter.KINDS.values():
             received[kind] = float(all_reduce_sum(float(counter.bytes[kind]))) / world
         found.append((loss, grads, received))
     return found
@@ -786,8 +785,9 @@ def describe_ranks(layout):
 
 
 def demo(path="out/hsdp.png"):
-    from command.demo_figures import draw_meshes
-    from command.forked_ranks import fork_ranks
+    from demos.comm_counter import CommCounter
+    from demos.demo_figures import draw_meshes
+    from demos.forked_ranks import fork_ranks
 
     # No GPU: a process that has seen one starts autograd's device threads with its first backward,
     # and cannot be forked afterwards.
@@ -799,7 +799,7 @@ def demo(path="out/hsdp.png"):
     expected = forward_backward(model, make_meshes())
 
     # The same on eight ranks, for each layout.
-    found = fork_ranks(8, demo_layout_rank, layouts)[0]
+    found = fork_ranks(8, demo_layout_rank, layouts, CommCounter)[0]
     worst = 0.0
     for layout, (loss, grads, received) in zip(layouts, found):
         print(f"cp={layout.cp}, ep={layout.ep}, dp_replicate={layout.dp_replicate}")
@@ -821,7 +821,7 @@ def demo(path="out/hsdp.png"):
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     moved = {"--plan": "python -m benchmarks.plan"}
     run_demo("hsdp.py", "The demonstration.", demo, argv, moved)

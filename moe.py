@@ -825,7 +825,7 @@ DEMO = ModelConfig(
 
 
 def demo():
-    from command.demo_figures import draw_loads
+    from demos.demo_figures import draw_loads
 
     # The same training twice: without the bias, and with it. Only the second has an MTP head.
     torch.set_num_threads(1)
@@ -857,7 +857,7 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     about = "Expert load with and without the balancing bias."
     moved = {"--bench": "python -m benchmarks.train_step"}

@@ -958,15 +958,15 @@ def show_singular_values():
 
 
 def demo():
-    from command.muon_on_ranks import show_ranks
+    from demos.muon_on_ranks import show_ranks
 
     torch.set_num_threads(1)
     show_singular_values()
-    show_ranks()
+    show_ranks(Muon)
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     moved = {"--bench": "python -m benchmarks.muon"}
     run_demo("muon.py", "Muon, alone", demo, argv, moved)

@@ -889,14 +889,16 @@ def random_model(tokenizer, **sizes):
 
 
 def demo():
-    from command.bpe import fit_tokenizer
-    from command.demo_figures import draw_kl_variances
-    from command.kl_estimates import kl_variances
-    from command.transcripts import describe_chain, format_transcript
+    from command.bpe import train_bpe
+    from command.transcripts import describe_chain
+    from demos.demo_figures import draw_kl_variances
+    from demos.kl_estimates import kl_variances
+    from demos.transcript_view import format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
-    tokenizer, task = fit_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
+    tokenizer = Tokenizer(train_bpe(example_texts(100, 0), 700 - len(CONTROLS), SPLIT))
+    task = make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
@@ -918,7 +920,7 @@ def demo():
 
 
 def main(argv):
-    from command.replay import replay_or_demonstrate
+    from demos.replay import replay_or_demonstrate
 
     replay_or_demonstrate(argv, demo)
 

@@ -342,7 +342,10 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return bpe.fit_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
+    # The vocabulary is what was learned from them, and the control tokens.
+    texts = sample + synth_tasks.example_texts(1500, config.seed)
+    learned = config.vocab - len(rollout.CONTROLS)
+    return rollout.Tokenizer(bpe.train_bpe(texts, learned, rollout.SPLIT))
 
 
 def seq_len_divisor(step, config):

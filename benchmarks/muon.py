@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import measure_seconds, print_table, read_quick
-from command.forked_ranks import fork_ranks
+from demos.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
-from command.muon_on_ranks import make_parameters
+from demos.muon_on_ranks import make_parameters
 from muon import Muon, as_stack, cpu_chunk, orthogonalize, step_scale
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
