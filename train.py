@@ -77,6 +77,7 @@ from command import (
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
+from fast.stochastic_rounding import stochastic_round
 from world.micro import CONSTANTS, WORDS
 from world.task_file import read_tasks
 
@@ -1358,6 +1359,7 @@ class Run:
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
             newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
+            round_weights=stochastic_round,
         )
         checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)
