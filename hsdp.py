@@ -13,16 +13,16 @@ EP=8 on 8 GPUs instead of 16; CP folded into the FSDP dimension, all-gather of t
 chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never averaged;
 checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DTensor and DCP.
 
-    dense mesh     (replicate, shard)    W = replicate * shard, a shard being data x cp ranks
-    expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
+    dense mesh     (replicate, shard)    replicate * shard ranks: cp neighbours share a batch
+    expert mesh    (efsdp, ep)           efsdp * ep ranks, the same ones
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  gradients add up
 
 Left out: copies of the experts; overlap of the latents' gather with the query projection and of
 the token exchange with the shared expert (a step waits for both); random weights drawn in pieces
 (every rank draws the whole model once; a published one is read in pieces).
 
-Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D
-model width, E experts, R rows of a weight.
+Letters (README has them all): B rows, T tokens of a row, D model width, M tokens, E experts, R, C
+rows and columns of a weight.
 
     python hsdp.py      two grids on 8 ranks, bytes by layout, equality with one process
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -74,7 +74,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class Layout:
-    """How W ranks are cut in two ways. Ranks are numbered row by row: neighbours in a mesh's last
+    """How the ranks are cut in two ways. Ranks are numbered row by row: neighbours in a mesh's last
     direction share a node."""
 
     world: int = 1
@@ -156,7 +156,7 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
         raise ValueError(f"world={world}, but the process group has {ranks} ranks")
 
     def make_mesh(keep, **sizes):
-        # A direction of one rank is left out, unless the mesh has no other.
+        # A dimension of size 1 is left out, except the one whose name the code asks for.
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == keep}
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # A new group does not take over the default group's timeout: it would wait half an hour.
@@ -203,7 +203,7 @@ def local_positions(length, meshes, device="cpu"):
 
 
 class GatherSequence(torch.autograd.Function):
-    """(B, T/cp, C) -> (B, T, C), the parts in the order of the ranks. That is not the order of the
+    """(B, T/cp, entry) -> (B, T, entry), the parts in the order of the ranks. Not the order of the
     sequence, and need not be: the mask compares positions. Backward: every rank has used every
     entry, so a reduce-scatter sums the gradients and gives each rank those of its own part."""
 

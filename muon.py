@@ -551,8 +551,8 @@ class Muon(torch.optim.Optimizer):
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # Newton-Schulz in place, units of equal shape together. The column blocks of a matrix lie in
-        # a dimension of their own.
+        # Newton-Schulz in place, units of equal shape together. The column blocks of a matrix have a
+        # dimension of their own.
         self.log(task, "multiply")
         for (number, *_), stack in stacks.items():  # (K, R, C)
             group = self.param_groups[number]

@@ -724,9 +724,9 @@ class Reinforcement(Source):
     policy that samples is the policy that learns. With workers it may be up to `staleness` updates
     older. This lag is kept small and not corrected (stated): there is no ratio and no clip."""
 
-    # The constant L by which the summed loss of every rollout is divided, instead of by its length
+    # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # k and q of the price of effort, see length_penalty.cost; q = 0: linear
+    # k and q of the price of effort, see length_penalty.concave_cost; q = 0: linear
     penalty_k, penalty_q = 1.0, 0.5
     # The weights of the teacher, which reads the hints. ema: a moving average of the policy's, in
     # which each step's weights have the share teacher_rate; current or frozen: see Teacher
