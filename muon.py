@@ -551,7 +551,7 @@ class Muon(torch.optim.Optimizer):
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # Newton-Schulz in place, units of equal shape together. The column blocks of a matrix have a
+        # Newton-Schulz in place, units of equal shape together. The blocks of a matrix have a
         # dimension of their own.
         self.log(task, "multiply")
         for (number, *_), stack in stacks.items():  # (K, R, C)
