@@ -116,7 +116,7 @@ ON_A_MAC = """
 import random, tempfile
 import fast.sampler
 import hsdp, rollout, synth_tasks, train
-from command.forked_ranks import fork_ranks
+from demos.forked_ranks import fork_ranks
 from synth_tasks import make_task
 from world.judge import judge
 from world.sandbox import Sandbox

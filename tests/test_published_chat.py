@@ -31,16 +31,15 @@ from fast import sampler as fast_sampler
 from command import transcripts
 from command.bpe import train_bpe
 
-with pytest.MonkeyPatch.context() as patch:
-    # Qwen2's pattern, which joins a newline to the punctuation before it.
-    patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
-    RANKS = train_bpe(
-        [
-            *example_texts(60, 0),
-            '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
-        ],
-        600,
-    )
+# Qwen2's pattern joins a newline to the punctuation before it.
+RANKS = train_bpe(
+    [
+        *example_texts(60, 0),
+        '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
+    ],
+    600 - len(rollout.CONTROLS),
+    QWEN2_SPLIT,
+)
 NAMES = {
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
     "kimi": [

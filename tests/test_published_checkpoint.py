@@ -24,7 +24,8 @@ from published.grouped_query import config_of
 from published.loading import load_model, read_checkpoint
 from published.safetensors import open_safetensors, write_safetensors
 from published.tokenizers import QWEN2_SPLIT, make_tokenizer, read_tokenizer, write_tokenizer
-from command.bpe import train_bpe, fit_tokenizer
+from command.bpe import train_bpe
+from sampling import fit_tokenizer
 
 MLA = dict(
     model_type="deepseek_v3",
@@ -1316,9 +1317,7 @@ def slow_bpe(piece, ranks):
 def kimi(folder, vocab=400, named={}):
     """Writes a tokenizer in Kimi's format, trained here: tiktoken.model and the names of special
     tokens -> its ranks"""
-    ranks = train_bpe(
-        [MIXED] * 3 + list(texts(random.Random(0), 30)), vocab + len(rollout.CONTROLS)
-    )
+    ranks = train_bpe([MIXED] * 3 + list(texts(random.Random(0), 30)), vocab, rollout.SPLIT)
     (folder / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(t) + f" {i}\n".encode() for t, i in ranks.items())
     )

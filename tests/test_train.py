@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import eval as evaluation
 import fast
 import hsdp
 from small import FLAGS as SMALL
@@ -417,9 +418,13 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
     assert re.search(
-        r"without room for a turn +2$", policy_report.format_table({"one": records}), re.M
+        r"without room for a turn +2$",
+        policy_report.format_table(evaluation.summarize_policies({"one": records})),
+        re.M,
     )
-    assert "without room" not in policy_report.format_table({"one": records[2:]})
+    assert "without room" not in policy_report.format_table(
+        evaluation.summarize_policies({"one": records[2:]})
+    )
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
