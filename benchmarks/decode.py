@@ -27,7 +27,8 @@ from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read
 from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
-from moe import Cache, fast_dtype
+from command.hardware import fast_dtype
+from moe import Cache
 from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 

@@ -26,7 +26,7 @@ LEARNING = AGENT | {"rollout"} | LOWEST
 # room -> the rooms that it may import
 MAY_KNOW = {
     "muon": set(),
-    "hsdp": {"command"},  # checkpoint_files.py (knows torch) and old_flags.py (a table)
+    "hsdp": set(),
     "moe": set(),
     "length_penalty": set(),
     "world": set(),
@@ -34,7 +34,7 @@ MAY_KNOW = {
     "rollout": AGENT | {"length_penalty"},  # what it counts is what the penalty weighs
     "feedback_distill": LEARNING,
     "summarize": LEARNING,
-    "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published"},
+    "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published", "command"},
     "train": (BOOK - {"train"}) | {"world", "fast", "published", "command"},
     # the appendix: each folder knows what lies below it
     "fast": LEARNING | {"published"},

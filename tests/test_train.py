@@ -280,7 +280,7 @@ def write_old_names(folder):
     assert "active" in extra["model"]
     torch.save(extra, folder / "extra.pt")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["extra.pt"] = checkpoint_files.describe_file(folder / "extra.pt")
+    manifest["extra.pt"] = checkpoints.describe_file(folder / "extra.pt")
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -317,7 +317,7 @@ def test_a_run_with_flags_that_are_gone_goes_on_where_they_changed_nothing(
 ):
     words = [*SMALL, *RL, f"--start_from={run}", f"--out={tmp_path}"]
     train.main(words)
-    real = hsdp.load_extra
+    real = checkpoints.load_extra
     kept = {name: default for name, (default, _) in old_flags.OLD_FLAGS.items()}
 
     def load_an_older_version(path):
@@ -660,7 +660,7 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
     child.send_signal(signal.SIGTERM)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
-    assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
+    assert checkpoints.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a rank ends with rank 0 on Linux alone")
@@ -949,7 +949,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
-    assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
+    assert checkpoints.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
     error = child.communicate(timeout=60)[1]
     assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
@@ -1027,7 +1027,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
     rl = ["--stage=rl", "--steps=1", "--tasks_per_step=1", "--group_size=2"]
     # Without --init_from, rl still knows the published model that the run began from.
     train.main([*(flag for flag in common if not flag.startswith("--init_from")), *rl])
-    assert hsdp.load_extra(out / "rl")["config"]["init_from"] == str(folder)
+    assert checkpoints.load_extra(out / "rl")["config"]["init_from"] == str(folder)
     # the same: finished already
     train.main([*common, *rl])
     capsys.readouterr()
@@ -1150,7 +1150,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
         torch.equal(after[name], w) for name, w in before.items() if name.endswith("router.bias")
     )
     train.main([*FROM_PUBLISHED, *RL, f"--out={out}"])
-    config = hsdp.load_extra(out / "rl")["config"]
+    config = checkpoints.load_extra(out / "rl")["config"]
     assert (config["init_from"], config["adam_lr"], config["optimizer"]) == (
         str(published),
         1e-6,
@@ -1207,7 +1207,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         ]
     )
     assert {
-        hsdp.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
+        checkpoints.load_extra(tmp_path / "out" / stage)["config"]["init_from"] for stage in train.ORDER
     } == {str(published)}
 
 
@@ -1430,7 +1430,7 @@ def test_the_window_is_a_quarter_then_half_then_whole():
 
 
 def test_demonstrations_are_of_every_level_asked_for(run):
-    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = replace(train.Config(), window=2048, trigger=0.5, levels=8)
     compact = train.summarize.make_compaction(vars(config))
     pairs = train.make_demonstrations(config, tokenizer, compact, range(24), lambda i, _: i)
@@ -1447,7 +1447,7 @@ def test_demonstrations_are_of_every_level_asked_for(run):
 
 
 def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_hint(run):
-    tokenizer = train.rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = train.rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     task = train.synth_tasks.make_task(0, 1)
 
     def episodes(habits):
@@ -1923,7 +1923,7 @@ def test_in_rl_the_logged_load_is_that_of_the_real_tokens_and_replay_moves_no_bi
         [*SMALL, *RL, f"--router_replay={replay}", f"--start_from={run}", f"--out={tmp_path}"]
     )
     log = json.loads((tmp_path / "rl.jsonl").read_text())
-    config = hsdp.load_extra(tmp_path / "rl")["config"]
+    config = checkpoints.load_extra(tmp_path / "rl")["config"]
     assert (
         loads == [log["tokens"] * config["num_experts_per_tok"] * (config["layers"] - 1)]
         and log["load"] > 1
