@@ -1,7 +1,7 @@
 """command/flags.py: one place for each flag, a field of train.py's `Config`.
 
     # peak learning rate of Muon
-    lr: float = flag(0.006, stages=TRAINING, at_least=0, gpu=0.005, published=5e-5)
+    lr: float = flag(0.006, stages="pretrain long sft rl", gpu=0.005, published=5e-5)
 
 The field's type and default, what else `flag` says of it (Rule), and the comments above or behind
 it are all that there is to a flag. Everything follows from them: how a word of the command line
@@ -54,40 +54,29 @@ def usage_error(message, program="train.py"):
 class Rule:
     """What a field says of its flag beside type, default and explanation"""
 
-    stages: str  # those that read it; "": all
-    choices: tuple  # the words that it takes; (): any
-    several: bool  # it takes several of them, with commas
-    at_least: float
-    at_most: float
-    why: str  # the reason of the range, where it needs one
-    may_change: bool  # when a stage goes on: it says where and how it is computed, not what
-    defaults: dict  # other defaults, see default_value
+    stages: str = ""  # those that read it; "": all
+    choices: tuple = ()  # the words that it takes; (): any
+    several: bool = False  # it takes several of them, with commas
+    at_least: float = 0
+    at_most: float = math.inf
+    why: str = ""  # the reason of the range, where it needs one
+    may_change: bool = False  # when a stage goes on: it says where and how, not what
+    defaults: dict = field(default_factory=dict)  # other defaults, see default_value
 
     def is_read_by(self, stage):
         return not self.stages or stage in self.stages.split()
 
 
-def flag(
-    default,
-    *,
-    stages="",
-    choices=(),
-    several=False,
-    at_least=0,
-    at_most=math.inf,
-    why="",
-    may_change=False,
-    **defaults,
-):
-    """A field of Config that has a Rule. defaults: see default_value"""
-    rule = Rule(stages, tuple(choices), several, at_least, at_most, why, may_change, defaults)
-    return field(default=default, metadata={"rule": rule})
+def flag(default, **says):
+    """A field of Config with a Rule. What is no field of Rule is a default of a stage or scale."""
+    names = [name for name in says if name in Rule.__dataclass_fields__]
+    rule = {name: says.pop(name) for name in names}
+    return field(default=default, metadata={"rule": Rule(**rule, defaults=says)})
 
 
 def rules_of(Config):
-    """-> {field: its Rule}. A field with a plain default has the Rule of flag(default)."""
-    plain = flag(None).metadata["rule"]
-    return {one.name: one.metadata.get("rule", plain) for one in fields(Config)}
+    """-> {field: its Rule}"""
+    return {one.name: one.metadata.get("rule", Rule()) for one in fields(Config)}
 
 
 def default_value(Config, name, scale, stage, published):
@@ -125,7 +114,7 @@ def fill_in(Config, made):
 def parse_flags(argv, Config):
     """--name=value or --name value for every field of Config -> (dict of what was given, was help
     asked for?)"""
-    types = {field.name: field.type.__name__ for field in fields(Config)}
+    types, rules = {one.name: one.type.__name__ for one in fields(Config)}, rules_of(Config)
     given, wants_help, words = {}, False, list(argv)
     while words:
         word = words.pop(0)
@@ -147,7 +136,7 @@ def parse_flags(argv, Config):
                 usage_error(f"--{name} takes a value: --{name}=...")
             value = "1" if last else words.pop(0)
         given[name] = convert(name, types[name], value)
-        check_value(name, rules_of(Config)[name], given[name])
+        check_value(name, rules[name], given[name])
     return given, wants_help
 
 

@@ -1,4 +1,4 @@
-"""command/idle_flags.py: which flags a stage reads, and which of those given change nothing in it.
+"""command/idle_flags.py: which of the flags that were given change nothing in a stage?
 
 A flag that is accepted and does nothing is worse than one that is refused: the user believes in an
 effect. So one line at the start of a command names the flags that no stage of it reads, with the
