@@ -228,14 +228,7 @@ class Config:
     batch_tokens: int = flag(4096, stages="pretrain long sft", at_least=1, tiny=2048, gpu=65536)
     # tokens per forward and backward, on one rank
     micro_tokens: int = flag(
-        4096,
-        stages=TRAINING,
-        at_least=1,
-        may_change=True,
-        sft=2048,
-        rl=2048,
-        tiny=2048,
-        gpu=32768,
+        4096, stages=TRAINING, at_least=1, may_change=True, sft=2048, rl=2048, tiny=2048, gpu=32768
     )
     # 1: keep only the input of each block and compute the rest again in the backward
     # (activation checkpointing): less memory for a third more work
