@@ -36,13 +36,13 @@ from tqdm import tqdm
 
 from world import machine  # first: it says in one line what Windows lacks
 import feedback_distill
-import hsdp
 import rollout
 import summarize
 import synth_tasks
 from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
+from command import checkpoints
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
@@ -274,54 +274,24 @@ def held_out(number, levels=LEVELS, split="heldout"):
     return tasks
 
 
-def last_stage(folder):
-    """The checkpoint of a run's last stage, or the folder itself where it is no run"""
-    for stage in ("rl", "sft", "long", "pretrain"):
-        if hsdp.checkpoint_exists(Path(folder, stage)):
-            return Path(folder, stage)
-    return Path(folder)
-
-
-def unfinished_label(folder):
-    """The label that a result made from this checkpoint needs: "" at the end of its stage, before
-    that "unfinished: step 3 of 60"."""
-    extra = hsdp.load_extra(folder)
-    step, steps = extra.get("step"), extra["config"].get("steps")
-    if step is None or steps is None or step >= steps:
-        return ""
-    return f"unfinished: step {step} of {steps}"
-
-
-def made_by(folder):
-    """The label of a checkpoint's recipe: "" for the plain one; for an arm of an experiment, the
-    patch that it was trained with. Evaluation does not apply the patch."""
-    patch = hsdp.load_extra(folder).get("patch", "")
-    return f"made by {patch}" if patch else ""
+# What a policy acts by, of the configuration that it was trained with
+ACTS_BY = {"window", "max_turns", "temperature", "draft", "summarize", "trigger"}
 
 
 def load_policy(folder, device="cpu", plain=False):
     """The folder of a checkpoint, or of a run (then its last stage) -> model ready to sample,
     tokenizer, configuration. plain: without the twins of fast/. Callers that show results label
-    those of an unfinished stage (`unfinished_label`)."""
-    path = last_stage(folder)
-    extra = hsdp.load_extra(path)
-
-    # A checkpoint that is older than these flags was trained as with these values.
-    older = {"draft": 3, "init_from": "", "weight_dtype": "float32"}
-    config = {**older, **extra["config"]}
-    # Flags that no longer exist. Without them this policy would act in a world that it was not
-    # trained in.
-    for name in ("truncate", "commands"):
-        if config.get(name):
-            raise ValueError(
-                f"{path} was made with {name}={config[name]}, no flag any more: see "
-                "experiments/summary.py"
-            )
+    those of an unfinished stage (`checkpoints.unfinished_label`)."""
+    path = checkpoints.last_stage(folder)
+    extra = checkpoints.load_extra(path)
+    config = extra["config"]
+    if missing := sorted(ACTS_BY - config.keys()):
+        raise ValueError(f"{path} does not say its {', '.join(missing)}: of another version")
 
     # The tokenizer and the model's shape are in the checkpoint, too: nothing else is needed.
     tokenizer = make_tokenizer(**extra["tokenizer"])
     model = config_of(extra["model"]).build_model()
-    hsdp.load_sharded_checkpoint(path, model)
+    checkpoints.load_checkpoint(path, model)
     if not plain:
         fast.accelerate(model)
     return model.to(device).requires_grad_(False), tokenizer, config
@@ -519,8 +489,8 @@ def evaluate(run, config, paths, made, published):
     """Rollouts of held-out tasks by the policies before and after RL -> {name: records}, on every
     rank. Every rank plays its share of the tasks.
 
-    config, paths, made, published: see find_policies in command/evaluation.py, which also writes
-    the results. run: a train.Run"""
+    config, paths, made, published: see Asked in command/evaluation.py, which also writes the
+    results. run: a train.Run"""
     # Tasks that no policy has seen.
     if config.tasks:
         tasks = read_tasks(config.tasks)
@@ -534,7 +504,11 @@ def evaluate(run, config, paths, made, published):
         # How far has RL moved the policy from where it began? (Of a published model, one more may
         # not fit into memory.)
         reference, start = None, Path(saved["start_from"] or saved["out"], "sft")
-        if saved["stage"] == "rl" and hsdp.checkpoint_exists(start) and not saved["init_from"]:
+        if (
+            saved["stage"] == "rl"
+            and checkpoints.checkpoint_exists(start)
+            and not saved["init_from"]
+        ):
             reference = load_policy(start, run.device, config.plain)[0].compute_in(run.dtype)
 
         # Rollouts draw their random numbers by the number of their task, so they are the same for
@@ -593,8 +567,9 @@ def load_runs(folders):
     """-> {the name of a run in the table: its model, tokenizer and configuration}"""
     models = {}
     for folder in folders:
-        path = last_stage(folder)
-        label = "; ".join(filter(None, [unfinished_label(path), made_by(path)]))
+        path = checkpoints.last_stage(folder)
+        labels = checkpoints.unfinished_label(path), checkpoints.made_by(path)
+        label = "; ".join(filter(None, labels))
         models[f"{folder} ({label})" if label else folder] = load_policy(folder)
     return models
 
@@ -620,7 +595,7 @@ def main(argv):
         write_report,
     )
 
-    args = parse_eval_flags(argv, len(LEVELS))
+    args = parse_eval_flags(argv, len(LEVELS), len(synth_tasks.LEVELS))
     problem = try_to_draw()  # now, and not after the rollouts
     if problem:
         print(f"eval.py: {problem}", file=sys.stderr)

@@ -753,17 +753,6 @@ def decode_speculatively(model, prompt, count):
     return tokens[len(prompt) : len(prompt) + count], right / max(passes - 1, 1)
 
 
-def fast_dtype(device):
-    """bf16 products are several times faster than fp32 on GPUs and CPUs that have instructions for
-    them, far slower elsewhere."""
-    if device == "cuda":
-        # compute capability 8.0 (A100) and later
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
-
-
 def parameters_per_token(config):
     """(total, active) parameters: what is stored, and what one token meets."""
     # All experts are stored, K of E work. A token meets everything else.

@@ -28,7 +28,8 @@ from command.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model
-from moe import Cache, fast_dtype
+from command.hardware import fast_dtype
+from moe import Cache
 from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
 

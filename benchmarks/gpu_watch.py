@@ -26,6 +26,7 @@ import torch
 import hsdp
 import muon
 import train
+from command import checkpoints
 from fast import sampler, workers
 
 PERIOD = 0.01  # seconds between two looks at the main thread
@@ -34,7 +35,7 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # table holds the functions themselves, not their names: when one is renamed, this file fails at
 # once instead of measuring nothing.
 PHASES = {
-    "saving": [hsdp.save_sharded_checkpoint],
+    "saving": [checkpoints.save_checkpoint],
     "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges

@@ -30,7 +30,8 @@ from benchmarks.harness import measure_seconds, print_speeds, read_quick
 from command.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
-from moe import FFN, Cache, Model, ModelConfig, MoE, fast_dtype
+from command.hardware import fast_dtype
+from moe import FFN, Cache, Model, ModelConfig, MoE
 from published.loading import load_model
 
 

@@ -106,7 +106,7 @@ def test_a_card_without_bf16_computes_in_float32_and_refuses_to_be_told_otherwis
     card, capsys, tmp_path
 ):
     card(bf16=False)
-    assert moe.fast_dtype("cuda") == torch.float32
+    assert hardware.fast_dtype("cuda") == torch.float32
     config = train.FLAGS.configure({}, "pretrain")
     assert hardware.dtype_of(
         config

@@ -22,12 +22,11 @@ import torch
 
 import eval as evaluation
 import feedback_distill
-import hsdp
 import rollout
 import summarize
 import synth_tasks
 import train
-from command import failures
+from command import checkpoints, failures
 from small import FLAGS as SMALL
 from experiments import __main__ as listing
 from experiments import hacking, objective, penalty, retold, runner, sdft, summary, tables, tasks
@@ -197,7 +196,7 @@ def test_mostly_easy_two_fifths_are_of_the_lowest_level_and_the_rest_of_all_alik
 def test_a_restless_expert_makes_four_needless_calls_in_three_quarters_of_its_demonstrations(
     run, monkeypatch
 ):
-    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=10**6)
     for constant in ("SLOPPY", "HINTS", "NEUTRAL_HINTS"):
         monkeypatch.setattr(train, constant, 0.0)
@@ -264,7 +263,7 @@ def test_truncation_takes_the_place_of_summaries_wherever_they_are_configured():
 
 
 def test_half_of_the_demonstrations_have_a_quarter_of_the_window(run, monkeypatch):
-    tokenizer = rollout.Tokenizer(**hsdp.load_extra(run / "sft")["tokenizer"])
+    tokenizer = rollout.Tokenizer(**checkpoints.load_extra(run / "sft")["tokenizer"])
     config = train.Config(window=2048, trigger=0.5, levels=8)
     compact = summarize.make_compaction(vars(config))
     real, seen = feedback_distill.demonstrate_with_hints, []
@@ -402,13 +401,13 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
     arm = "--arm=experiments.objective:overlong_masked"
     assert go(*command, arm, "--", *words).returncode == 0
     assert (
-        hsdp.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+        checkpoints.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
     )
     assert "finished already" in go(*command, arm, "--", *words).stdout
     done = go(sys.executable, "train.py", *words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "experiments.objective:overlong_masked" in done.stderr
-    label = evaluation.made_by(tmp_path / "run" / "rl")
+    label = checkpoints.made_by(tmp_path / "run" / "rl")
     assert label == "made by experiments.objective:overlong_masked"
     for wrong in ("--arm=experiments.objective:nothing", "--arm=nothing", "--x"):
         done = go(*command, wrong, "--", *words)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import feedback_distill as fd
-import hsdp
+from command import checkpoints
 from moe import Model, ModelConfig
 from rollout import Tokenizer
 
@@ -742,15 +742,15 @@ def test_resume_restores_the_teacher_bit_for_bit(tmp_path):
     for _ in range(3):
         moved(model)
         teacher.update()
-    hsdp.save_sharded_checkpoint(tmp_path / "c", model, more=teacher.weights)
+    checkpoints.save_checkpoint(tmp_path / "c", model, more=teacher.weights)
     resumed = fd.Teacher(other, "ema", 0.2)
-    hsdp.load_sharded_checkpoint(tmp_path / "c", other, more=resumed.weights)
+    checkpoints.load_checkpoint(tmp_path / "c", other, more=resumed.weights)
     for m, t in ((model, teacher), (other, resumed)):
         moved(m)
         t.update()
     assert all(torch.equal(resumed.weights[name], w) for name, w in teacher.weights.items())
     with pytest.raises(ValueError, match="not one of this model"):
-        hsdp.load_sharded_checkpoint(
+        checkpoints.load_checkpoint(
             tmp_path / "c", other, more=fd.Teacher(small(vocab=32), "ema").weights
         )
 

@@ -64,10 +64,11 @@ def test_a_demo_ends_as_it_does_without_a_card(file, tmp_path):
 def test_a_checkpoint_of_cpu_tensors_asks_cuda_for_nothing(tmp_path):
     code = """
 import hsdp, muon, torch
+from command import checkpoints
 model = hsdp.demo_model()
 optimizer = muon.Muon([dict(params=[(n, p) for n, p in model.named_parameters() if p.ndim > 1])])
-hsdp.save_sharded_checkpoint("made", model, optimizer, {"step": 3})
-assert hsdp.load_sharded_checkpoint("made", model, optimizer)["step"] == 3
+checkpoints.save_checkpoint("made", model, optimizer, {"step": 3})
+assert checkpoints.load_checkpoint("made", model, optimizer)["step"] == 3
 """
     done = run_beside_a_card(code, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
