@@ -339,7 +339,7 @@ def test_what_fine_tuning_set_to_another_value_changed_nothing_there():
     assert old_flags.changed_flags(made) == {}
     changed = old_flags.changed_flags({**made, "init_from": "", "teacher_rate": 0.2})
     assert set(changed) == {"copy_loss", "balance_rate", "teacher_rate"}
-    assert changed["teacher_rate"] == (0.2, "train.py, as Reinforcement.teacher_rate")
+    assert changed["teacher_rate"] == (0.2, "feedback_distill.py, as TEACHER_RATE")
 
 
 @pytest.mark.parametrize(
@@ -814,23 +814,6 @@ def test_rl_begins_with_the_levels_of_sft_and_a_curriculum_alone_opens_harder_on
     for _ in range(100):
         curriculum.update(max(curriculum.levels), 8, 8)
     assert curriculum.levels == list(range((hardest if on else levels - 1) + 1))
-
-
-def test_what_a_limit_cut_short_pays_the_whole_budget():
-    stage = object.__new__(train.Reinforcement)
-    stage.run = SimpleNamespace(config=train.Config(length_penalty=0.1))
-    stage.penalty_q = 0.0
-    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
-    # The effort by hand, a summand for each count: 1 + 2 + 1 + 1 + 1 + 4 = 10.
-    counts = dict(
-        thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
-    )
-    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -1.0), (1, 0, -4.0), (0, 0, -4.0)):
-        chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
-        stage.compute_reward(chain)
-        assert chain.reward == pytest.approx(reward)
-        assert chain.stats["effort"] == pytest.approx(10)
-        assert chain.solved == (solved and finished)
 
 
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
