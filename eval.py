@@ -29,6 +29,7 @@ import math
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -412,7 +413,7 @@ def hint_effect(model, tokenizer, chain):
         # The tokens that the hint speaks about, and where they are predicted.
         episode = chain.episodes[hint.episode]
         spliced = feedback_distill.splice(tokenizer, episode, hint)
-        targets = feedback_distill.pack_hinted([(0, spliced)]).to(device)
+        targets = feedback_distill.pack_hinted([replace(episode, hints=[spliced])]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
         plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)

@@ -19,9 +19,9 @@ those of SDPO (2601.20802), SDFT (2601.19897) and OPSD (2601.18734).
     loss      sum of these over the N tokens that hints speak about / max(N, number of rollouts), so
               that a few last hints do not outweigh the reward
 
-The way of a hint: a rule finds the turn (detect -> Hint), it is put above the turn in a context of
-its own (splice -> Splice), the contexts of a batch are packed (pack_hinted -> Targets), the Teacher
-reads them (-> logits), feedback_loss compares.
+The way of a hint: a rule finds the turn (detect -> Hint), the hint is put above it in a context of
+its own (splice -> Splice, in the list episode.hints), the contexts of a batch are packed
+(pack_hinted -> Targets), the Teacher reads them (-> logits), feedback_loss compares.
 
 To add a rule, write one function with its docstring under @rule: (chain, episode, turn) -> a Hint
 or a text, or None. `detect` asks it, the trainer teaches it (--habits=its name).
@@ -469,13 +469,21 @@ class Targets:
         return Targets(**values)
 
 
-def pack_hinted(spliced):
-    """The hints of a micro-batch -> Targets. spliced: [(row of the trainer's batch that holds the
-    hinted turn, Splice)]. Without any hint one row of one token remains, so that all ranks run the
-    same forward."""
+def attach_hints(tokenizer, chain, hints):
+    """Each episode gets its Hints, spliced, in the list episode.hints."""
+    for number, episode in enumerate(chain.episodes):
+        here = [hint for hint in hints if hint.episode == number]
+        episode.hints = [splice(tokenizer, episode, hint) for hint in here]
+
+
+def pack_hinted(episodes):
+    """The hints of a micro-batch -> Targets. episodes: those of the trainer's batch, one per row,
+    with their hints. Without any hint one row of one token remains, so that all ranks run the same
+    forward."""
     # One row per hint: with two hints in the same row, the later turn would be scored under both.
     # One column of six numbers per target, in the order of the fields of Targets.
     rows, columns = [], []
+    spliced = [(row, hint) for row, episode in enumerate(episodes) for hint in episode.hints]
     for row, (student_row, hint) in enumerate(spliced):
         for n in range(hint.first, hint.end):
             # A token is predicted at the place before it; the hint shifts the teacher's places.
@@ -754,15 +762,14 @@ def distill_toy(model, words, rng, held_out, steps=20):
         # Rollouts: the policy names a tool. A rule finds the turn, the hint is put above it.
         tasks = toy_chains(words, rng, 24, habit=1)
         probabilities = sampled_logits(model, tasks)[:, 1].softmax(-1)  # (B, V)
-        chains, spliced = [], []
+        chains = []
         for row, token in enumerate(torch.multinomial(probabilities, 1)[:, 0].tolist()):
             task, item = tasks[row].task, tasks[row].turns[0].text[-2]
             chains.append(toy_chain(words, task.tools, item, words.names[token]))
-            for hint in detect(chains[row]):
-                spliced.append((row, splice(words, chains[row].episodes[0], hint)))
+            attach_hints(words, chains[row], detect(chains[row]))
 
         # The teacher re-scores the call and its name; the student learns from it there alone.
-        targets = pack_hinted(spliced)
+        targets = pack_hinted([chain.episodes[0] for chain in chains])
         teacher_logits = teacher(targets)
         student = student_logits(model, model(toy_batch(chains)["tokens"]), targets)
         loss = feedback_loss(student, teacher_logits, max(len(chains), len(targets)))

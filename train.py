@@ -37,7 +37,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -933,10 +932,8 @@ class Reinforcement(Source):
             # 1) The teacher's distributions of the flagged tokens, and the log-probabilities of the
             #    policy that RL began with. A spare batch has no hints.
             if config.feedback:
-                spliced = []
-                for row, episode in enumerate(batch["episodes"] if batch["real"] else []):
-                    spliced += [(row, hint) for hint in episode.hints]
-                targets = feedback_distill.pack_hinted(spliced).to(run.device)
+                hinted = batch["episodes"] if batch["real"] else []
+                targets = feedback_distill.pack_hinted(hinted).to(run.device)
                 teacher_logits = self.teacher(targets)  # (N, V)
                 accumulate(sums, "teacher_tokens", targets.real_tokens)
             reference = self.reference_logprobs(batch) if config.kl_coef else None
@@ -973,17 +970,14 @@ class Reinforcement(Source):
         log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
 
     def weigh_episodes(self, groups):
-        """-> [(episode, advantage of its rollout)]. Each episode gets its hints, spliced."""
+        """-> [(episode, advantage of its rollout)]. Each episode holds its hints afterwards."""
         items = []
         for group in groups:
             for chain, advantage in zip(group, self.group_advantages(group)):
                 # All episodes of a rollout have its advantage; a hint belongs to one of them.
-                found = self.find_hints(chain)
-                for number, episode in enumerate(chain.episodes):
-                    here = [hint for hint in found if hint.episode == number]
-                    splice = partial(feedback_distill.splice, self.run.tokenizer, episode)
-                    episode.hints = [splice(hint) for hint in here]
-                    items.append((episode, advantage))
+                items += [(episode, advantage) for episode in chain.episodes]
+                hints = self.find_hints(chain)
+                feedback_distill.attach_hints(self.run.tokenizer, chain, hints)
         return items
 
     def find_hints(self, chain):

@@ -328,9 +328,10 @@ def test_imitation_learns_from_what_the_expert_does_and_without_reward_and_hints
     log = log_of(tmp_path / "c")
     assert log["flagged"] > 10 and log["teacher_tokens"] > 100 and log["gap"] != 0
 
-    class EmptyHints(teachers.EmptyHint, teachers.CurrentTeacher, HintsOnDemonstrations):
+    class EmptyHints(teachers.EmptyHint, HintsOnDemonstrations):
         pass
 
+    teachers.current_teacher()
     train.STAGE["rl"] = EmptyHints
     train.main([*rl, f"--out={tmp_path}/d", *flags])
     log = log_of(tmp_path / "d")

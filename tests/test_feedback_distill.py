@@ -212,7 +212,7 @@ def test_hints_on_the_final_message_leave_the_decision_to_act_alone():
     e, kinds = episode(1, 2), ("communication", "unavailable_tool", "code_style")
     cuts = [fd.splice(BYTES, e, fd.Hint("Stop.", turn=1, kind=kind)) for kind in kinds]
     assert [cut.muted for cut in cuts] == [BYTES.id["<|call|>"], -1, -1]
-    taught = fd.pack_hinted([(0, by_hand(e, 1, [7], muted=9)), (0, by_hand(e, 1, [7, 8], (2, 3)))])
+    taught = packed((0, by_hand(e, 1, [7], muted=9)), (0, by_hand(e, 1, [7, 8], (2, 3))))
     assert taught.muted.tolist() == [9, 9, 9, -1] and taught.token.tolist() == [11, 12, END, 12]
 
 
@@ -319,6 +319,14 @@ def by_hand(e, i, hint_ids, span=None, muted=-1):
     )
 
 
+def packed(*pairs):
+    """pack_hinted of a batch of 4 rows. pairs: (row, Splice of a hint on its episode)"""
+    rows = [SimpleNamespace(hints=[]) for _ in range(4)]
+    for row, cut in pairs:
+        rows[row].hints.append(cut)
+    return fd.pack_hinted(rows)
+
+
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 40])
 def test_a_hint_stands_right_above_its_turn_and_speaks_about_what_was_sampled(n):
     e = episode(3, 4, 2, 5)
@@ -332,8 +340,8 @@ def test_a_hint_stands_right_above_its_turn_and_speaks_about_what_was_sampled(n)
 
 def test_packed_positions_predict_the_same_ids_for_many_hints_in_many_episodes():
     episodes = [episode(3, 4, 2, 5, 1, 2), episode(1, 1), episode(6, 2, 9, 3)]
-    hinted = [(0, 3, [7] * 5), (2, 1, [8] * 2), (0, 1, [9]), (2, 3, [6] * 11), (0, 5, [5] * 3)]
-    t = fd.pack_hinted([(e, by_hand(episodes[e], i, ids)) for e, i, ids in hinted])
+    hinted = [(0, 3, [7] * 5), (0, 1, [9]), (0, 5, [5] * 3), (2, 1, [8] * 2), (2, 3, [6] * 11)]
+    t = packed(*((e, by_hand(episodes[e], i, ids)) for e, i, ids in hinted))
     flat = [[token for turn in e.turns for token in turn.tokens] for e in episodes]
     assert len(t) == sum(
         len(episodes[e].turns[i].tokens) - 1 for e, i, _ in hinted
@@ -411,7 +419,7 @@ def test_a_reminder_of_the_tools_is_about_the_call_of_the_first_one_that_is_not_
     assert body[first:end] == [90, 40, 41]
     e = episode(3, 12)
     whole, part = (
-        fd.pack_hinted([(0, by_hand(e, 1, [7, 7], span))]) for span in (None, (first + 1, end + 1))
+        packed((0, by_hand(e, 1, [7, 7], span))) for span in (None, (first + 1, end + 1))
     )
     assert len(part) == end - first and part.tokens.equal(whole.tokens)
     for name in ("row", "position", "student_row", "student_position", "token"):
@@ -461,7 +469,7 @@ def test_an_empty_hint_is_exactly_zero(kind, monkeypatch):
     monkeypatch.setattr(fd, "DIVERGENCE", kind)
     e, model = episode(3, 4, 2, 5), small()
     # Student and teacher read the same context in the same shape, so their bits are equal.
-    t = fd.pack_hinted([(0, fd.splice(BYTES, e, fd.Hint("", turn=3)))])
+    t = packed((0, fd.splice(BYTES, e, fd.Hint("", turn=3))))
     student = fd.student_logits(model, model(batch_of([e])), t)
     teacher = fd.Teacher(model, "current")(t)
     assert len(t) == 6 and (fd.divergence(student, teacher, kind) == 0).all()
@@ -492,7 +500,7 @@ def test_the_gradient_is_exactly_zero_outside_what_the_hint_speaks_about(kind, m
     hint_ids = [HINT, 30, 31, END]
     # user turn: 5 tokens; the role token at 5 predicts the first of 5 targets
     for span, predicting in (((1, 6), slice(5, 10)), ((2, 4), slice(6, 8))):
-        t = fd.pack_hinted([(0, by_hand(episodes[0], 1, hint_ids, span))])
+        t = packed((0, by_hand(episodes[0], 1, hint_ids, span)))
         logits = model.logits(model(batch_of(episodes))).detach().requires_grad_()
         student = logits[t.student_row, t.student_position]
         fd.feedback_loss(student, fd.Teacher(model, "ema")(t), len(t)).backward()
@@ -504,10 +512,10 @@ def test_the_gradient_is_exactly_zero_outside_what_the_hint_speaks_about(kind, m
 def test_the_teachers_distribution_is_that_of_a_forward_over_the_spliced_row_alone():
     episodes, model = [episode(3, 4, 2, 5), episode(6, 2)], small()
     cuts = [
-        by_hand(episodes[1], 1, [HINT, 40, END]),
         by_hand(episodes[0], 3, [HINT, 30, 31, 32, END]),
+        by_hand(episodes[1], 1, [HINT, 40, END]),
     ]
-    t = fd.pack_hinted([(1, cuts[0]), (0, cuts[1])])
+    t = packed((0, cuts[0]), (1, cuts[1]))
     got = fd.Teacher(model, "ema")(t)
     with torch.no_grad():
         for k, cut in enumerate(cuts):
@@ -583,7 +591,7 @@ def test_bf16_logits_are_compared_in_fp32():
 
 
 def test_the_token_cap_bounds_each_token_and_keeps_the_direction_of_its_gradient():
-    s, t = pair()
+    s, t = pair(scale=1.5)
     s.requires_grad_()
     values = fd.divergence(s, t, "reverse")
     assert values.min() < fd.TOKEN_CAP < values.max()
@@ -637,7 +645,7 @@ def test_one_ema_update_is_90_old_and_10_new():
 
 
 def test_current_is_the_student_frozen_never_moves_and_ema_lies_between():
-    t = fd.pack_hinted([(0, by_hand(episode(3, 4), 1, [HINT, 30, END]))])
+    t = packed((0, by_hand(episode(3, 4), 1, [HINT, 30, END])))
     model = small()
     first = fd.Teacher(model, "current")(t)
     teachers = {kind: fd.Teacher(model, kind) for kind in ("current", "frozen", "ema")}
@@ -656,7 +664,7 @@ def test_the_teacher_gets_no_gradient_and_leaves_student_graph_mode_and_counters
     episodes, model = [episode(3, 4, 2, 5)], small().train()
     teacher = fd.Teacher(model, "ema")
     moved(model)
-    t = fd.pack_hinted([(0, by_hand(episodes[0], 3, [HINT, 30, END]))])
+    t = packed((0, by_hand(episodes[0], 3, [HINT, 30, END])))
     tokens = batch_of(episodes)
     weights = copy.deepcopy(model.state_dict())
 
@@ -739,7 +747,7 @@ def test_rollouts_own_dataclasses_are_read_the_same_way():
     c = fd.toy_chain(words, fd.OFFERED[:2], "3", fd.PHANTOM)
     tokens, mask, _, index = rollout.flatten(c.episodes[0])
     (hint,) = fd.detect(c)
-    t = fd.pack_hinted([(0, fd.splice(words, c.episodes[0], hint))])
+    t = packed((0, fd.splice(words, c.episodes[0], hint)))
     # The call and its name, and not the end of the turn.
     sampled = tokens[(index == hint.turn) & (mask == 1)].tolist()
     assert [words.names[i] for i in t.token] == ["<|call|>", fd.PHANTOM]
