@@ -28,6 +28,7 @@ import math
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,14 +40,12 @@ import feedback_distill
 import rollout
 import summarize
 import synth_tasks
-from length_penalty import Weights, compute_effort
 from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 from command import checkpoints
 import fast
 from fast.sampler import Sampler as FastSampler
 from fast.workers import generation_model
-from world.audit import audit_chain
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task_file import read_tasks
@@ -142,15 +141,14 @@ def cost_in_dollars(stats, price_in=PRICES[0], price_out=PRICES[1]):
 
 def make_record(chain, prices=PRICES):
     """What is kept of one pass: plain numbers."""
+    rollout.grade(chain)
     flaws = {hint.kind for hint in feedback_distill.detect(chain, HABITS)}
     return {
         **{habit: habit in flaws for habit in HABITS},
         "task": chain.task.instance_id,
         "level": chain.task.level,
-        # An agent that a limit cut off has submitted nothing, even if its files pass the tests.
-        "solved": bool(chain.solved and chain.finished),
+        "solved": bool(chain.solved),
         "finished": bool(chain.finished),
-        "effort": float(compute_effort(chain.stats, Weights())),
         "cost": cost_in_dollars(chain.stats, *prices),
         **chain.stats,
     }
@@ -228,16 +226,16 @@ def summarize_policies(policies):
 
 
 def has_cheat(chain):
-    """Does the audit find a cheat in this rollout? Only facts count; for what only sounds like a
-    cheat, see `is_suspicious`."""
-    return any(finding.severity == "cheat" for finding in audit_chain(chain))
+    """Has the audit found a cheat in this rollout, which was judged? Only facts count; for what
+    only sounds like a cheat, see `is_suspicious`."""
+    return any(finding.severity == "cheat" for finding in chain.findings or [])
 
 
 def is_suspicious(chain):
     """Does something in this rollout sound like a cheat, though no fact says that it is one?"""
     if has_cheat(chain):
         return False
-    return any(finding.severity == "suspicious" for finding in audit_chain(chain))
+    return any(finding.severity == "suspicious" for finding in chain.findings or [])
 
 
 def submitted_untested(chain):
@@ -379,18 +377,13 @@ def hint_effect(model, tokenizer, chain):
     device = model.embed.weight.device
     found = []
     for hint in feedback_distill.detect(chain, ("unavailable_tool",)):
-        # The flagged turn, the tokens that the hint speaks about, and where they are predicted.
+        # The tokens that the hint speaks about, and where they are predicted.
         episode = chain.episodes[hint.episode]
-        turn = episode.turns[hint.turn]
-        text = feedback_distill.hint_tokens(tokenizer, hint.text, turn)
-        span = feedback_distill.find_hinted_tokens(tokenizer, turn, hint)
-        targets = feedback_distill.pack_hinted([episode], [(0, hint.turn, text, span)]).to(device)
+        spliced = feedback_distill.splice(tokenizer, episode, hint)
+        targets = feedback_distill.pack_hinted([replace(episode, hints=[spliced])]).to(device)
 
         # Without the hint: the episode up to this turn, as it was sampled.
-        plain = []
-        for earlier in episode.turns[: hint.turn + 1]:
-            plain += earlier.tokens
-        plain = torch.tensor([plain], device=device)  # (1, T)
+        plain = torch.tensor([spliced.above + spliced.turn], device=device)  # (1, T)
         without = plain, targets.student_row, targets.student_position
 
         # With it: the hint stands right above the turn, and shifts every position by its length.
@@ -402,7 +395,8 @@ def hint_effect(model, tokenizer, chain):
             logits = feedback_distill.logits_at(model, tokens, rows, positions)  # (N, V)
             logp = logits.log_softmax(-1).gather(1, targets.token[:, None])  # (N, 1)
             probabilities.append(float(logp.sum().exp()))
-        wrong = [call.name for call in turn.calls if call.error == "unknown_tool"]
+        calls = episode.turns[hint.turn].calls
+        wrong = [call.name for call in calls if call.error == "unknown_tool"]
         found.append((wrong[0], *probabilities))
     return found
 
@@ -538,7 +532,7 @@ def play_expert(sloppy, tasks):
     for task in tasks:
         rng = random.Random(task.instance_id)
         chain = rollout.demonstrate(task, tokenizer, rng, limits, sloppy)
-        chain.solved = judge(task, chain.files, sandbox).solved
+        chain.passed = judge(task, chain.files, sandbox).solved
         records.append(make_record(chain))
     return records
 

@@ -282,7 +282,7 @@ class Config:
         "unavailable_tool", stages="sft rl", choices=feedback_distill.RULES, several=True
     )
     # weight of the price of effort, C(effort); 0: off
-    length_penalty: float = flag(0.03, stages="rl")
+    length_penalty: float = flag(length_penalty.Price.scale, stages="rl")
     # 1: the agent summarizes its context when that grows beyond trigger, and goes on from the
     # summary
     summarize: bool = flag(True, stages=AGENT)
@@ -550,10 +550,10 @@ def make_demonstrations(config, tokenizer, compact, numbers, bar):
 
 SLOPPY = 1.0  # multiplies the expert's error rates; 0: it makes no mistakes
 # Fraction of the expert's wrong tool calls that are replaced by a hint and the right call.
-HINTS = 0.5
+HINT_RATE = 0.5
 # Fraction of its right turns that also get a hint above them, so that a hint by itself does not
 # mean that something was wrong.
-NEUTRAL_HINTS = 0.05
+NEUTRAL_HINT_RATE = 0.05
 
 
 def make_demonstration(config, task, rng, tokenizer, compact, **more):
@@ -571,8 +571,8 @@ def make_demonstration(config, task, rng, tokenizer, compact, **more):
         SLOPPY,
         compact,
         reminders,
-        HINTS,
-        NEUTRAL_HINTS,
+        HINT_RATE,
+        NEUTRAL_HINT_RATE,
         **more,
     )
     # Only what fits the window, and has a turn to learn from.
@@ -674,17 +674,17 @@ class Demonstrations(Source):
                 if (2 * j + g) % run.data_ranks == run.meshes.data_rank:
                     mine.append((episode, 1.0))
 
-        # In a batch: mask is 1 where the expert wrote a token, inside where there is one at all.
+        # In a batch: mask is 1 where the expert wrote the target, has_target where there is one.
         for batch in run.micro_batches(mine, spare=(groups[0][0], 1.0)):
             hidden, targets = run.hidden(batch), batch["targets"]  # (B, T, D), (B, T)
-            logp = run.model.logprobs(hidden, targets, where=batch["inside"] > 0)  # (B, T)
+            logp = run.model.logprobs(hidden, targets, where=batch["has_target"] > 0)  # (B, T)
 
             # What the expert wrote weighs 1; names and constants in it weigh COPY_LOSS while the
             # window is short. What it read weighs CONTEXT_LOSS.
             mask = batch["mask"]  # (B, T)
             copied = (self.names | self.constants)[targets] & short_window  # (B, T)
             weight = torch.where(copied, COPY_LOSS, 1.0) * mask
-            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["inside"]
+            weight = weight + CONTEXT_LOSS * (1 - mask) * batch["has_target"]
             loss = -(logp * weight).sum() * batch["real"] / total
 
             # The log has the unweighted loss of what the expert wrote.
@@ -738,12 +738,6 @@ class Reinforcement(Source):
 
     # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # k and q of the price of effort, see length_penalty.concave_cost; q = 0: linear
-    penalty_k, penalty_q = 1.0, 0.5
-    # The weights of the teacher, which reads the hints. ema: a moving average of the policy's, in
-    # which each step's weights have the share teacher_rate; current or frozen: see Teacher
-    teacher_kind, teacher_rate = "ema", 0.1
-    divergence = "reverse"  # of policy and teacher: forward (KL), reverse (KL) or jsd
     # The hardest level that the curriculum opens. Level 6, beyond the evaluation's, made a laptop's
     # RL a third longer.
     max_level = 5
@@ -761,13 +755,11 @@ class Reinforcement(Source):
         # The teacher that reads the hints, the policy that RL began with, and the price of effort.
         self.teacher = self.reference = None
         if config.feedback:
-            self.teacher = feedback_distill.Teacher(run.model, self.teacher_kind, self.teacher_rate)
+            self.teacher = feedback_distill.Teacher(run.model, feedback_distill.TEACHER)
         if config.kl_coef:
             self.reference = feedback_distill.Teacher(run.model, "frozen")
-        self.effort_weights = length_penalty.Weights()
-        self.effort_budget = length_penalty.effort_budget(
-            config.window, config.max_turns, self.effort_weights
-        )
+        budget = length_penalty.effort_budget(config.window, config.max_turns)
+        self.price = length_penalty.Price(config.length_penalty, budget=budget)
 
     def start_samplers(self):
         """Sets self.workers, which play the rollouts, and self.publisher, which gives them the
@@ -863,7 +855,7 @@ class Reinforcement(Source):
         groups = self.collect_rollouts(step, log)
         for group in groups:
             for chain in group:
-                self.compute_reward(chain)
+                rollout.grade(chain, self.price)
         turns = sum(chain.stats["turns"] for group in groups for chain in group)
         if step == 0 and not self.run.sum(turns):
             usage_error(
@@ -919,33 +911,6 @@ class Reinforcement(Source):
         failures.say_lost_rollouts(self.run.say, causes, total)
         return kept
 
-    def compute_reward(self, chain):
-        """The reward: 1 or 0 by the hidden tests of what was submitted, minus the price of effort.
-        A chain that a limit cut short has submitted nothing."""
-        config = self.run.config
-        # Was it solved, and what effort did it take?
-        chain.solved = chain.solved and chain.finished
-        chain.stats["effort"] = float(
-            length_penalty.compute_effort(chain.stats, self.effort_weights)
-        )
-
-        # --length_penalty=0 turns the price off.
-        reward = length_penalty.shaped_reward(
-            float(chain.solved),
-            chain.stats["effort"],
-            config.length_penalty,
-            self.penalty_k,
-            self.penalty_q,
-            self.pays_whole_budget(chain),
-            self.effort_budget,
-        )
-        chain.reward = float(reward)
-
-    def pays_whole_budget(self, chain):
-        """Does this chain pay for the whole budget, whatever it used? One that a limit cut short
-        does, so that being cut off is never cheaper than finishing."""
-        return not chain.finished
-
     def update_curriculum(self, groups):
         """The curriculum learns how many rollouts of each group solved their task. It learns those
         of all ranks, in the same order, so it stays the same on every rank."""
@@ -966,16 +931,12 @@ class Reinforcement(Source):
     # ---- what is learned from them
 
     def group_losses(self, groups, log):
-        """Yields micro-batch losses: the policy gradient over all episodes and, on flagged turns,
-        the divergence from the teacher that has read a hint. The divergence is summed over the
-        flagged tokens and divided by their number, or by the number of rollouts if that is larger.
-        So a few last flagged turns do not outweigh the reward."""
+        """Yields micro-batch losses: the policy gradient over all episodes and, on the tokens that
+        a hint speaks about, the divergence from the teacher that has read it."""
         run, config = self.run, self.run.config
         # The step's advantages and hints, and the numbers of all ranks by which it divides.
-        items, hints = self.weigh_episodes(groups)
-        flagged = 0
-        for spliced in hints.values():
-            flagged += sum(end - first for _, _, (first, end), _ in spliced)
+        items = self.weigh_episodes(groups)
+        flagged = sum(hint.num_targets for episode, _ in items for hint in episode.hints)
         flagged = int(run.sum(flagged))
         normaliser = self.num_rollouts * self.loss_norm_length
 
@@ -983,11 +944,13 @@ class Reinforcement(Source):
         sums = dict.fromkeys(("mismatch", "feedback_kl", "teacher_tokens", "hint_logprob_gap"), 0.0)
         spare = items[0] if items else (self.spare_episode, 0.0)
         for batch in run.micro_batches(items, spare):
-            # 1) The teacher's distributions in the flagged turns, and the log-probabilities of the
-            #    policy that RL began with.
+            # 1) The teacher's distributions of the flagged tokens, and the log-probabilities of the
+            #    policy that RL began with. A spare batch has no hints.
             if config.feedback:
-                teacher_batch, teacher_logits = self.run_teacher(batch, hints)
-                accumulate(sums, "teacher_tokens", teacher_batch.real_tokens)
+                hinted = batch["episodes"] if batch["real"] else []
+                targets = feedback_distill.pack_hinted(hinted).to(run.device)
+                teacher_logits = self.teacher(targets)  # (N, V)
+                accumulate(sums, "teacher_tokens", targets.real_tokens)
             reference = self.reference_logprobs(batch) if config.kl_coef else None
 
             # 2) The policy gradient.
@@ -999,13 +962,15 @@ class Reinforcement(Source):
             mismatch = ((logp.detach() - batch["logprobs"]).abs() * batch["mask"]).sum()
             accumulate(sums, "mismatch", batch["real"] * mismatch.double())
 
-            # 3) The targeted feedback.
+            # 3) The targeted feedback, from the same forward.
             if config.feedback:
-                number = max(self.num_rollouts, flagged)
-                distance = self.distillation_loss(
-                    hidden, teacher_batch, teacher_logits, number, sums
-                )
+                student = feedback_distill.student_logits(run.model, hidden, targets)  # (N, V)
+                count = max(self.num_rollouts, flagged)
+                distance = feedback_distill.feedback_loss(student, teacher_logits, count)
                 loss = loss + config.feedback * distance
+                gap = feedback_distill.logprob_gap(student, teacher_logits, targets.token)
+                accumulate(sums, "feedback_kl", distance.detach().double())
+                accumulate(sums, "hint_logprob_gap", gap.double())
             accumulate(log, "tokens", batch["real_tokens"])
             yield loss
 
@@ -1020,23 +985,20 @@ class Reinforcement(Source):
         log["gap"] = run.sum(sums["hint_logprob_gap"]) / max(1, flagged)
 
     def weigh_episodes(self, groups):
-        """-> ([(episode, advantage of its rollout)], {id(episode): what splice_hint makes of each
-        hint in it})"""
-        config = self.run.config
-        items, hints = [], {}
+        """-> [(episode, advantage of its rollout)]. Each episode holds its hints afterwards."""
+        items = []
         for group in groups:
             for chain, advantage in zip(group, self.group_advantages(group)):
-                # The bad habits that the rules find, at most one per turn.
-                found = []
-                if config.feedback:
-                    found = feedback_distill.detect(chain, habits(config))
-
                 # All episodes of a rollout have its advantage; a hint belongs to one of them.
-                for number, episode in enumerate(chain.episodes):
-                    items.append((episode, advantage))
-                    here = [hint for hint in found if hint.episode == number]
-                    hints[id(episode)] = [self.splice_hint(chain, hint) for hint in here]
-        return items, hints
+                items += [(episode, advantage) for episode in chain.episodes]
+                hints = self.find_hints(chain)
+                feedback_distill.attach_hints(self.run.tokenizer, chain, hints)
+        return items
+
+    def find_hints(self, chain):
+        """What the teacher reads above the turns with a bad habit: at most one hint per turn"""
+        config = self.run.config
+        return feedback_distill.detect(chain, habits(config)) if config.feedback else []
 
     def group_advantages(self, group):
         """(G,) The advantage of each rollout of a group: its reward less the group's mean"""
@@ -1045,54 +1007,6 @@ class Reinforcement(Source):
     def policy_objective(self, logp, batch, normaliser, reference):
         """The loss whose gradient is the policy's, over one micro-batch. logp, reference: (B, T)"""
         return rollout.policy_loss(logp, batch, normaliser, reference, self.run.config.kl_coef)
-
-    def hint_text(self, chain, hint):
-        """What the teacher reads above the flagged turn"""
-        return hint.text
-
-    def splice_hint(self, chain, hint):
-        """-> what feedback_distill.pack_hinted needs: (index of the flagged turn, the hint's ids,
-        (first, end) of the turn's tokens that it speaks about, the token to leave out or -1)"""
-        tokenizer = self.run.tokenizer
-        turn = chain.episodes[hint.episode].turns[hint.turn]
-        return (
-            hint.turn,
-            feedback_distill.hint_tokens(tokenizer, self.hint_text(chain, hint), turn),
-            feedback_distill.find_hinted_tokens(tokenizer, turn, hint),
-            feedback_distill.muted(tokenizer, hint.kind),
-        )
-
-    def run_teacher(self, batch, hints):
-        """-> the hinted contexts of a micro-batch's flagged turns, packed; the teacher's logits
-        (N, V) for each of their N flagged tokens"""
-        # A spare batch has no hints.
-        hinted = []
-        if batch["real"]:
-            for i, episode in enumerate(batch["episodes"]):
-                hinted += [(i, *hint) for hint in hints[id(episode)]]
-        teacher_batch = feedback_distill.pack_hinted(batch["episodes"], hinted, keep_empty=True)
-        teacher_batch = teacher_batch.to(self.run.device)
-        teacher_logits = self.teacher(teacher_batch)
-        return teacher_batch, feedback_distill.mute(teacher_logits, teacher_batch.muted)
-
-    def distillation_loss(self, hidden, teacher_batch, teacher_logits, number, sums):
-        """The divergence of the policy, which reads no hint, from the teacher, which has read one:
-        summed over the flagged tokens of a micro-batch and divided by `number`."""
-        model = self.run.model
-        # The forward of the policy gradient is reused, at the places of the flagged tokens.
-        flagged = hidden[teacher_batch.student_row, teacher_batch.student_position]  # (N, D)
-        student_logits = feedback_distill.mute(model.logits(flagged), teacher_batch.muted)  # (N, V)
-        distance = feedback_distill.feedback_loss(
-            student_logits, teacher_logits, number, kind=self.divergence, token_cap=2.0
-        )
-        accumulate(sums, "feedback_kl", distance.detach().double())
-
-        # For the log: how likely the flagged tokens are without and with the hint.
-        tokens = teacher_batch.token[:, None]  # (N, 1)
-        without = student_logits.detach().log_softmax(-1).gather(1, tokens).sum()
-        hinted = teacher_logits.detach().log_softmax(-1).gather(1, tokens).sum()
-        accumulate(sums, "hint_logprob_gap", (without - hinted).double())
-        return distance
 
     def reference_logprobs(self, batch):
         """(B, T) Log-probabilities of the policy that RL began with"""

@@ -203,7 +203,7 @@ def test_a_record_holds_the_counts_the_cost_and_the_effort_of_its_chain():
         random.Random(0),
         rollout.Limits(10**6),
     )
-    chain.solved = True
+    chain.passed = True
     r = evaluation.make_record(chain, (1.0, 10.0))
     sampled = sum(len(t.tokens) - 1 for t in chain.turns if t.role == "assistant")
     given = sum(len(t.tokens) for t in chain.turns) - sampled

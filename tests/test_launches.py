@@ -296,6 +296,7 @@ def losses_of(stage, run, source):
         )
         groups.append([play(seed) for seed in range(2)])
         for chain, reward in zip(groups[-1], (0.0, 1.0)):
+            rollout.grade(chain)
             chain.reward = reward
     assert any(feedback_distill.detect(chain) for group in groups for chain in group)
     return source.group_losses(source.leave_out_failed(groups, {}), {})
@@ -388,18 +389,18 @@ def test_a_stage_of_training_stays_on_the_card_and_asks_no_more_of_it(
 
 
 @pytest.mark.parametrize(
-    "attributes, pins",
+    "constants, pins",
     [
-        (dict(divergence="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
+        (dict(DIVERGENCE="jsd"), {"forward": (587, SELECTED), "backward": (374, {})}),
         (
-            dict(divergence="forward", teacher_kind="frozen"),
+            dict(DIVERGENCE="forward", TEACHER="frozen"),
             {"forward": (568, SELECTED), "backward": (342, {})},
         ),
     ],
 )
-def test_other_teachers_ask_no_more_of_the_card(attributes, pins, card, sources, monkeypatch):
-    for name, value in attributes.items():
-        monkeypatch.setattr(train.Reinforcement, name, value)
+def test_other_teachers_ask_no_more_of_the_card(constants, pins, card, sources, monkeypatch):
+    for name, value in constants.items():
+        monkeypatch.setattr(feedback_distill, name, value)
     check_pins(count_step(card, "rl", *make_run("rl", sources)), pins)
 
 

@@ -711,23 +711,6 @@ def test_rl_begins_with_the_levels_of_sft_and_a_curriculum_alone_opens_harder_on
     assert curriculum.levels == list(range((hardest if on else levels - 1) + 1))
 
 
-def test_what_a_limit_cut_short_pays_the_whole_budget():
-    stage = object.__new__(train.Reinforcement)
-    stage.run = SimpleNamespace(config=train.Config(length_penalty=0.1))
-    stage.penalty_q = 0.0
-    stage.effort_weights, stage.effort_budget = train.length_penalty.Weights(), 40.0
-    # The effort by hand, a summand for each count: 1 + 2 + 1 + 1 + 1 + 4 = 10.
-    counts = dict(
-        thinking_tokens=20, call_tokens=40, output_tokens=100, final_tokens=20, calls=5, turns=5
-    )
-    for solved, finished, reward in ((1, 1, 1 - 1.0), (0, 1, -1.0), (1, 0, -4.0), (0, 0, -4.0)):
-        chain = SimpleNamespace(solved=bool(solved), finished=bool(finished), stats=dict(counts))
-        stage.compute_reward(chain)
-        assert chain.reward == pytest.approx(reward)
-        assert chain.stats["effort"] == pytest.approx(10)
-        assert chain.solved == (solved and finished)
-
-
 def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembers_one(
     run, tmp_path, monkeypatch
 ):
