@@ -257,6 +257,35 @@ def submitted_untested(chain):
     return not green
 
 
+def rollout_rows(groups, rank):
+    """What the log of rl counts -> one dict per rollout of this rank. It is small, since it goes to
+    every rank. groups: of this rank, each a list of chains"""
+    # All habits are looked for, also those that --habits leaves out.
+    every_habit = tuple(feedback_distill.REMINDERS)
+    rows = []
+    for number, group in enumerate(groups):
+        for chain in group:
+            # `files` is compared within a group alone, which lives on one rank: a text's hash is
+            # another number in every process.
+            row = dict(chain.stats)
+            row.update(
+                group=(rank, number),
+                level=chain.task.level,
+                solved=chain.solved,
+                reward=chain.reward,
+                cheats=has_cheat(chain),
+                suspicious=is_suspicious(chain),
+                reads="read_file" in chain.task.tools,
+                blind=submitted_untested(chain),
+                probe=summarize.count_named_targets(chain),
+                decode_steps=chain.steps,
+                flaws={hint.kind for hint in feedback_distill.detect(chain, every_habit)},
+                files=hash(frozenset(chain.files.items())),
+            )
+            rows.append(row)
+    return rows
+
+
 # ---------------------------------------------------------------- policies
 
 

@@ -866,12 +866,13 @@ class Reinforcement(Source):
 
         # 2) For the reader: statistics, and two of the rollouts in full.
         self.log_staleness(groups, step, log)
-        rows = self.run.gather(rollout_statistics.rollout_rows(groups, self.run.rank))
-        log.update(rollout_statistics.describe_rows(rows))
+        rows = self.run.gather(eval.rollout_rows(groups, self.run.rank))
+        log.update(rollout_statistics.describe_rows(rows, eval.HABITS))
         if self.run.rank == 0:
             path = self.run.out / "transcripts.jsonl"
+            detect = feedback_distill.detect
             rollout_statistics.write_best_and_worst(
-                path, step + 1, groups, self.run.tokenizer, self.run.say
+                path, step + 1, groups, self.run.tokenizer, detect, self.run.say
             )
 
         # 3) What is learned from them.

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks.decode import decoding_step
 from benchmarks.harness import measure_seconds, print_speeds, read_quick
-from command.gpu_memory import LAPTOP_SCALE
+from fast.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
 from command.hardware import fast_dtype

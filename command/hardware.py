@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from command import gpu_memory
+from fast import gpu_memory
 from world.machine import resource
 
 

@@ -11,7 +11,8 @@ import torch
 import hsdp
 import moe
 import train
-from command import gpu_memory, hardware
+from command import hardware
+from fast import gpu_memory
 
 SMALL = [
     "--scale=tiny",

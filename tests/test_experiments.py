@@ -400,7 +400,8 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
     arm = "--arm=experiments.objective:overlong_masked"
     assert go(*command, arm, "--", *words).returncode == 0
     assert (
-        checkpoints.load_extra(tmp_path / "run" / "rl")["patch"] == "experiments.objective:overlong_masked"
+        checkpoints.load_extra(tmp_path / "run" / "rl")["patch"]
+        == "experiments.objective:overlong_masked"
     )
     assert "finished already" in go(*command, arm, "--", *words).stdout
     done = go(sys.executable, "train.py", *words)

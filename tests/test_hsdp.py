@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoints, failures, gpu_memory
+from command import checkpoints, failures
+from fast import gpu_memory
 from command.checks import check_parameters
 from demos import comm_counter
 from hsdp import Layout, parallelize

@@ -131,9 +131,7 @@ def test_the_linear_price_costs_the_same_at_the_chosen_effort_and_more_beyond():
     assert linear.shape_reward(1, 40) < price.shape_reward(1, 40)
     # With the linear price giving up pays on long tasks: the margin is negative.
     assert (
-        lp.margin_over_quitting(0.9, 21, 3, price)
-        > 0
-        > lp.margin_over_quitting(0.9, 21, 3, linear)
+        lp.margin_over_quitting(0.9, 21, 3, price) > 0 > lp.margin_over_quitting(0.9, 21, 3, linear)
     )
 
 

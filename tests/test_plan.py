@@ -12,7 +12,7 @@ import torch
 import hsdp
 import train
 from benchmarks import plan
-from command import gpu_memory
+from fast import gpu_memory
 from hsdp import Layout
 from moe import Model, ModelConfig
 from published.export import write_checkpoint
