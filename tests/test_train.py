@@ -1044,9 +1044,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
 def test_data_and_tasks_are_the_same_however_they_are_spelled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     spelled = [
-        checkpoints.compared_values(
-            train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl")
-        )
+        train.FLAGS.configure({"data": f"{at}d", "tasks": f"{at}t"}, "rl")
         for at in ("", "./", f"{tmp_path}/")
     ]
     assert spelled[0] == spelled[1] == spelled[2]
