@@ -2,6 +2,7 @@
 tenths of a second.
 
     python -m pytest                                  everything; a GPU's tests run in a process of their own, if there is one
+    python -m pytest --workers=1                      in one process (two where there are two cores: two_workers.py)
     python -m pytest -m device [--device=cuda]        the GPU's tests alone (where there is none: the CPU against itself)
 """
 
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+pytest_plugins = ["two_workers"]
 VISIBLE_CARDS = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

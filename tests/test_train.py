@@ -6,11 +6,9 @@ import json
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -36,6 +34,7 @@ from command import (
     source_files,
     step_log,
 )
+from commands import Command, run_command
 from conftest import run_ranks
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
@@ -513,13 +512,11 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
         f"--start_from={run}",
         f"--out={tmp_path}",
     ]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while child.poll() is None and "demonstrations" not in child.stderr.readline():
-        pass
+    child = Command(command)
+    child.wait_for(lambda: "demonstrations" in child.stderr)
     assert "another train.py is at work" in refused(command[2:], capsys)
     child.send_signal(signal.SIGINT)
-    while child.poll() is None and "a second time" not in child.stderr.readline():
-        pass
+    child.wait_for(lambda: "a second time" in child.stderr)
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == -signal.SIGINT
 
@@ -630,15 +627,12 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
         "--save_every=3",
         f"--start_from={run}",
     ]
-    subprocess.run([*command, f"--out={tmp_path}/whole"], check=True, capture_output=True)
-    child = subprocess.Popen(
-        [*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while child.poll() is None and not (tmp_path / "killed" / "long").exists():
-        time.sleep(0.01)
+    run_command([*command, f"--out={tmp_path}/whole"], check=True)
+    child = Command([*command, f"--out={tmp_path}/killed"])
+    child.wait_for((tmp_path / "killed" / "long").exists)
     child.send_signal(signal.SIGKILL)
-    child.wait()
-    subprocess.run([*command, f"--out={tmp_path}/killed"], check=True, capture_output=True)
+    assert child.wait() == -signal.SIGKILL
+    run_command([*command, f"--out={tmp_path}/killed"], check=True)
     whole, killed = weights(tmp_path / "whole" / "long"), weights(tmp_path / "killed" / "long")
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
@@ -653,13 +647,10 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
         f"--start_from={run}",
         f"--out={tmp_path}",
     ]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "long.jsonl"
-    while child.poll() is None and not (log.exists() and log.read_text()):
-        time.sleep(0.02)
+    child = Command(command).wait_for(lambda: log.exists() and log.read_text())
     child.send_signal(signal.SIGTERM)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
+    assert child.wait() == 128 + signal.SIGTERM and "--resume" in child.stderr
     assert hsdp.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
@@ -669,11 +660,8 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
     flags = [*SMALL, "--stage=long", "--steps=5000", "--processes=2", f"--start_from={run}"]
     command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out={tmp_path}"]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    child = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-    started = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    while child.poll() is None and not started.read_text():
-        time.sleep(0.02)
+    child = Command(command, env=environment, new_session=True)
+    child.wait_for(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text)
     time.sleep(0.2)
     os.killpg(child.pid, signal.SIGTERM)
     # Ended at once by the signal, or after the first step by its handler.
@@ -693,23 +681,9 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            str(ROOT / "train.py"),
-            *common,
-            *layout,
-            f"--out={tmp_path}/two",
-        ],
-        check=True,
-        capture_output=True,
-        env=environment,
-        timeout=120,
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [str(ROOT / "train.py"), *common, *layout, f"--out={tmp_path}/two"]
+    run_command([*launcher, "--nproc_per_node=2", *words], env=environment, check=True)
     losses = [
         [
             json.loads(line)["loss"]
@@ -886,14 +860,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             *words,
             f"--processes={processes}",
         ]
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(processes)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": str(processes)}
+        return Command(command, cwd=ROOT, env=environment)
 
     logs = {}
     for processes in (1, 2):
@@ -910,7 +878,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         # Three tasks over two ranks: one of them fills up with a spare batch.
         for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):
             child = go(*words, f"--out={out}", processes=processes)
-            assert child.communicate(timeout=120) and child.returncode == 0
+            assert child.wait() == 0, child.stderr
         read = lambda stage: [
             json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()
         ]
@@ -925,7 +893,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         # in both processes.
         words = [*rl, "--router_replay=0", f"--out={out}/given"]
         child = go(*words, processes=processes, program=imitation)
-        assert child.communicate(timeout=120) and child.returncode == 0
+        assert child.wait() == 0, child.stderr
         logs[processes] += (
             [
                 json.loads(line)["norm"]
@@ -939,20 +907,17 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     # second norm shows that the k1 penalty acts: without it both are alike (.098 and .104).
     assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
-    while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
-        time.sleep(0.02)
+    child.wait_for((tmp_path / "stopped" / "long.jsonl").exists)
     child.send_signal(signal.SIGTERM)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 128 + signal.SIGTERM and "Traceback" not in error
+    assert child.wait() == 128 + signal.SIGTERM and "Traceback" not in child.stderr
     said, typed = (
         train.FLAGS.parse(shlex.split(words))
-        for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
+        for words in (child.stderr.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
     assert hsdp.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
+    assert child.wait() == 2 and child.stderr.count("\n") == 1 and "nowhere" in child.stderr
 
 
 def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(
@@ -1370,23 +1335,11 @@ def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp
     standing = lambda: {
         path.name for name in names for path in Path("/dev/shm").glob(f"task-*/{name}")
     }
-    child = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *SMALL,
-            "--processes=2",
-            "--stage=eval",
-            f"--start_from={run}",
-            "--eval_samples=500",
-            f"--tasks={tmp_path}/tasks.jsonl",
-            f"--out={tmp_path}/out",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        stderr=subprocess.DEVNULL,
-    )
-    while child.poll() is None and standing() != set(names):
-        time.sleep(0.02)
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--processes=2", "--stage=eval"]
+    command += [f"--start_from={run}", "--eval_samples=500", f"--tasks={tmp_path}/tasks.jsonl"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    child = Command([*command, f"--out={tmp_path}/out"], env=environment)
+    child.wait_for(lambda: standing() == set(names))
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 128 + signal.SIGTERM and not standing()
 
@@ -1976,10 +1929,7 @@ def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_
     flags = [*SMALL, "--stage=pretrain", "--steps=3", "--save_every=1"]
     command = [sys.executable, str(Path(train.__file__)), *flags, f"--out={tmp_path / 'full'}"]
 
-    def limits():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    first = subprocess.run(command, preexec_fn=limits, capture_output=True, text=True)
+    first = run_command(command, file_limit=limit)
     assert first.returncode == 2 and "Traceback" not in first.stderr
     last = [
         line
@@ -1989,10 +1939,10 @@ def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_
     assert len(last) == 1 and "Free some space, then: python train.py" in last[0]
     assert not (tmp_path / "full" / "pretrain.part").exists()
     again = last[0].split("then: python train.py ")[1].split()
-    assert subprocess.run([command[0], command[1], *again], capture_output=True).returncode == 0
+    run_command([command[0], command[1], *again], check=True)
     # In a process of its own too: the order of a sum depends on the number of threads.
     straight = [command[0], command[1], *flags, f"--out={tmp_path / 'straight'}"]
-    assert subprocess.run(straight, capture_output=True).returncode == 0
+    run_command(straight, check=True)
     one, other = (
         train.eval.load_policy(tmp_path / name / "pretrain")[0] for name in ("full", "straight")
     )
