@@ -876,7 +876,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             "--adam_lr=0.01",
         ]
         # Three tasks over two ranks: one of them fills up with a spare batch.
-        for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):
+        held_out = ["--stage=eval", "--eval_levels=3", "--eval_tasks=2"]
+        for words in (["--stage=long", "--steps=3"], rl, held_out):
             child = go(*words, f"--out={out}", processes=processes)
             assert child.wait() == 0, child.stderr
         read = lambda stage: [
@@ -1922,11 +1923,11 @@ def test_a_checkpoint_whose_single_gate_is_always_1_is_refused_by_name(run, caps
 
 @pytest.mark.parametrize("limit", [30_000, 200])
 def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_bits(
-    tmp_path, limit
+    run, tmp_path, limit
 ):
     """Files may not grow beyond the limit from the second run on: a checkpoint fails, or already a
     line of the log."""
-    flags = [*SMALL, "--stage=pretrain", "--steps=3", "--save_every=1"]
+    flags = [*SMALL, "--stage=long", "--steps=3", "--save_every=1", f"--start_from={run}"]
     command = [sys.executable, str(Path(train.__file__)), *flags, f"--out={tmp_path / 'full'}"]
 
     first = run_command(command, file_limit=limit)
@@ -1937,13 +1938,13 @@ def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_
         if line.startswith("train.py: ")
     ]
     assert len(last) == 1 and "Free some space, then: python train.py" in last[0]
-    assert not (tmp_path / "full" / "pretrain.part").exists()
+    assert not (tmp_path / "full" / "long.part").exists()
     again = last[0].split("then: python train.py ")[1].split()
     run_command([command[0], command[1], *again], check=True)
     # In a process of its own too: the order of a sum depends on the number of threads.
     straight = [command[0], command[1], *flags, f"--out={tmp_path / 'straight'}"]
     run_command(straight, check=True)
     one, other = (
-        train.eval.load_policy(tmp_path / name / "pretrain")[0] for name in ("full", "straight")
+        train.eval.load_policy(tmp_path / name / "long")[0] for name in ("full", "straight")
     )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
