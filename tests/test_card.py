@@ -14,15 +14,8 @@ import train
 from command import gpu_memory, hardware
 
 SMALL = [
-    "--scale=tiny",
-    "--vocab=320",
-    "--dim=32",
-    "--context=64",
-    "--batch_tokens=512",
-    "--micro_tokens=256",
-    "--processes=1",
-    "--dtype=float32",
-    "--device=cpu",
+    *"--scale=tiny --vocab=320 --dim=32 --context=64 --batch_tokens=512".split(),
+    *"--micro_tokens=256 --processes=1 --dtype=float32 --device=cpu".split(),
     f"--data={Path(json.__file__).parent}",
 ]
 

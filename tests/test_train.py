@@ -1,7 +1,6 @@
 """train.py: what a user types, right and wrong; exact resume; the same loss on one process and on
 two."""
 
-import base64
 import json
 import os
 import random
@@ -21,6 +20,7 @@ import torch
 
 import fast
 import hsdp
+from published_folder import build_foreign_model, write_byte_tokenizer
 from small import FLAGS as SMALL
 import train
 from command import (
@@ -382,11 +382,7 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
     long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
     words = [
         *SMALL,
-        "--stage=rl",
-        "--tasks_per_step=2",
-        "--group_size=2",
-        "--steps=1",
-        "--feedback=0",
+        *"--stage=rl --tasks_per_step=2 --group_size=2 --steps=1 --feedback=0".split(),
         f"--start_from={run}",
         f"--tasks={tmp_path}/t.jsonl",
     ]
@@ -425,9 +421,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     lines = [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
     words = [
         *SMALL,
-        "--stage=rl",
-        "--tasks_per_step=1",
-        "--group_size=2",
+        *"--stage=rl --tasks_per_step=1 --group_size=2".split(),
         f"--start_from={run}",
         f"--tasks={tmp_path}/t.jsonl",
         f"--out={tmp_path}/o",
@@ -506,9 +500,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
         sys.executable,
         str(ROOT / "train.py"),
         *SMALL,
-        "--stage=sft",
-        "--demos=100000",
-        "--steps=2",
+        *"--stage=sft --demos=100000 --steps=2".split(),
         f"--start_from={run}",
         f"--out={tmp_path}",
     ]
@@ -622,9 +614,7 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
         sys.executable,
         str(ROOT / "train.py"),
         *SMALL,
-        "--stage=long",
-        "--steps=30",
-        "--save_every=3",
+        *"--stage=long --steps=30 --save_every=3".split(),
         f"--start_from={run}",
     ]
     run_command([*command, f"--out={tmp_path}/whole"], check=True)
@@ -824,14 +814,8 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
     train.main(
         [
             *SMALL,
-            "--stage=rl",
-            "--steps=2",
-            "--tasks_per_step=2",
-            "--group_size=2",
-            "--max_turns=20",
-            "--warmup=0",
-            "--router_replay=0",
-            "--feedback=0",
+            *"--stage=rl --steps=2 --tasks_per_step=2 --group_size=2 --max_turns=20".split(),
+            *"--warmup=0 --router_replay=0 --feedback=0".split(),
             f"--start_from={run}",
             f"--out={tmp_path}",
         ]
@@ -867,13 +851,8 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     for processes in (1, 2):
         out = tmp_path / str(processes)
         rl = [
-            "--stage=rl",
-            "--steps=2",
-            "--tasks_per_step=3",
-            "--group_size=2",
-            "--kl_coef=10",
-            "--grad_clip=1000",
-            "--adam_lr=0.01",
+            *"--stage=rl --steps=2 --tasks_per_step=3 --group_size=2 --kl_coef=10".split(),
+            *"--grad_clip=1000 --adam_lr=0.01".split(),
         ]
         # Three tasks over two ranks: one of them fills up with a spare batch.
         held_out = ["--stage=eval", "--eval_levels=3", "--eval_tasks=2"]
@@ -959,32 +938,15 @@ def commands(rank, world, *lists):
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_path, capsys):
     """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it,
     what is exported is what was trained. Two ranks with half of the experts each do the same."""
-    torch.manual_seed(0)
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=4096,
-    )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    write_checkpoint(folder, sizes.build_model())
+    write_checkpoint(folder, build_foreign_model(context=4096))
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
         f"--out={out}",
     ]
     assert "tokenizer" in refused([*common, "--stage=sft", "--steps=1"], capsys)
-    (folder / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_byte_tokenizer(folder)
     assert "config.json" in refused(
         [*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"],
         capsys,
@@ -1004,9 +966,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         [
             *common[:-1],
             f"--out={tmp_path}/narrow",
-            "--stage=sft",
-            "--steps=1",
-            "--weight_dtype=bfloat16",
+            *"--stage=sft --steps=1 --weight_dtype=bfloat16".split(),
         ]
     )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
@@ -1047,29 +1007,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
 def published(tmp_path):
     """A small random model in DeepSeek-V3's format, in a folder named `published` with what
     tokenizers of such models have beside them"""
-    torch.manual_seed(0)
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=1024,
-    )
-    folder, model = tmp_path / "published", sizes.build_model()
+    folder, model = tmp_path / "published", build_foreign_model(context=1024)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     )
-    (folder / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_byte_tokenizer(folder)
     return folder
 
 
@@ -1086,11 +1029,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
             train.FLAGS.configure({**flags, "stage": stage}, stage)
             for flags in (
                 {"init_from": str(published)},
-                {
-                    "init_from": str(published),
-                    "adam_lr": 0.1,
-                    "seq_len_warmup": 0.5,
-                },
+                {"init_from": str(published), "adam_lr": 0.1, "seq_len_warmup": 0.5},
                 {},
             )
         )
@@ -1167,9 +1106,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         [
             *FROM_PUBLISHED,
             f"--out={tmp_path}/out",
-            "--eval_levels=2",
-            "--steps=1",
-            "--tasks_per_step=1",
+            *"--eval_levels=2 --steps=1 --tasks_per_step=1".split(),
         ]
     )
     assert {
@@ -1585,11 +1522,7 @@ def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is
     train.main(
         [
             *SMALL,
-            "--stage=long",
-            "--optimizer=adamw",
-            "--adam_lr=1e-6",
-            "--steps=1",
-            "--warmup=0",
+            *"--stage=long --optimizer=adamw --adam_lr=1e-6 --steps=1 --warmup=0".split(),
             "--decay=0",
             f"--start_from={run}",
             f"--out={tmp_path}",
