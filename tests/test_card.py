@@ -15,15 +15,8 @@ from command import hardware
 from fast import gpu_memory
 
 SMALL = [
-    "--scale=tiny",
-    "--vocab=320",
-    "--dim=32",
-    "--context=64",
-    "--batch_tokens=512",
-    "--micro_tokens=256",
-    "--processes=1",
-    "--dtype=float32",
-    "--device=cpu",
+    *"--scale=tiny --vocab=320 --dim=32 --context=64 --batch_tokens=512".split(),
+    *"--micro_tokens=256 --processes=1 --dtype=float32 --device=cpu".split(),
     f"--data={Path(json.__file__).parent}",
 ]
 

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import run_command
 import eval as evaluation
 import rollout
 from command import checkpoints, learning_curves, policy_report
@@ -459,13 +459,8 @@ def test_what_only_draws_ends_no_evaluation_and_a_notebooks_backend_is_not_asked
         and (tmp_path / "eval.json").exists()
     )
     code = "import sys; from command import drawing as d; assert d.try_to_draw() == '', d.try_to_draw(); sys.modules['matplotlib.figure'] = None; print(d.try_to_draw())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"},
-    )
+    environment = {**os.environ, "MPLBACKEND": "module://nowhere.backend_inline"}
+    done = run_command([sys.executable, "-c", code], cwd=ROOT, env=environment)
     assert done.stdout.startswith("no figures: matplotlib does not draw here"), done.stderr
 
 
@@ -675,9 +670,7 @@ def test_levels_and_turns_are_those_asked_for_or_the_runs(run, tmp_path, monkeyp
 
 
 def test_the_command_itself_exits_with_2_and_one_line():
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "eval.py"), "--passes=none"], capture_output=True, text=True
-    )
+    result = run_command([sys.executable, "eval.py", "--passes=none"], cwd=ROOT)
     assert (
         result.returncode == 2
         and result.stdout == ""

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import run_command
 import eval as evaluation
 import feedback_distill
 import length_penalty
@@ -395,7 +396,7 @@ def test_a_run_goes_on_with_the_patch_that_it_was_begun_with(run, tmp_path):
     command = [sys.executable, "-m", "experiments.runner"]
 
     def go(*command):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_command(command, cwd=ROOT)
 
     arm = "--arm=experiments.objective:overlong_masked"
     assert go(*command, arm, "--", *words).returncode == 0
@@ -728,8 +729,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2_before_anything_runs(
 
 def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_line():
     def go(*words):
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return run_command([sys.executable, "-m", *words], cwd=ROOT)
 
     lines = go("experiments").stdout.splitlines()
     assert len(lines) == len(NAMES) and "feedback" in NAMES

@@ -3,7 +3,6 @@ torch, the teacher."""
 
 import copy
 import math
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import run_command
 
 import feedback_distill as fd
 from command import checkpoints
@@ -758,19 +758,14 @@ def test_bad_flags_and_a_place_that_cannot_be_written_give_one_line_and_exit_cod
     (tmp_path / "out").write_text("a file where the folder should be")
     for flags in (["--hint=x"], []):
         command = [sys.executable, str(ROOT / "feedback_distill.py"), *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = run_command(command, cwd=tmp_path)
         assert (
             done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout
         )
 
 
 def test_the_demo_removes_the_wrong_tool_draws_its_figure_and_says_so(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "feedback_distill.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command([sys.executable, str(ROOT / "feedback_distill.py")], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
     first, last = (

@@ -1,6 +1,5 @@
 """The length penalty against arithmetic in 60 digits, finite differences and hand-worked groups."""
 
-import subprocess
 import sys
 from decimal import Decimal, localcontext
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands import run_command
 import length_penalty as lp
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,12 +154,7 @@ def test_dividing_by_the_deviation_blows_up_an_all_correct_group():
 
 
 def run(tmp_path, *flags):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "length_penalty.py"), *flags],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    return run_command([sys.executable, str(ROOT / "length_penalty.py"), *flags], cwd=tmp_path)
 
 
 def test_the_demo_writes_its_figure_and_ends_with_what_was_seen(tmp_path):

@@ -2,11 +2,12 @@
 (pretend_cuda.py)."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from commands import run_command
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -19,14 +20,8 @@ def run_beside_a_card(code, folder):
         name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
     }
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-c", f"import pretend_cuda\n{code}"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [sys.executable, "-c", f"import pretend_cuda\n{code}"]
+    return run_command(words, cwd=folder, env=environment)
 
 
 TOUCHES = """

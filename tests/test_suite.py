@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 import synth_tasks as st
 from world import (
     autoinstall,
@@ -587,13 +588,7 @@ def test_a_command_line_without_its_object_says_what_is_missing(words, says, tmp
         pytest.importorskip("torch")
     (tmp_path / "EMPTY").touch()
     script = Path(st.__file__).with_name(words[0])
-    done = subprocess.run(
-        [sys.executable, script, *words[1:]],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=100,
-    )
+    done = run_command([sys.executable, script, *words[1:]], cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 

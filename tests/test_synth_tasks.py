@@ -2,7 +2,6 @@
 worlds that must stay unharmed."""
 
 import ast
-import base64
 import contextlib
 import copy
 import gc
@@ -55,6 +54,7 @@ from world.source import find_test, syntax
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
+from published_folder import build_foreign_model, write_byte_tokenizer
 from world.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
 from world.expert import record_expert, expert, play
@@ -1294,38 +1294,16 @@ def test_a_published_checkpoint_is_trained_on_repository_tasks_evaluated_and_giv
     them, export."""
     import train
 
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=4096,
-    )
-    write_checkpoint(tmp_path / "in", sizes.build_model())
-    (tmp_path / "in" / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_checkpoint(tmp_path / "in", build_foreign_model(context=4096))
+    write_byte_tokenizer(tmp_path / "in")
     flags = [
         "--stage=rl",
         "--steps=2",
         f"--init_from={tmp_path}/in",
         f"--tasks={generated[2]}",
         f"--out={tmp_path}/out",
-        "--device=cpu",
-        "--dtype=float32",
-        "--processes=1",
-        "--window=1024",
-        "--max_turns=2",
-        "--tasks_per_step=2",
-        "--group_size=2",
-        "--scale=tiny",
+        *"--device=cpu --dtype=float32 --processes=1 --window=1024 --max_turns=2".split(),
+        *"--tasks_per_step=2 --group_size=2 --scale=tiny".split(),
     ]
     train.main(flags)
     log = [json.loads(line) for line in (tmp_path / "out" / "rl.jsonl").read_text().splitlines()]

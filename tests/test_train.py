@@ -1,16 +1,13 @@
 """train.py: what a user types, right and wrong; exact resume; the same loss on one process and on
 two."""
 
-import base64
 import json
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +20,7 @@ import torch
 
 import eval as evaluation
 import fast
+from published_folder import build_foreign_model, write_byte_tokenizer
 from small import FLAGS as SMALL
 import train
 from command import (
@@ -34,6 +32,7 @@ from command import (
     source_files,
     step_log,
 )
+from commands import Command, run_command
 from conftest import run_ranks
 from experiments.sdft import Imitation
 from published.export import write_checkpoint
@@ -288,11 +287,7 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
     long.instance_id, long.problem_statement = "longish", long.problem_statement * 100
     words = [
         *SMALL,
-        "--stage=rl",
-        "--tasks_per_step=2",
-        "--group_size=2",
-        "--steps=1",
-        "--feedback=0",
+        *"--stage=rl --tasks_per_step=2 --group_size=2 --steps=1 --feedback=0".split(),
         f"--start_from={run}",
         f"--tasks={tmp_path}/t.jsonl",
     ]
@@ -335,9 +330,7 @@ def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys
     lines = [train.synth_tasks.make_task(0, seed).to_json() + "\n" for seed in (5, 6)]
     words = [
         *SMALL,
-        "--stage=rl",
-        "--tasks_per_step=1",
-        "--group_size=2",
+        *"--stage=rl --tasks_per_step=1 --group_size=2".split(),
         f"--start_from={run}",
         f"--tasks={tmp_path}/t.jsonl",
         f"--out={tmp_path}/o",
@@ -416,19 +409,15 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_second_signal_ends_at_
         sys.executable,
         str(ROOT / "train.py"),
         *SMALL,
-        "--stage=sft",
-        "--demos=100000",
-        "--steps=2",
+        *"--stage=sft --demos=100000 --steps=2".split(),
         f"--start_from={run}",
         f"--out={tmp_path}",
     ]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while child.poll() is None and "demonstrations" not in child.stderr.readline():
-        pass
+    child = Command(command)
+    child.wait_for(lambda: "demonstrations" in child.stderr)
     assert "another train.py is at work" in refused(command[2:], capsys)
     child.send_signal(signal.SIGINT)
-    while child.poll() is None and "a second time" not in child.stderr.readline():
-        pass
+    child.wait_for(lambda: "a second time" in child.stderr)
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == -signal.SIGINT
 
@@ -534,20 +523,15 @@ def test_killed_with_minus_nine_the_same_command_goes_on_to_the_same_weights(run
         sys.executable,
         str(ROOT / "train.py"),
         *SMALL,
-        "--stage=long",
-        "--steps=30",
-        "--save_every=3",
+        *"--stage=long --steps=30 --save_every=3".split(),
         f"--start_from={run}",
     ]
-    subprocess.run([*command, f"--out={tmp_path}/whole"], check=True, capture_output=True)
-    child = subprocess.Popen(
-        [*command, f"--out={tmp_path}/killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while child.poll() is None and not (tmp_path / "killed" / "long").exists():
-        time.sleep(0.01)
+    run_command([*command, f"--out={tmp_path}/whole"], check=True)
+    child = Command([*command, f"--out={tmp_path}/killed"])
+    child.wait_for((tmp_path / "killed" / "long").exists)
     child.send_signal(signal.SIGKILL)
-    child.wait()
-    subprocess.run([*command, f"--out={tmp_path}/killed"], check=True, capture_output=True)
+    assert child.wait() == -signal.SIGKILL
+    run_command([*command, f"--out={tmp_path}/killed"], check=True)
     whole, killed = weights(tmp_path / "whole" / "long"), weights(tmp_path / "killed" / "long")
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
@@ -562,13 +546,10 @@ def test_sigterm_saves_and_says_how_to_go_on(run, tmp_path):
         f"--start_from={run}",
         f"--out={tmp_path}",
     ]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "long.jsonl"
-    while child.poll() is None and not (log.exists() and log.read_text()):
-        time.sleep(0.02)
+    child = Command(command).wait_for(lambda: log.exists() and log.read_text())
     child.send_signal(signal.SIGTERM)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 128 + signal.SIGTERM and "--resume" in error
+    assert child.wait() == 128 + signal.SIGTERM and "--resume" in child.stderr
     assert checkpoints.load_extra(tmp_path / "long")["step"] == len(log.read_text().splitlines())
 
 
@@ -578,11 +559,8 @@ def test_a_signal_to_all_ranks_while_they_start_ends_the_run(run, tmp_path):
     flags = [*SMALL, "--stage=long", "--steps=5000", "--processes=2", f"--start_from={run}"]
     command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out={tmp_path}"]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    child = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
-    started = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-    while child.poll() is None and not started.read_text():
-        time.sleep(0.02)
+    child = Command(command, env=environment, new_session=True)
+    child.wait_for(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text)
     time.sleep(0.2)
     os.killpg(child.pid, signal.SIGTERM)
     # Ended at once by the signal, or after the first step by its handler.
@@ -602,23 +580,9 @@ def test_two_processes_have_the_loss_of_one(layout, tolerance, run, tmp_path):
     common = [*SMALL, "--stage=long", "--steps=3", f"--start_from={run}"]
     train.main([*common, f"--out={tmp_path}/one"])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            str(ROOT / "train.py"),
-            *common,
-            *layout,
-            f"--out={tmp_path}/two",
-        ],
-        check=True,
-        capture_output=True,
-        env=environment,
-        timeout=120,
-    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [str(ROOT / "train.py"), *common, *layout, f"--out={tmp_path}/two"]
+    run_command([*launcher, "--nproc_per_node=2", *words], env=environment, check=True)
     losses = [
         [
             json.loads(line)["loss"]
@@ -728,14 +692,8 @@ def test_a_batch_without_a_gradient_moves_nothing_although_the_optimizer_remembe
     train.main(
         [
             *SMALL,
-            "--stage=rl",
-            "--steps=2",
-            "--tasks_per_step=2",
-            "--group_size=2",
-            "--max_turns=20",
-            "--warmup=0",
-            "--router_replay=0",
-            "--feedback=0",
+            *"--stage=rl --steps=2 --tasks_per_step=2 --group_size=2 --max_turns=20".split(),
+            *"--warmup=0 --router_replay=0 --feedback=0".split(),
             f"--start_from={run}",
             f"--out={tmp_path}",
         ]
@@ -764,31 +722,21 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
             *words,
             f"--processes={processes}",
         ]
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(processes)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": str(processes)}
+        return Command(command, cwd=ROOT, env=environment)
 
     logs = {}
     for processes in (1, 2):
         out = tmp_path / str(processes)
         rl = [
-            "--stage=rl",
-            "--steps=2",
-            "--tasks_per_step=3",
-            "--group_size=2",
-            "--kl_coef=10",
-            "--grad_clip=1000",
-            "--adam_lr=0.01",
+            *"--stage=rl --steps=2 --tasks_per_step=3 --group_size=2 --kl_coef=10".split(),
+            *"--grad_clip=1000 --adam_lr=0.01".split(),
         ]
         # Three tasks over two ranks: one of them fills up with a spare batch.
-        for words in (["--stage=long", "--steps=3"], rl, ["--stage=eval"]):
+        held_out = ["--stage=eval", "--eval_levels=3", "--eval_tasks=2"]
+        for words in (["--stage=long", "--steps=3"], rl, held_out):
             child = go(*words, f"--out={out}", processes=processes)
-            assert child.communicate(timeout=120) and child.returncode == 0
+            assert child.wait() == 0, child.stderr
         read = lambda stage: [
             json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()
         ]
@@ -803,7 +751,7 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
         # in both processes.
         words = [*rl, "--router_replay=0", f"--out={out}/given"]
         child = go(*words, processes=processes, program=imitation)
-        assert child.communicate(timeout=120) and child.returncode == 0
+        assert child.wait() == 0, child.stderr
         logs[processes] += (
             [
                 json.loads(line)["norm"]
@@ -817,20 +765,17 @@ def test_the_two_processes_it_starts_itself_do_what_one_does(run, tmp_path):
     # second norm shows that the k1 penalty acts: without it both are alike (.098 and .104).
     assert logs[1][1] == pytest.approx(logs[2][1], rel=1e-2) and logs[1][1][1] > 5 * logs[1][1][0]
     child = go("--stage=long", "--steps=5000", f"--out={tmp_path}/stopped", processes=2)
-    while child.poll() is None and not (tmp_path / "stopped" / "long.jsonl").exists():
-        time.sleep(0.02)
+    child.wait_for((tmp_path / "stopped" / "long.jsonl").exists)
     child.send_signal(signal.SIGTERM)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 128 + signal.SIGTERM and "Traceback" not in error
+    assert child.wait() == 128 + signal.SIGTERM and "Traceback" not in child.stderr
     said, typed = (
         train.FLAGS.parse(shlex.split(words))
-        for words in (error.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
+        for words in (child.stderr.rsplit("train.py ", 1)[1], shlex.join(child.args[2:]))
     )
     assert said == {**typed, "resume": True}  # what it says is what was typed
     assert checkpoints.load_extra(tmp_path / "stopped" / "long")["step"] >= 1
     child = go("--stage=rl", f"--out={tmp_path}/none", "--start_from=nowhere", processes=2)
-    error = child.communicate(timeout=60)[1]
-    assert child.returncode == 2 and error.count("\n") == 1 and "nowhere" in error
+    assert child.wait() == 2 and child.stderr.count("\n") == 1 and "nowhere" in child.stderr
 
 
 def test_an_evaluation_of_other_tasks_or_after_a_torn_summary_is_made_anew_and_the_same_again_is_not(
@@ -871,32 +816,15 @@ def commands(rank, world, *lists):
 def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_path, capsys):
     """A random one in DeepSeek-V3's format: the wrong ways in are refused, sft and rl run on it,
     what is exported is what was trained. Two ranks with half of the experts each do the same."""
-    torch.manual_seed(0)
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=4096,
-    )
     folder, out, back = tmp_path / "published", tmp_path / "out", tmp_path / "back"
-    write_checkpoint(folder, sizes.build_model())
+    write_checkpoint(folder, build_foreign_model(context=4096))
     common = [
         *(flag for flag in SMALL if not flag.startswith(("--dim", "--vocab"))),
         f"--init_from={folder}",
         f"--out={out}",
     ]
     assert "tokenizer" in refused([*common, "--stage=sft", "--steps=1"], capsys)
-    (folder / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_byte_tokenizer(folder)
     assert "config.json" in refused(
         [*common[:-2], f"--init_from={tmp_path}", f"--out={out}", "--stage=sft", "--steps=1"],
         capsys,
@@ -916,9 +844,7 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
         [
             *common[:-1],
             f"--out={tmp_path}/narrow",
-            "--stage=sft",
-            "--steps=1",
-            "--weight_dtype=bfloat16",
+            *"--stage=sft --steps=1 --weight_dtype=bfloat16".split(),
         ]
     )
     two = [*common[:-1], f"--out={tmp_path}/two", "--ep=2"]
@@ -959,29 +885,12 @@ def test_a_published_checkpoint_comes_in_is_trained_and_goes_out_again(run, tmp_
 def published(tmp_path):
     """A small random model in DeepSeek-V3's format, in a folder named `published` with what
     tokenizers of such models have beside them"""
-    torch.manual_seed(0)
-    sizes = train.ModelConfig(
-        vocab=512,
-        dim=32,
-        layers=2,
-        heads=2,
-        kv_lora=16,
-        qk_nope=8,
-        qk_rope=8,
-        v_dim=16,
-        dense_ffn=48,
-        experts=4,
-        expert_ffn=16,
-        context=1024,
-    )
-    folder, model = tmp_path / "published", sizes.build_model()
+    folder, model = tmp_path / "published", build_foreign_model(context=1024)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     write_checkpoint(
         folder, model, extra={"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
     )
-    (folder / "tiktoken.model").write_bytes(
-        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
-    )
+    write_byte_tokenizer(folder)
     return folder
 
 
@@ -998,11 +907,7 @@ def test_what_begins_from_a_published_model_is_fine_tuned_also_in_stages_that_do
             train.FLAGS.configure({**flags, "stage": stage}, stage)
             for flags in (
                 {"init_from": str(published)},
-                {
-                    "init_from": str(published),
-                    "adam_lr": 0.1,
-                    "seq_len_warmup": 0.5,
-                },
+                {"init_from": str(published), "adam_lr": 0.1, "seq_len_warmup": 0.5},
                 {},
             )
         )
@@ -1077,9 +982,7 @@ def test_every_stage_runs_from_a_published_model_and_before_any_the_model_itself
         [
             *FROM_PUBLISHED,
             f"--out={tmp_path}/out",
-            "--eval_levels=2",
-            "--steps=1",
-            "--tasks_per_step=1",
+            *"--eval_levels=2 --steps=1 --tasks_per_step=1".split(),
         ]
     )
     assert {
@@ -1247,23 +1150,11 @@ def test_a_signal_to_an_evaluation_of_two_processes_leaves_no_workspace(run, tmp
     standing = lambda: {
         path.name for name in names for path in Path("/dev/shm").glob(f"task-*/{name}")
     }
-    child = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "train.py"),
-            *SMALL,
-            "--processes=2",
-            "--stage=eval",
-            f"--start_from={run}",
-            "--eval_samples=500",
-            f"--tasks={tmp_path}/tasks.jsonl",
-            f"--out={tmp_path}/out",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        stderr=subprocess.DEVNULL,
-    )
-    while child.poll() is None and standing() != set(names):
-        time.sleep(0.02)
+    command = [sys.executable, str(ROOT / "train.py"), *SMALL, "--processes=2", "--stage=eval"]
+    command += [f"--start_from={run}", "--eval_samples=500", f"--tasks={tmp_path}/tasks.jsonl"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    child = Command([*command, f"--out={tmp_path}/out"], env=environment)
+    child.wait_for(lambda: standing() == set(names))
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 128 + signal.SIGTERM and not standing()
 
@@ -1508,11 +1399,7 @@ def test_a_rate_is_taken_where_an_optimizer_has_it_and_the_rate_of_each_group_is
     train.main(
         [
             *SMALL,
-            "--stage=long",
-            "--optimizer=adamw",
-            "--adam_lr=1e-6",
-            "--steps=1",
-            "--warmup=0",
+            *"--stage=long --optimizer=adamw --adam_lr=1e-6 --steps=1 --warmup=0".split(),
             "--decay=0",
             f"--start_from={run}",
             f"--out={tmp_path}",
@@ -1818,17 +1705,14 @@ def test_with_one_expert_per_token_the_loss_still_teaches_the_router(experts):
 
 @pytest.mark.parametrize("limit", [30_000, 200])
 def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_bits(
-    tmp_path, limit
+    run, tmp_path, limit
 ):
     """Files may not grow beyond the limit from the second run on: a checkpoint fails, or already a
     line of the log."""
-    flags = [*SMALL, "--stage=pretrain", "--steps=3", "--save_every=1"]
+    flags = [*SMALL, "--stage=long", "--steps=3", "--save_every=1", f"--start_from={run}"]
     command = [sys.executable, str(Path(train.__file__)), *flags, f"--out={tmp_path / 'full'}"]
 
-    def limits():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    first = subprocess.run(command, preexec_fn=limits, capture_output=True, text=True)
+    first = run_command(command, file_limit=limit)
     assert first.returncode == 2 and "Traceback" not in first.stderr
     last = [
         line
@@ -1836,13 +1720,13 @@ def test_a_full_disk_ends_in_one_line_with_the_command_that_goes_on_to_the_same_
         if line.startswith("train.py: ")
     ]
     assert len(last) == 1 and "Free some space, then: python train.py" in last[0]
-    assert not (tmp_path / "full" / "pretrain.part").exists()
+    assert not (tmp_path / "full" / "long.part").exists()
     again = last[0].split("then: python train.py ")[1].split()
-    assert subprocess.run([command[0], command[1], *again], capture_output=True).returncode == 0
+    run_command([command[0], command[1], *again], check=True)
     # In a process of its own too: the order of a sum depends on the number of threads.
     straight = [command[0], command[1], *flags, f"--out={tmp_path / 'straight'}"]
-    assert subprocess.run(straight, capture_output=True).returncode == 0
+    run_command(straight, check=True)
     one, other = (
-        train.eval.load_policy(tmp_path / name / "pretrain")[0] for name in ("full", "straight")
+        train.eval.load_policy(tmp_path / name / "long")[0] for name in ("full", "straight")
     )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
