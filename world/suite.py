@@ -361,7 +361,8 @@ def adapted(plan, files, said, errors):
     name = name or first_group(r"Unknown pytest\.mark\.(\w+)", texts)
     name = name or first_group(r"'(\w+)' not found in `markers`", texts)
     if name and LENIENT[1] not in plan.options:
-        why = f"{name} belongs to {provider(name) or 'a plugin'}, which is not installed"
+        owner = provider(name)
+        why = f"{owner} is not installed" if owner else f"no plugin here knows {name}"
         strict = ["--strict", "--strict-config", "--strict-markers"]
         found = without_options(plan, files, strict, why) or plan
         return with_options(found, LENIENT, f"unknown settings and marks are allowed ({why})")
@@ -484,12 +485,10 @@ def plan_in_folder(line, files, folder):
 
 def plan_of_command(line, files):
     """The Plan of one command line that runs tests, or None."""
-    # Only the words from the runner on count. What setup.py runs is read from that file itself
-    # (command_lines).
-    words = without_launchers(words_of(without_variables(line)))
-    if words[:2] == ["FILE", "setup.py"] or not words:
-        return None
-    plan, head, rest = configured_plan(files), words[0].rpartition("/")[2], words[1:]
+    # Defaults of tox's {posargs} are kept; every other variable, of a shell or of make, is dropped.
+    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
+    line = re.sub(r"(\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+)/?|\\$", " ", line)
+    runner, rest = runner_of(words_of(line))
 
     # A path counts only if the repository has it.
     folders = set()
@@ -502,9 +501,9 @@ def plan_of_command(line, files):
     def tidy(word):
         return word.removeprefix("./").rstrip("/") or "."
 
-    # Each runner has its own way to say what is collected. A test module that Python is given as a
-    # file (FILE) is collected by pytest instead.
-    if head in ("pytest", "py.test"):
+    # Each runner has its own way to say what is collected.
+    plan = configured_plan(files)
+    if runner in ("pytest", "py.test"):
         kept, _ = keep_options(rest)
         for group in grouped(kept, present):
             if group[0].startswith("-"):
@@ -512,58 +511,26 @@ def plan_of_command(line, files):
             elif present(tidy(group[0].partition("::")[0])):
                 plan.paths.append(tidy(group[0]))
         return plan
-    if head in ("nosetests", "nose", "nose2", "trial"):
-        plan.paths = [tidy(word) for word in rest if present(tidy(word))]
-        return plan
-    if head == "FILE" and rest and rest[0].endswith(".py") and "test" in rest[0].lower():
-        if present(tidy(rest[0])):
-            plan.paths = [tidy(rest[0])]
-            return plan
-    if head == "unittest":
+    if runner == "unittest":
         return unittest_plan(plan, rest, present)
-    return None
+    plan.paths = [tidy(word) for word in rest if present(tidy(word))]
+    return plan if runner and (plan.paths or runner != "FILE") else None
 
 
-def without_variables(line):
-    """A command line without the variables of tox, make and shells.
-
-    Python and the root are put in their places, defaults of {posargs} are kept, and every other
-    variable becomes a space."""
-    line = re.sub(r"\{posargs:?([^}]*)\}", r"\1", line)
-    python = r"\{env(python|bindir)\}/?|\$[({]?(PYTHON|python)[)}]?"
-    line = re.sub(python, lambda match: "" if "bindir" in match[0] else "python", line)
-    line = re.sub(r"\{toxinidir\}/?|\$\{?PWD\}?/?|\$\(CURDIR\)/?", "", line)
-    return re.sub(r"\{[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|\$\w+|\\$", " ", line)
-
-
-def without_launchers(words):
-    """The words of a command from the test runner on: without an environment, `poetry run`,
-    `python -m`, `coverage run`. The word FILE precedes a program that Python is given as a file."""
-    # Variables and wrappers, then a manager of environments.
-    while words and re.fullmatch(r"\w+=.*|time|xvfb-run|env|exec|-", words[0]):
-        words.pop(0)
-    managers = ("poetry", "uv", "pipenv", "hatch", "pdm", "rye")
-    while len(words) > 2 and words[0] in managers and words[1] == "run":
-        words = words[2:]
-
-    # Python with its own options: what follows is a module or a file.
-    if words and re.fullmatch(r"(\S*/)?python[\d.]*", words[0]):
-        words = words[1:]
-        while len(words) > 1 and words[0] in ("-W", "-X"):
-            words = words[2:]
-        while words and re.fullmatch(r"-[A-Zbdsuv]+\S*", words[0]):
-            words = words[1:]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
-
-    # Coverage with its own options: the runner under it is again a module or a file.
-    if words[:2] == ["coverage", "run"]:
-        words = words[2:]
-        alone = ("-a", "-p", "--append", "--branch", "--parallel-mode")
-        while words and words[0].startswith("-") and words[0] != "-m":
-            has_value = "=" not in words[0] and words[0] not in alone
-            words = words[2:] if has_value else words[1:]
-        words = words[1:] if words[:1] == ["-m"] else ["FILE", *words]
-    return words
+def runner_of(words):
+    """(the program of a command that runs tests, the words behind it); ("", []) where there is
+    none. What stands in front of it does not count: an environment, `poetry run`, `python -m`,
+    `coverage run`. FILE is a test module that Python is given as a file; pytest collects it."""
+    for place, word in enumerate(words):
+        if word in ("install", "add", "download"):
+            break
+        name = word.rpartition("/")[2]
+        if name in ("pytest", "py.test", "unittest", "nosetests", "nose", "nose2", "trial"):
+            return name, words[place + 1 :]
+        by_python = not place or any(re.search(r"python|^run$", one) for one in words[:place])
+        if by_python and name.endswith(".py") and "test" in name.lower():
+            return "FILE", [word]
+    return "", []
 
 
 def unittest_plan(plan, words, present):
