@@ -297,7 +297,7 @@ def test_marks_and_settings_of_plugins_that_are_not_here_do_not_cost_a_strict_su
     )
 
 
-@pytest.mark.parametrize("package", ["iniconfig", "pluggy", "packaging", "pytest"])
+@pytest.mark.parametrize("package", ["iniconfig", "pluggy", "pytest"])
 def test_a_package_that_pytest_itself_runs_on_is_refused(package, tmp_path):
     files = {f"src/{package}/__init__.py": CODE, "tests/test_it.py": f"import {package}\n"}
     words = refusal(files, tmp_path)

@@ -67,7 +67,8 @@ class Proposal:
         answer = run_by_plan(start, sandbox, self.plan, limit=False)
         kinds = Counter(answer["outcomes"].values())
         failed = kinds["failed"] + kinds["error"] + sum("::" not in at for at in answer["errors"])
-        said = "\n".join([answer["said"], *answer["errors"].values()])
+        counts = f"{kinds['passed']} passed, {failed} failed"
+        said = "\n".join([counts, answer["said"], *answer["errors"].values()])
         if kinds["passed"] > 9 * failed:
             return "", said
         return f"{kinds['passed']} tests passed and {failed} did not", said
