@@ -509,7 +509,8 @@ class Muon(torch.optim.Optimizer):
         for sharded in self.sharded_params:
             if sharded.param.grad is not None or isinstance(sharded.param, DTensor):
                 active.append(sharded)
-                self.state[sharded.param]["step"] += 1
+                if "step" in self.state[sharded.param]:
+                    self.state[sharded.param]["step"] += 1
 
         # The plan follows from shapes: it is made once for a set of parameters.
         key = tuple(map(id, active))
@@ -796,8 +797,10 @@ def make_state(p, algorithm):
     else:
         dtype = torch.promote_types(p.dtype, torch.float32)
         state = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-    # AdamW's bias correction counts steps, and so may the rounding of narrow weights.
-    return {**state, "step": torch.zeros((), dtype=torch.float32)}
+    # AdamW's bias correction counts steps, and so does the rounding of narrow weights.
+    if algorithm == "adamw" or p.dtype.itemsize < 4:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    return state
 
 
 # ---------------------------------------------------------------- refusals
