@@ -57,7 +57,7 @@ def cut(files, name, dials):
     base, _ = st.delete_feature(files, chosen, dials, found)
     for path in base:
         if path.endswith(".py"):
-            source.syntax(source.decode_source(base[path])[0])
+            assert source.is_python(base[path])
     return base
 
 

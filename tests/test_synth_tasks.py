@@ -51,7 +51,8 @@ from world import (
 )
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
-from world.source import find_test, syntax
+from world.source import find_test
+from world.untrusted import parse
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -304,7 +305,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
 
     def other():
         while go.wait() and not stop:
-            go.clear(), syntax("[1]"), done.set()
+            go.clear(), parse("[1]"), done.set()
 
     def collecting(phase, info):
         if phase == "start" and threading.get_ident() == here:
@@ -315,7 +316,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
     thread.start(), gc.callbacks.append(collecting), gc.set_threshold(1)
     try:
         for _ in range(10):
-            assert ast.literal_eval(syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
+            assert ast.literal_eval(parse("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
                 [0, "ValueError"],
                 [1, [-2, 3]],
             ]

@@ -23,7 +23,8 @@ import itertools
 import re
 from pathlib import Path
 
-from world.source import SourceText, encode_source, find_test, syntax
+from world.source import SourceText, encode_source, find_test
+from world.untrusted import parse
 
 # The functions that the copies call, as text. The file's head is left out, and so are the numbers
 # that stand there for the drawn ones.
@@ -475,7 +476,7 @@ def with_twins(text, groups, draw, sites=None, lost=()):
             made = [copy.deepcopy(node) for _ in range(2)]
             one, two = draw.sample(range(10, 100), 2)
             for copied, number in zip(made, (one, two)):
-                copied.body += syntax(f"assert {one} == int('{number}')").body
+                copied.body += parse(f"assert {one} == int('{number}')").body
 
         # All copies stand in the test's place, under new names, with their equalities guarded, and
         # in a drawn order.
