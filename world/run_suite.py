@@ -20,6 +20,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def run_suite(
     plan=None,
     world=WORLDS[0],
     trail=False,
+    times=1,
 ):
     """What pytest says about these files: outcomes, seconds and touched code by node id. Of a suite
     that was stopped or answered nonsense, `outcomes` is {} and `stopped` says why.
@@ -74,7 +76,8 @@ def run_suite(
     only: node ids of the tests to run; None for all. reverse: the opposite order. trace: note the
     code that each test runs. brief: stop at the first failure. limit: fail a test that takes a
     quarter of the time of all (a deletion often leaves an endless loop). world: the seed of hashes
-    and the time zone. trail: note how far a suite got that was stopped.
+    and the time zone. trail: note how far a suite got that was stopped. times: how many runs; what a
+    test did not do in all of them is no outcome of it.
 
     `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
     configuration says, and what pytest refuses of that is left out. answer["plan"] is the plan that
@@ -85,7 +88,7 @@ def run_suite(
     given, plan = plan, plan or in_one_order(suites.configured_plan(files))
     for _ in range(6):
         answer = run_planned_suite(
-            files, sandbox, plan, only, reverse, trace, brief, limit, world, trail
+            files, sandbox, plan, only, reverse, trace, brief, limit, world, trail, times
         )
         if given:
             break
@@ -106,7 +109,9 @@ def in_one_order(plan):
     return replace(plan, options=[*plan.options, "-p", "no:randomly"], said=[*plan.said, line])
 
 
-def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, world, trail):
+def run_planned_suite(
+    files, sandbox, plan, only, reverse, trace, brief, limit, world, trail, times
+):
     """One run of a suite by a plan; see run_suite."""
     key = os.urandom(16).hex()
 
@@ -122,6 +127,7 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
     # The order for the runner (world/suite_runner.py lists the fields).
     own = importable(files)
     order = dict(key=key, only=only, reverse=reverse, trace=trace, brief=brief, trail=trail)
+    order |= dict(times=times)
     order |= {**plan.to_meta(), "paths": paths, "limit": sandbox.time_limit / 4 * limit}
     order |= dict(own=own, borrowed=borrowed_modules(tuple(own)))
 
@@ -135,9 +141,13 @@ def run_planned_suite(files, sandbox, plan, only, reverse, trace, brief, limit, 
         raise MachineFailure(result.output)
     elapsed = time.perf_counter() - start
 
-    # The answer is the last line of the output.
-    last = result.output.rpartition("\n")[2]
-    answer = read_outcomes(last, key)
+    # Each run answers with a line, and the last one with the last line of the output.
+    answer = read_outcomes(result.output.rpartition("\n")[2], key)
+    if answer and times > 1:
+        lines = [read_outcomes(line, key) for line in result.output.split("\n")]
+        counted = Counter(pair for one in lines if one for pair in one["outcomes"].items())
+        kept = {node: outcome for (node, outcome), n in counted.items() if n == times}
+        answer["outcomes"] = kept
     if answer:
         return answer
 

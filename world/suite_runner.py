@@ -13,6 +13,7 @@ before any code of the repository runs:
     own        top-level names of the repository's packages
     borrowed   {module: [is a package, source]} of what pytest needs and the sandbox hides
     reverse, trace, brief, rewrite, trail: switches; limit: seconds for one test
+    times      how many runs, each in a process of its own; each answers with a line
 
 The answer is the last line of the output, JSON again. With `trail` a line is written as each test
 starts, so that a suite that is killed has told how far it got.
@@ -232,6 +233,11 @@ class Plugin:
     def pytest_internalerror(self, excrepr):
         errors[""] = str(excrepr).strip().split("\n")[-1][:300]
 
+
+# Each run but the last is a fork, which answers for itself.
+while order["times"] > 1 and (child := os.fork()):
+    os.waitpid(child, 0)
+    order["times"] -= 1
 
 # Run the suite. No failure and no file that cannot be collected ends the run, unless the order says
 # `brief`.

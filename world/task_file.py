@@ -12,6 +12,7 @@ from pathlib import Path
 
 from world import suite as suites
 from world.files import unified
+from world.mutants import list_changes, lost_names
 from world.source import file_of_test, find_test, function_of_test
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
@@ -97,14 +98,16 @@ def check_repository_task(task):
         assert find_test(meta["pristine"][file_of_test(group)], group)
     assert all(function_of_test(node) in meta["hidden_groups"] for node in task.hidden)
 
-    # Each test with twins stands somewhere, and its changes are given by their numbers.
+    # The names of the feature are texts. Each test with mutants stands somewhere, and each mutant
+    # is a number of one of its changes and a place.
+    assert all(isinstance(name, str) for name in meta["names"])
     tests = {**task.files, **meta["pristine"]}
-    for group, sites in meta.get("twins", {}).items():
-        assert find_test(tests[file_of_test(group)], group)
-        assert isinstance(sites, list) and all(type(site) is int for site in sites)
+    for group, mutants in meta["mutants"].items():
+        number = len(list_changes(tests[file_of_test(group)], group, lost_names(meta["names"])))
+        for change, place in mutants:
+            assert type(change) is type(place) is int and 0 <= change < number and 0 <= place
 
-    # The names of the feature and the required tests are texts, and the plan has the form of one.
-    assert all(isinstance(name, str) for name in meta.get("names", []))
+    # The required tests are texts, and the plan has the form of one.
     required = task.FAIL_TO_PASS + task.PASS_TO_PASS + meta.get("ERROR_TO_PASS", [])
     assert all(isinstance(node, str) for node in required)
     suites.plan_of_task(meta.get("suite"))
