@@ -42,13 +42,15 @@ from world.untrusted import read_literal
 @functools.lru_cache(4096)
 def compiled(text, path):
     """The code object of a file. The same few files are run over and over, hence the cache."""
-    return compile(text, path, "exec", dont_inherit=True)
+    # optimize=0: also under python -O a test is made of its asserts
+    return compile(text, path, "exec", dont_inherit=True, optimize=0)
 
 
 def run_trusted(files, command="python tests.py"):
     """What the sandbox would answer, in-process and 20 times faster. ONLY for code written here:
     nothing is contained."""
-    assert command == "python tests.py", f"only the tests run in-process, not {command!r}"
+    if command != "python tests.py":
+        raise ValueError(f"only the tests run in-process, not {command!r}")
     printed, modules = [], {}
 
     # What the tests find in place of the system: a sys, a print, an open and an import of our own.
@@ -284,13 +286,13 @@ def judge_repository(task, files, sandbox):
 ROUNDS = 2  # runs with mutants; a test has at most so many of them
 
 
-def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
+def run_judgement(task, files, sandbox, world=WORLDS[0], whole=True):
     """One judgement: ({test that must pass and did not: its outcome}, the tests whose mutant did
     not fail, the suite's last answer).
 
-    repeated: whether the tests that the deletion broke are run again as they are, by the order that
-    the mutants get. Without that, code could forge in the first run only, which no other run is
-    like."""
+    whole: whether more is run than the required tests once. The tests that the deletion broke are
+    run again as they are, too, by the order that the mutants get. Otherwise code could forge in the
+    first run only, which no run of mutants is like."""
     tree, required = overlay(task, files), required_tests(task)
     plan = suites.plan_of_task(task.meta.get("suite"))
     has_mutants = {test for test, sites in task.meta["mutants"].items() if sites}
@@ -299,10 +301,10 @@ def run_judgement(task, files, sandbox, world=WORLDS[0], repeated=True):
     # are, and as mutants. The first run that shows anything wrong decides.
     broken = task.FAIL_TO_PASS
     runs = [(tree, required, False, False)]
-    if repeated:
+    if whole:
         runs.append((tree, broken, True, False))
-    for number in range(ROUNDS):
-        runs.append((mutated(task, tree, number), broken, True, True))
+        for number in range(ROUNDS):
+            runs.append((mutated(task, tree, number), broken, True, True))
     for tree, nodes, reverse, are_mutants in runs:
         answer = run_suite(tree, sandbox, sorted(nodes), reverse, plan=plan, world=world)
 

@@ -99,20 +99,21 @@ def other_value(value, place):
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
-        return value + 1 + place % 3
+        return value + 1 + place
     if isinstance(value, (float, complex)):
         return value + 1 + abs(value) if abs(value) < 1e300 else 1.0
     if isinstance(value, bytes):
         return other_value(value.decode("latin-1"), place).encode("latin-1", "replace")
     if isinstance(value, str):
-        # One letter or digit becomes the next one. Behind a backslash it is part of a pattern.
+        # One letter or digit becomes another one. Behind a backslash it is part of a pattern.
         places = [i for i, one in enumerate(value) if one.isalnum() and value[i - 1 : i] != "\\"]
         if not places:
             return value + "a"
         i = places[place % len(places)]
-        near = [chr(ord(value[i]) + step) for step in (1, -1)]
-        letter = [one for one in near if one.isalnum() and one.isascii() == value[i].isascii()]
-        return value[:i] + (letter or ["a" if value[i] != "a" else "b"])[0] + value[i + 1 :]
+        steps = 1 + place // len(places) % 5, -1, 1
+        near = [chr(max(0, ord(value[i]) + step)) for step in steps] + ["a", "b"]
+        letters = [one for one in near if one.isalnum() and one != value[i]]
+        return value[:i] + letters[0] + value[i + 1 :]
 
     # A container: one of its members is another one.
     if type(value) in (list, tuple, set, frozenset):
