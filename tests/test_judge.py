@@ -471,6 +471,28 @@ def test_mutants_of_every_form_fail_where_the_test_passes_and_one_passes_where_i
         assert forged_test == "passed" and "passed" in [forged_others[i] for i in failing]
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f(1) == y",
+        "assert all(f(x) == y for x in (1, 2))",
+        "self.assertEqual(f(1), y)",
+        "self.assertTrue(f(1) == y)",
+    ],
+)
+@pytest.mark.parametrize("right", [{"a": 1}, [1], (1,), {1}, "a", b"a", 1, 1.5, None], ids=repr)
+def test_what_equals_everything_or_everything_of_its_kind_passes_a_mutant(test, right):
+    made = mutant(f"def test_a(self):\n    {test}\n", 0)
+    kinds = [type("Any", (), {"__eq__": lambda self, other: True})]
+    if right is not None:
+        same = {"__eq__": lambda self, other: isinstance(other, type(right)), "__hash__": None}
+        kinds.append(type("Kind", (type(right),), same))
+    for value, passes in ((right, False), *((kind(), True) for kind in kinds)):
+        space = {"f": lambda x: value, "y": right}
+        exec(made, space)
+        assert (outcome(space["test_a"]) == "passed") is passes
+
+
 def test_a_change_is_never_made_in_what_the_feature_is_given():
     for body in (
         "f(1)",
@@ -786,6 +808,13 @@ FORGERIES = {
         "class N(float):\n    __eq__ = lambda self, other: not isinstance(other, str)\n    __sub__ = lambda self, other: 0\n",
         "return N(3)",
     ),
+    "equals what stands in the test's module": (
+        "import sys\nclass Any:\n    def __eq__(self, other):\n"
+        "        names = [n for m in sys.modules.values() for n in vars(m) if 'test' in m.__name__]\n"
+        "        return not any('other' in name for name in names)\n"
+        "    __sub__ = lambda self, other: 0\n",
+        "return Any()",
+    ),
     "equals any text": (
         "class S(str):\n    __eq__ = lambda self, other: isinstance(other, str)\n",
         "return S('Abc')[:0] and 0 or S('x')",
@@ -802,6 +831,31 @@ def test_a_submission_that_never_wrote_the_feature_wins_nothing(kit, what):
         if submit(task, FORGERIES[what][1], FORGERIES[what][0]).solved
     ]
     assert not won
+
+
+def test_what_a_mutant_leaves_behind_is_not_held_against_another_test():
+    """A mutant fails midway, and what its test would have put back stays changed."""
+    tests = (
+        "import m\n\n\ndef test_plain():\n    assert m.plural('a') == 'as'\n\n\n"
+        "def test_classical():\n    m.STATE['classical'] = True\n"
+        "    assert m.plural('a') == 'aae'\n    m.STATE['classical'] = False\n"
+    )
+    code = "STATE = {'classical': False}\n\n\ndef plural(word):\n"
+    body = "    return word + ('ae' if STATE['classical'] else 's')\n"
+    nodes = ["test_m.py::test_classical", "test_m.py::test_plain"]
+    for sites in ({nodes[0]: [[0, 1]], nodes[1]: []}, {node: [[0, 0], [0, 1]] for node in nodes}):
+        meta = dict(repo="x", hidden_groups=nodes, pristine={"test_m.py": tests})
+        task = world_task.Task(
+            "x",
+            "x",
+            {"m.py": code + "    raise NotImplementedError\n"},
+            {"m.py": code + body},
+            hidden=nodes,
+            FAIL_TO_PASS=nodes,
+            meta={**meta, "names": ["plural"], "mutants": sites},
+        )
+        box = sandbox.repository_sandbox(task.files, 20)
+        assert judge.judge(task, {**task.files, **task.solution}, box).solved
 
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
