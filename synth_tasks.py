@@ -59,13 +59,12 @@ from world.features import (
 )
 from world.files import printable, unified
 from world.gates import (
-    MOST_CHANGES,
     Discard,
     check_collected,
     check_imports,
     check_original,
     check_trivial_bodies,
-    failing_changes,
+    failing_mutants,
     inherited_tests,
     judging_tests,
     without_tests,
@@ -526,11 +525,11 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
 
     # 3) The tests that can judge: each can be hidden, and has changed copies that must fail.
     broken, unready, groups = judging_tests(files, broken, outcomes, deleted_from)
-    patient = copy.copy(sandbox)  # the time a suite needs was measured without copies of its tests
-    patient.time_limit *= 2 + MOST_CHANGES
+    patient = copy.copy(sandbox)  # the time a suite needs was measured for one run
+    patient.time_limit *= 5
     names = [one.name for one in chosen]
-    changes = failing_changes(files, groups, broken, names, rng, patient, repository.plan)
-    groups = [group for group in groups if changes[group]]
+    mutants = failing_mutants(files, groups, broken, names, rng, patient, repository.plan)
+    groups = [group for group in groups if mutants[group]]
     if not groups:
         raise Discard("its tests cannot be told from changed ones")
 
@@ -560,7 +559,7 @@ def delete_and_verify_in(repository, chosen, level, rng, sandbox, prompt):
             "kind": dials["kind"],
             "hidden_groups": hidden,
             "pristine": pristine,
-            "twins": {group: changes[group] for group in groups},
+            "mutants": {group: mutants[group] for group in groups},
             "names": names,
             "ERROR_TO_PASS": sorted(unready - inherited),
             "suite": repository.plan.to_meta(),

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import unittest
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,13 +44,13 @@ from world import (
     task as world_task,
     task_file,
     tools,
-    twins,
     workspace as world_workspace,
 )
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
 from world.suite import Plan
-from world.source import find_test, syntax
+from world.source import find_test
+from world.untrusted import parse
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
@@ -305,7 +304,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
 
     def other():
         while go.wait() and not stop:
-            go.clear(), syntax("[1]"), done.set()
+            go.clear(), parse("[1]"), done.set()
 
     def collecting(phase, info):
         if phase == "start" and threading.get_ident() == here:
@@ -316,7 +315,7 @@ def test_threads_that_read_python_do_not_break_each_others_trees():
     thread.start(), gc.callbacks.append(collecting), gc.set_threshold(1)
     try:
         for _ in range(10):
-            assert ast.literal_eval(syntax("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
+            assert ast.literal_eval(parse("[[0, 'ValueError'], [1, [-2, 3]]]", "eval")) == [
                 [0, "ValueError"],
                 [1, [-2, 3]],
             ]
@@ -1468,7 +1467,7 @@ def test_a_cheat_in_a_repository_wins_nothing(generated, repository, cheat):
 
 
 @pytest.mark.parametrize("cheat", ["small/words.py 5", "small/words.py 6", "small/words.py 7"])
-def test_these_forgeries_would_win_without_the_twins(generated, cheat):
+def test_these_forgeries_would_win_without_the_mutants(generated, cheat):
     task = next(
         task
         for task in generated[0]
@@ -1482,46 +1481,6 @@ def test_these_forgeries_would_win_without_the_twins(generated, cheat):
     assert not judge(
         task, {**task.files, "small/words.py": files["small/words.py"]}, sandbox
     ).solved
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert f(1) == y",
-        "assert all(f(x) == y for x in (1, 2))",
-        "self.assertEqual(f(1), y)",
-        "self.assertTrue(f(1) == y)",
-    ],
-)
-@pytest.mark.parametrize("right", [{"a": 1}, [1], (1,), {1}, "a", b"a", 1, 1.5, None])
-def test_a_result_that_equals_everything_or_everything_of_its_kind_passes_no_hidden_test(
-    test, right
-):
-    made, names = twins.with_twins(
-        f"def test_a(self):\n    {test}\n", ["t.py::test_a"], random.Random(0)
-    )
-    new, twin = (name.split("::")[1] for name in names["t.py::test_a"])
-    kinds = [
-        type("Any", (), {"__eq__": lambda self, other: 1}),
-        *(
-            type(
-                "Kind",
-                (type(right),),
-                {"__eq__": lambda self, other: isinstance(other, type(right)), "__hash__": None},
-            )
-            for _ in range(right is not None)
-        ),
-    ]
-    for value in (right, *(kind() for kind in kinds)):
-        space = {"f": lambda x: value, "y": right}
-        exec(made, space)
-        for name in (new, twin):
-            try:
-                space[name](unittest.TestCase())
-                passed = True
-            except AssertionError:
-                passed = False
-            assert passed == (name == new and value is right), (name == new, value)
 
 
 def test_a_new_module_beside_the_others_in_src_counts_and_one_that_shadows_pytest_does_not(
@@ -1591,11 +1550,6 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
     assert (
         gates.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
         == "class TestC:\n\tpass\n"
-    )
-    compile(
-        twins.with_twins(files["test_p.py"], ["test_p.py::TestC::test_m"], random.Random(0))[0],
-        "test_p.py",
-        "exec",
     )
 
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 from world import suite as suites
@@ -76,6 +77,7 @@ def run_by_plan(
     limit=True,
     world=WORLDS[0],
     everything=False,
+    times=1,
 ):
     """What pytest reports of one run: outcomes, seconds and touched code by node id. Of a suite
     that was stopped or answered nonsense, `outcomes` is {} and `stopped` says why.
@@ -84,7 +86,8 @@ def run_by_plan(
     tests to run; None for all. reverse: the opposite order. trace: note the code that each test
     runs. brief: stop at the first failure. limit: fail a test that takes a quarter of the time of
     all (a deletion often leaves an endless loop). world: the seed of hashes and the time zone.
-    everything: also run what is no test function, as doctests."""
+    everything: also run what is no test function, as doctests. times: how many runs; what a test did
+    not do in all of them is no outcome of it."""
     # What is collected: the plan's own paths, or the files of the tests that are asked for.
     paths = plan.paths
     if only is not None:
@@ -101,7 +104,7 @@ def run_by_plan(
     # The order for the runner (world/suite_runner.py lists the fields).
     key = os.urandom(16).hex()
     order = dict(key=key, words=words, folder=plan.folder, only=only, everything=everything)
-    order |= dict(reverse=reverse, trace=trace, limit=sandbox.time_limit / 4 * limit)
+    order |= dict(reverse=reverse, trace=trace, times=times, limit=sandbox.time_limit / 4 * limit)
     environment = ["env", f"PYTHONHASHSEED={world[0]}", f"TZ={world[1]}"]
     began = time.perf_counter()
     result = start([*environment, *sandbox.python, "-c", SUITE], json.dumps(order))
@@ -109,8 +112,13 @@ def run_by_plan(
         raise MachineFailure(result.output)
     elapsed = time.perf_counter() - began
 
-    # The answer is the last line of the output.
+    # Each run answers with a line, and the last one with the last line of the output.
     answer = read_outcomes(result.output.rpartition("\n")[2], key)
+    if answer and times > 1:
+        lines = [read_outcomes(line, key) for line in result.output.split("\n")]
+        counted = Counter(pair for one in lines if one for pair in one["outcomes"].items())
+        kept = {node: outcome for (node, outcome), n in counted.items() if n == times}
+        answer["outcomes"] = kept
     if answer:
         return answer
 

@@ -12,6 +12,7 @@ on stdin, which is read before any code of the repository runs:
     everything  also run what is no test function: doctests, checks of style
     limit       seconds for one test; 0 for no limit
     reverse, trace: switches
+    times       how many runs, each in a process of its own; each answers with a line
 
 The answer is the last line of the output, JSON again. Before it a line is written as each test
 starts, so that a suite that is killed has told how far it got.
@@ -186,6 +187,11 @@ class Reporter:
     def pytest_internalerror(self, excrepr):
         errors[""] = str(excrepr).strip().split("\n")[-1][:300]
 
+
+# Each run but the last is a fork, which answers for itself.
+while order["times"] > 1 and (child := os.fork()):
+    os.waitpid(child, 0)
+    order["times"] -= 1
 
 # Run the suite. Code that runs in threads is traced as well.
 if order["trace"]:
