@@ -113,7 +113,7 @@ def run_by_plan(
     elapsed = time.perf_counter() - began
 
     # Each run answers with a line, and the last one with the last line of the output.
-    answer = read_outcomes(result.output.rpartition("\n")[2], key)
+    answer = read_outcomes(result.output.rstrip("\n").rpartition("\n")[2], key)
     if answer and times > 1:
         lines = [read_outcomes(line, key) for line in result.output.split("\n")]
         counted = Counter(pair for one in lines if one for pair in one["outcomes"].items())

@@ -224,5 +224,5 @@ answer = dict(
     said=said,
 )
 with os.fdopen(answer_fd, "wb") as pipe:
-    pipe.write(b"\n" + json.dumps(answer).encode())
+    pipe.write(b"\n" + json.dumps(answer).encode() + b"\n")
 os._exit(0)
