@@ -161,7 +161,8 @@ def apply_rotary_emb(x, cos, sin):
 
 def dot_product_attention(q, k, v, mask, scale):
     """softmax(scale q k^T) v: q (B, H, T, N + R), k (B, H, S, N + R), v (B, H, S, V) -> (B, H, T,
-    V). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to t."""
+    V). mask (B or 1, 1, T, S): True or 0 = may look, False or -inf = may not; None: causal, query t
+    sees keys 0 to t."""
     causal = mask is None
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
 
@@ -480,12 +481,17 @@ class Cache:
         shape = (layers, rows, length, model.config.entry_width)
         self.data = torch.zeros(shape, dtype=model.dtype, device=model.embed.weight.device)
 
-    def update(self, layer, rows, positions, entries):
-        """Store entries (B, T, width) of the sequences `rows` (B,) at positions (B, T) -> all that
-        these sequences hold up to the last of these positions (B, S, width)"""
+    def update(self, layer, rows, places, length, entries):
+        """Store entries (B, T, width) of the sequences `rows` (a slice or numbers) at places, a pair
+        of indices: row (B, 1) and position (B, T). -> the first `length` entries of these sequences
+        (B, length, width)"""
         data = self.data[layer]
-        data[rows[:, None], positions] = entries
-        return data[rows, : int(positions.max()) + 1]
+        data[places] = entries
+        return data[rows, :length]
+
+    def copy_rows(self, targets, sources, length):
+        """The first `length` entries of the rows `sources` become those of the rows `targets`."""
+        self.data[:, targets, :length] = self.data[:, sources, :length]
 
 
 class Model(nn.Module):
@@ -544,10 +550,6 @@ class Model(nn.Module):
         places, which then adds up in fp32 too"""
         return F.embedding(tokens, self.embed.weight.float())
 
-    def mark_real(self, tokens):
-        """tokens (B, T), -1 = padding -> what MoE.forward takes as `real`"""
-        return tokens >= 0
-
     def forward(self, tokens, positions=None, replay=None, record=None):
         """tokens (B, T), -1 where there is none (padding: computed as token 0, and no router counts
         it) -> hidden (B, T, D). positions (T,): where these tokens stand in the whole sequence,
@@ -564,7 +566,7 @@ class Model(nn.Module):
         cos, sin = self.rotary_cos_sin(positions[None])
 
         # Each MoE layer has its own column of the replay, dense layers have none.
-        real = self.mark_real(tokens) if self.training else None
+        real = tokens >= 0 if self.training else None
         x = self.embed_tokens(tokens.clamp(min=0))  # (B, T, D)
         moe_layer = 0
         for block in self.layers:
@@ -590,22 +592,29 @@ class Model(nn.Module):
         )
 
     def locate_in_cache(self, tokens, cache, rows, start):
-        """tokens (B, T), start (B,): the position of each row's first token -> rows (B,), positions
-        (B, T), and the mask of what they may look at (B, 1, T, S)"""
+        """tokens (B, T), rows (a slice or a list), start (B,): the position of each row's first
+        token -> where Cache.update stores and reads (rows, places, length), the positions (B, T),
+        and the mask of what these tokens may look at (B, 1, T, S)"""
         # Each sequence has a length of its own so far, so the rows begin at different positions.
-        room, device = cache.data.shape[2], tokens.device
-        start = torch.as_tensor(start, device=device)
-        assert start.max() < room, f"position {int(start.max())} in a cache of {room} tokens"
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=device)  # (B, T)
+        # Lists are known to Python: it need not wait for a GPU to say where the last token stands.
+        (room, T), device = (cache.data.shape[2], tokens.shape[1]), tokens.device
+        start = start.tolist() if torch.is_tensor(start) else start
+        assert max(start) < room, f"position {max(start)} in a cache of {room} tokens"
+        numbers = list(range(cache.data.shape[1])[rows]) if isinstance(rows, slice) else rows
+        row, first = torch.tensor([numbers, start]).to(device, non_blocking=True)  # (B,) each
+        positions = first[:, None] + torch.arange(T, device=device)  # (B, T)
         positions = positions.clamp(max=room - 1)  # only padding reaches so far
 
-        # Causal: a token looks at what stands in its own sequence up to itself.
-        keys = torch.arange(int(positions.max()) + 1, device=device)  # (S,)
-        mask = (keys <= positions[..., None])[:, None]  # (B, 1, T, S)
+        # Keys up to the last of these positions, rounded up: a CPU compiles its kernels for every
+        # length anew.
+        length = min(room, -(-(max(start) + T) // 64) * 64)
 
-        # A slice or a list of rows becomes a tensor of row numbers.
-        row_numbers = torch.arange(cache.data.shape[1], device=device)[rows]
-        return row_numbers, positions, mask
+        # Causal: a token looks at what stands in its own sequence up to itself.
+        later = torch.arange(length, device=device) > positions[..., None]  # (B, T, S)
+        mask = torch.zeros(later.shape, dtype=cache.data.dtype, device=device)
+        mask = mask.masked_fill_(later, -torch.inf)[:, None]  # (B, 1, T, S)
+        rows = rows if isinstance(rows, slice) else row
+        return (rows, (row[:, None], positions), length), positions, mask
 
     def decode(self, tokens, cache, rows, start, record=None):
         """tokens (B, T) continue the cached sequences `rows` (a slice or a list) at start (B,), a
@@ -613,13 +622,13 @@ class Model(nn.Module):
         are masked now and overwritten later. No real token reads the cache's last place, so make
         the cache one longer than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
-        rows, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
+        place, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
         cos, sin = self.rotary_cos_sin(positions)
 
         # As forward, but each layer stores its entries and attends to all that are stored.
         x, choices = self.embed_tokens(tokens), []
         for layer, block in enumerate(self.layers):
-            update = partial(cache.update, layer, rows, positions)
+            update = partial(cache.update, layer, *place)
             x = block(x, cos, sin, mask, update, record=choices)
         if record is not None:
             record += [choice.flatten(0, 1)[None] for choice in choices]
@@ -642,8 +651,8 @@ class Model(nn.Module):
         if cache is None:
             positions = torch.arange(following.shape[1], device=following.device)
             return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions[None]))
-        rows, positions, mask = self.locate_in_cache(following, cache, rows, start)
-        update = partial(cache.update, len(self.layers), rows, positions)
+        place, positions, mask = self.locate_in_cache(following, cache, rows, start)
+        update = partial(cache.update, len(self.layers), *place)
         return self.mtp(hidden, embedded, *self.rotary_cos_sin(positions), mask, update)
 
     def logits(self, hidden):

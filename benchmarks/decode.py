@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read_quick
 from fast import accelerate
 from fast.sampler import Sampler
-from fast.workers import generation_model
+from fast.sampler import sampling_model
 from moe import Cache, fast_dtype
 from rollout import Chain, Request, Tokenizer, Work, random_model, sample_from_logits
 from rollout import Sampler as PlainSampler
@@ -97,7 +97,7 @@ def build_models(tokenizer, quick):
     # The full forward uses the model that trains, decoding uses the copy with fused weights.
     dtype = fast_dtype("cpu")
     model = accelerate(random_model(tokenizer, **sizes)).compute_in(dtype)
-    sampler_model = generation_model(model.config, dtype)
+    sampler_model = sampling_model(model.config, dtype)
     sampler_model.load_state_dict(model.state_dict())
     return model, sampler_model
 

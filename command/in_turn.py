@@ -7,7 +7,7 @@ It stands apart from rollout.py because it only hands over weights and tasks. Le
 that makes rollouts stale. The policy that sampled is the policy that learns.
 """
 
-from rollout import Sampler, rollouts
+from rollout import rollouts
 from world.sandbox import Sandbox
 
 
@@ -18,10 +18,10 @@ class InTurn:
 
     restarts = 0  # of workers that died: there are none here
 
-    def __init__(self, model, tokenizer, group, limits, compact=None, temperature=1.0):
-        """model: of its own, since publish() writes into it; group: rollouts per task; compact: see
-        rollout.agent"""
-        self.sampler = Sampler(model, tokenizer, limits.window, temperature)
+    def __init__(self, sampler, group, limits, compact=None):
+        """sampler: with a model of its own, since publish() writes into it; group: rollouts per
+        task; compact: see rollout.agent"""
+        self.sampler = sampler
         self.group = group
         self.limits = limits
         self.compact = compact

@@ -13,11 +13,15 @@ tools take a tenth of a second now and then). Three ideas make it fast:
 - continuous batching: a row of the batch that ends makes room for the next agent at once, and tools
   run in threads while other rows decode (`python -m benchmarks.decode` measures the factor against
   static batching);
-- shared prefixes: the rollouts of a group start from the same prompt, which is fed once;
+- shared prefixes: the rollouts of a group start from the same prompt, which is fed once. Chunks of
+  like length are fed together;
 - speculative decoding (stated for Cursor's edits, cursor.com/blog/instant-apply, where the old file
   is the draft). Ours: the draft is what followed the same tokens the last time, in any row of the
   batch (n-grams, as in suffix decoding, arXiv 2411.04975). A draft decides how many tokens a step
   yields, never which: every place draws with the random number that is its own, drafted or not.
+
+The model is whatever it is: a Cache with rows, Model.decode with rows and start, and Model.logits
+are all that is asked of it, so an edit of the model acts here as in training.
 
 Left out: paged attention and preemption. Each row owns a stretch of the cache as long as the
 window.
@@ -31,7 +35,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from fast.cpu_kernels import to_device
+import fast
+import rollout
+from fast.cpu_kernels import round_up, to_device
 from moe import Cache
 from rollout import Request, sample_from_logits
 
@@ -208,7 +214,7 @@ class Sampler:
                 self.retire(rows[i], done, on_end)
                 last = rows.pop()
                 if i < len(rows):
-                    self.cache.data[:, i] = self.cache.data[:, len(rows)]
+                    self.cache.copy_rows([i], [len(rows)], last.cached)
                     rows[i] = last
 
         # New agents fill the room. One whose task does not fit the window ends at once.
@@ -277,30 +283,41 @@ class Sampler:
             key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
             groups.setdefault(key, []).append(row)
 
-        # One row of each group is fed, at most 32 at once so that attention's scores stay small.
-        first_rows = [group[0] for group in groups.values()]
-        for i in range(0, len(first_rows), 32):
-            batch = first_rows[i : i + 32]
-            chunks = [row.context[row.cached : -1] for row in batch]
-            self.fed += sum(map(len, chunks))
-            places = [place[id(row)] for row in batch]
-            record = []
-            self.model.prefill(chunks, self.cache, places, [row.cached for row in batch], record)
-            self.record_experts(batch, record, [len(chunk) for chunk in chunks])
+        # One row of each group is fed. Rows whose chunks are about as long are fed together, at most
+        # 32 at once so that attention's scores stay small.
+        by_width = {}
+        for first, *_ in groups.values():
+            width = round_up(len(first.context) - 1 - first.cached, 16)
+            by_width.setdefault(width, []).append(first)
+        for width, alike in sorted(by_width.items()):
+            for i in range(0, len(alike), 32):
+                batch = alike[i : i + 32]
+                self.feed(batch, [place[id(row)] for row in batch], width)
 
         # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
+            if others:
+                targets = [place[id(row)] for row in others]
+                self.cache.copy_rows(targets, [place[id(first)]] * len(others), first.cached)
             for row in others:
-                self.cache.data[:, place[id(row)]] = self.cache.data[:, place[id(first)]]
                 row.cached = first.cached
                 row.experts[-1][:] = first.experts[-1]
 
-    def record_experts(self, batch, record, lengths, width=None):
+    def feed(self, batch, places, width):
+        """Feeds each row of a batch all tokens that are not cached, but for its last one: `width` at
+        most, and zeros behind them. places: of these rows in the cache"""
+        chunks = [row.context[row.cached : -1] for row in batch]
+        tokens = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
+        record, start = [], [row.cached for row in batch]
+        self.model.decode(to_device(tokens, self.device), self.cache, places, start, record)
+        self.fed += sum(map(len, chunks))
+        self.record_experts(batch, record, [len(chunk) for chunk in chunks], width)
+
+    def record_experts(self, batch, record, lengths, width):
         """Note which experts every fed token took, and that these tokens are cached now.
 
         record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
-        lengths: how many tokens of each row are kept. width: how many were fed of each row; None:
-        just those that are kept."""
+        lengths: how many tokens of each row are kept. width: how many were fed of each row."""
         # All layers in one copy from the GPU. A model without MoE layers has no record.
         if record:
             chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
@@ -311,7 +328,7 @@ class Sampler:
             if record:
                 row.experts[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
-            first += width or n
+            first += width
 
     def propose_ngram_draft(self, row):
         """A draft of a row's next tokens. It finds the longest known n-gram that the context ends
@@ -359,8 +376,8 @@ class Sampler:
 
         # Their entries change places too, as far as any row has entries.
         if idle_places:
-            used = self.cache.data[:, :, : max(row.cached for row in rows)]
-            used[:, idle_places + late_places] = used[:, late_places + idle_places]
+            used = max(row.cached for row in rows)
+            self.cache.copy_rows(idle_places + late_places, late_places + idle_places, used)
         return active
 
     def padded_batch_size(self, active, rows):
@@ -448,3 +465,31 @@ class Sampler:
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
         return [int(token) for token in tokens], logprobs
+
+
+# ---------------------------------------------------------------- a sampler with weights of its own
+
+
+def sampling_model(config, dtype, device="cpu"):
+    """A model that only samples, of a configuration: its matrices are stored in the compute dtype.
+    Norms, routers and the embedding remain in fp32."""
+    model = fast.accelerate(config.build_model()).to(device).compute_in(dtype)
+    for name, p in model.named_parameters():
+        if not name.endswith(("norm.weight", "router.weight", "embed.weight")):
+            p.data = p.data.to(dtype)
+    return model.requires_grad_(False).eval()
+
+
+def make_sampler(config, dtype, device, tokenizer, window, temperature=1.0, plain=False, **options):
+    """A sampler with a model of its own, for weights to be loaded into: config is the model's.
+    plain: rollout.Sampler with a plain model, else their twins. options: arguments of Sampler
+    alone"""
+    if plain:
+        model = config.build_model().to(device).compute_in(dtype)
+        return rollout.Sampler(model, tokenizer, window, temperature)
+
+    # rollout.Sampler itself has a twin, unless it was edited.
+    model, kind = sampling_model(config, dtype, device), fast.choose(rollout.Sampler)
+    if kind is rollout.Sampler:
+        return kind(model, tokenizer, window, temperature)
+    return kind(model, tokenizer, window=window, temperature=temperature, **options)
