@@ -20,7 +20,9 @@ fp32 residual stream, initialisation, the balancing rate.
     drafting    h'_t = block(W [norm h_t ; norm embed(x_t+1)]) predicts x_t+2;
                 learned from the main head's logits at t+1
 
-Left out: dropout; every faster way to compute the same. The model knows no ranks: hsdp.py replaces
+Left out: dropout; every faster way to compute the same. RMSNorm, Experts, MoE, Attention and
+Model.logprobs have fast twins, which step aside where one edits what they stand for
+(fast/twins.py). The model knows no ranks: hsdp.py replaces
 two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
 the whole sequence).
 
@@ -563,19 +565,25 @@ class Model(nn.Module):
         else:
             keys = self.layers[0].attn.gather_entries(positions.view(1, -1, 1))[0, :, 0]  # (S,)
             mask = (keys <= positions[:, None])[None, None]  # (1, 1, T, S)
-        cos, sin = self.rotary_cos_sin(positions[None])
+        real = tokens >= 0 if self.training else None
+        return self.run_layers(tokens.clamp(min=0), positions[None], mask, replay, record, real)
+
+    def run_layers(self, tokens, positions, mask, replay=None, record=None, real=None, stores=()):
+        """All layers, in training and in sampling: tokens (B, T), positions (B or 1, T) -> hidden
+        (B, T, D). replay, record: see forward; real: see MoE.forward; stores: for each layer what
+        Attention.forward takes as its cache, or none"""
+        cos, sin = self.rotary_cos_sin(positions)
+        x = self.embed_tokens(tokens)  # (B, T, D)
 
         # Each MoE layer has its own column of the replay, dense layers have none.
-        real = tokens >= 0 if self.training else None
-        x = self.embed_tokens(tokens.clamp(min=0))  # (B, T, D)
         moe_layer = 0
-        for block in self.layers:
-            replayed = None
+        for layer, block in enumerate(self.layers):
+            replayed, store = None, stores[layer] if stores else None
             if isinstance(block.ffn, MoE):
                 if replay is not None:
                     replayed = replay[:, :, moe_layer]  # (B, T, K)
                 moe_layer += 1
-            x = self.run_block(block, x, cos, sin, mask, None, replayed, record, real)
+            x = self.run_block(block, x, cos, sin, mask, store, replayed, record, real)
         return x
 
     def run_block(self, block, *inputs):
@@ -623,13 +631,11 @@ class Model(nn.Module):
         the cache one longer than the window. record: gets the experts, one (1, B * T, K) per MoE
         layer."""
         place, positions, mask = self.locate_in_cache(tokens, cache, rows, start)
-        cos, sin = self.rotary_cos_sin(positions)
 
         # As forward, but each layer stores its entries and attends to all that are stored.
-        x, choices = self.embed_tokens(tokens), []
-        for layer, block in enumerate(self.layers):
-            update = partial(cache.update, layer, *place)
-            x = block(x, cos, sin, mask, update, record=choices)
+        stores = [partial(cache.update, layer, *place) for layer in range(len(self.layers))]
+        choices = []
+        x = self.run_layers(tokens, positions, mask, record=choices, stores=stores)
         if record is not None:
             record += [choice.flatten(0, 1)[None] for choice in choices]
         return x

@@ -16,7 +16,8 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
     k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is
           part of the reward
 
-Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
+Sampler has a fast twin, in which many agents decode together; it steps aside where one edits the
+plain one (fast/twins.py). Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
 no clip: one update per batch, so the sampling policy is the policy. Left out: branching
 environments and semantic search.
 

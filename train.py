@@ -1144,6 +1144,8 @@ class Run:
     """What the stages share: the place of this process among the ranks, the tokenizer, the model,
     and the hook that asks the agent for summaries."""
 
+    said_edits = False  # see say_edits
+
     def __init__(self, config):
         # The device, the ranks, and how they share data and weights.
         self.config, self.out = config, Path(config.out)
@@ -1176,6 +1178,13 @@ class Run:
         if self.rank == 0:
             with contextlib.suppress(OSError):  # whoever read along is gone
                 tqdm.write(text)
+
+    def say_edits(self):
+        """Once in a process: which twins step aside, because what they stand for was edited"""
+        if not self.config.plain and not Run.said_edits:
+            Run.said_edits = True
+            for line in fast.describe_edits():
+                self.say(line)
 
     # ---- ranks
 
@@ -1377,6 +1386,7 @@ def train(config, interrupted, sources=None):
         run.say(f"{stage}: finished already ({out}){begun_from}")
         return True
     run.say(idle_flags.describe_stage(config, sources))
+    run.say_edits()
 
     # 2) The model: of a checkpoint, of a published folder, or with random weights.
     try:

@@ -26,7 +26,8 @@ import torch
 import hsdp
 import muon
 import train
-from fast import sampler, workers
+from command import in_turn
+from fast import sampler
 
 PERIOD = 0.01  # seconds between two looks at the main thread
 
@@ -35,7 +36,7 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # once instead of measuring nothing.
 PHASES = {
     "saving": [hsdp.save_sharded_checkpoint],
-    "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
+    "publishing": [in_turn.InTurn.publish, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
     "tools": [sampler.Sampler.handle_turns, Future.result],

@@ -36,10 +36,10 @@ import numpy as np
 import torch
 
 import fast
+import moe
 import rollout
 from fast.cpu_kernels import round_up, to_device
-from moe import Cache
-from rollout import Request, sample_from_logits
+from rollout import Request
 
 # A draft is looked up by the last 8 tokens of a context; where they are not known, by the last 4
 # or 2.
@@ -160,7 +160,7 @@ class Sampler:
         self.patient = patient
         self.ngram_table = {}
         if self.cache is None:
-            self.cache = Cache(self.model, self.rows, self.window + 2)
+            self.cache = moe.Cache(self.model, self.rows, self.window + 2)
 
         # Agents that have not begun. They are taken from the end, the first agent first.
         queue = list(enumerate(zip(agents, seeds)))
@@ -287,12 +287,19 @@ class Sampler:
         # 32 at once so that attention's scores stay small.
         by_width = {}
         for first, *_ in groups.values():
-            width = round_up(len(first.context) - 1 - first.cached, 16)
-            by_width.setdefault(width, []).append(first)
-        for width, alike in sorted(by_width.items()):
+            unfed = len(first.context) - 1 - first.cached
+            by_width.setdefault(self.width_class(unfed), []).append(first)
+        fed = []
+        for _, alike in sorted(by_width.items()):
             for i in range(0, len(alike), 32):
                 batch = alike[i : i + 32]
-                self.feed(batch, [place[id(row)] for row in batch], width)
+                fed.append(self.feed(batch, [place[id(row)] for row in batch]))
+
+        # What was recorded of all of them, in one copy from the GPU.
+        if fed:
+            batches, records, lengths, widths = zip(*fed)
+            record = [torch.cat(layer, 1) for layer in zip(*records)]
+            self.record_experts(sum(batches, []), record, sum(lengths, []), sum(widths, []))
 
         # The others of a group copy the entries, and the record of experts.
         for first, *others in groups.values():
@@ -303,28 +310,37 @@ class Sampler:
                 row.cached = first.cached
                 row.experts[-1][:] = first.experts[-1]
 
-    def feed(self, batch, places, width):
-        """Feeds each row of a batch all tokens that are not cached, but for its last one: `width` at
-        most, and zeros behind them. places: of these rows in the cache"""
-        chunks = [row.context[row.cached : -1] for row in batch]
-        tokens = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
-        record, start = [], [row.cached for row in batch]
-        self.model.decode(to_device(tokens, self.device), self.cache, places, start, record)
-        self.fed += sum(map(len, chunks))
-        self.record_experts(batch, record, [len(chunk) for chunk in chunks], width)
+    def width_class(self, length):
+        """Chunks of one class are padded to the longest of them. A CPU pays for padding, a GPU for
+        every forward more."""
+        if self.device.type == "cpu":
+            return -(-length // 16)
+        return (length - 1).bit_length()
 
-    def record_experts(self, batch, record, lengths, width):
+    def feed(self, batch, places):
+        """Feeds each row of a batch all tokens that are not cached, but for its last one. places: of
+        these rows in the cache. -> what record_experts takes"""
+        chunks = [row.context[row.cached : -1] for row in batch]
+        lengths, start = [len(chunk) for chunk in chunks], [row.cached for row in batch]
+        width = round_up(max(lengths), 4)
+        tokens = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
+        record = []
+        self.model.decode(to_device(tokens, self.device), self.cache, places, start, record)
+        self.fed += sum(lengths)
+        return batch, record, lengths, [width] * len(batch)
+
+    def record_experts(self, batch, record, lengths, widths):
         """Note which experts every fed token took, and that these tokens are cached now.
 
         record: one (1, N, K) per MoE layer, the tokens of one row of `batch` behind the other's.
-        lengths: how many tokens of each row are kept. width: how many were fed of each row."""
+        lengths: how many tokens of each row are kept. widths: how many were fed of each row."""
         # All layers in one copy from the GPU. A model without MoE layers has no record.
         if record:
             chosen = torch.cat(record).cpu().numpy().swapaxes(0, 1)  # (N, L, K)
 
         # What a wrong draft left behind the kept tokens is overwritten by the next step.
         first = 0
-        for row, n in zip(batch, lengths):
+        for row, n, width in zip(batch, lengths, widths):
             if record:
                 row.experts[-1][row.cached : row.cached + n] = chosen[first : first + n]
             row.cached += n
@@ -426,7 +442,7 @@ class Sampler:
             row.sampling = not ended and len(row.body) < row.room
             lengths.append(n)
             first += 1 + len(draft)
-        self.record_experts(rows[:active], record, lengths, width)
+        self.record_experts(rows[:active], record, lengths, [width] * active)
 
     def batch_to_feed(self, rows, drafts, batch_size, width):
         """-> tokens (batch size, width), padded by zeros at the end, and a list that says from
@@ -460,7 +476,9 @@ class Sampler:
         # One product with the head for all places: N of them, logits (N, V).
         row_index, column = to_device(places, self.device).T
         logits = self.model.logits(hidden[row_index, column])
-        drawn = sample_from_logits(logits, to_device(uniforms, self.device), self.temperature)
+        drawn = rollout.sample_from_logits(
+            logits, to_device(uniforms, self.device), self.temperature
+        )
 
         # Both in one copy from the GPU: fp64 holds a token's number and an fp32 log-prob exactly.
         tokens, logprobs = torch.stack([t.double() for t in drawn]).tolist()
