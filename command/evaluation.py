@@ -45,6 +45,7 @@ def evaluate_policies(run, given, sources, sizes, patch):
     except ValueError as error:
         usage_error(str(error))
     run.say(idle_flags.describe_stage(run.config, sources))
+    run.say_edits()
     told = ", ".join(f"{name} = {path}" for name, path in paths.items())
     run.say(
         f"evaluated: {told}" + f"; there is no {trained}" * (not hsdp.checkpoint_exists(trained))
