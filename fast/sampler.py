@@ -283,21 +283,25 @@ class Sampler:
             key = tuple(row.context[:-1]) if row.cached == 0 else id(row)
             groups.setdefault(key, []).append(row)
 
-        # One row of each group is fed. Rows whose chunks are about as long are fed together, at most
-        # 32 at once so that attention's scores stay small.
-        by_width = {}
-        for first, *_ in groups.values():
-            unfed = len(first.context) - 1 - first.cached
-            by_width.setdefault(self.width_class(unfed), []).append(first)
-        fed = []
-        for _, alike in sorted(by_width.items()):
-            for i in range(0, len(alike), 32):
-                batch = alike[i : i + 32]
-                fed.append(self.feed(batch, [place[id(row)] for row in batch]))
+        # One row of each group is fed, the longest chunks first, at most 32 at once so that
+        # attention's scores stay small. A forward more costs about as much as so many tokens of
+        # padding: then a shorter chunk begins a new batch.
+        most_padding = 64 if self.device.type == "cpu" else 4096
+        firsts = [group[0] for group in groups.values()]
+        firsts.sort(key=lambda row: row.cached - len(row.context))
+        batches, longest, padding = [], 0, 0
+        for row in firsts:
+            unfed = len(row.context) - 1 - row.cached
+            padding += longest - unfed
+            if not batches or len(batches[-1]) == 32 or padding > most_padding:
+                batches.append([])
+                longest, padding = unfed, 0
+            batches[-1].append(row)
+        fed = [self.feed(batch, [place[id(row)] for row in batch]) for batch in batches]
 
         # What was recorded of all of them, in one copy from the GPU.
         if fed:
-            batches, records, lengths, widths = zip(*fed)
+            _, records, lengths, widths = zip(*fed)
             record = [torch.cat(layer, 1) for layer in zip(*records)]
             self.record_experts(sum(batches, []), record, sum(lengths, []), sum(widths, []))
 
@@ -309,13 +313,6 @@ class Sampler:
             for row in others:
                 row.cached = first.cached
                 row.experts[-1][:] = first.experts[-1]
-
-    def width_class(self, length):
-        """Chunks of one class are padded to the longest of them. A CPU pays for padding, a GPU for
-        every forward more."""
-        if self.device.type == "cpu":
-            return -(-length // 16)
-        return (length - 1).bit_length()
 
     def feed(self, batch, places):
         """Feeds each row of a batch all tokens that are not cached, but for its last one. places: of
