@@ -44,8 +44,7 @@ from published.grouped_query import config_of
 from published.tokenizers import make_tokenizer
 from command import checkpoints
 import fast
-from fast.sampler import Sampler as FastSampler
-from fast.workers import generation_model
+from fast import sampler as fast_sampler
 from world.judge import judge
 from world.sandbox import Sandbox
 from world.task_file import read_tasks
@@ -325,14 +324,20 @@ def load_policy(folder, device="cpu", plain=False):
 
 
 def make_sampler(model, tokenizer, config, temperature):
-    """A sampler of this policy: the plain one if the run is plain, else its fast twin. The fast one
-    gets a copy of the weights, rounded to the dtype of the products."""
-    options = dict(window=config["window"], temperature=temperature)
-    if config.get("plain"):
-        return rollout.Sampler(model, tokenizer, **options)
-    copy = generation_model(model.config, model.dtype, model.embed.weight.device)
-    copy.load_state_dict(model.state_dict())
-    return FastSampler(copy, tokenizer, draft=config["draft"], **options)
+    """A sampler of this policy, with a copy of its weights. The fast sampler holds them rounded to
+    the dtype of the products."""
+    made = fast_sampler.make_sampler(
+        model.config,
+        model.dtype,
+        model.embed.weight.device,
+        tokenizer,
+        config["window"],
+        temperature,
+        plain=config.get("plain", False),
+        draft=config["draft"],
+    )
+    made.model.load_state_dict(model.state_dict())
+    return made
 
 
 def play_tasks(model, tokenizer, config, tasks, passes, seed=0, temperature=None, numbers=None):

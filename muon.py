@@ -22,7 +22,8 @@ phase 2; asynchronous, while one task waits on communication others advance; the
 full-matrix Muon. Derived here from that: the owner of each unit follows from shapes alone. So no
 rank ever asks another for a size, nothing is padded, and a unit that already lies whole on a rank
 stays there.
-Ours, for want of a public value: learning rate, momentum, coefficients, scale. Left out: fused
+newton_schulz has a fast twin, which steps aside where one edits it (fast/twins.py). Ours, for want
+of a public value: learning rate, momentum, coefficients, scale. Left out: fused
 kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
 thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 

@@ -19,7 +19,8 @@ advantage); no length standardisation, no overlong masking; KL by the k1 estimat
 Ours: beta (0 by default), Z, the reference (the policy after SFT), the tool-call format, all sizes.
 No ratio and no clip: one update per batch, so without workers the sampling policy is the policy.
 With --workers it may be --staleness updates older, and nothing corrects for that. Left out:
-branching environments and semantic search.
+branching environments and semantic search. Sampler has a fast twin, in which many agents decode
+together; it steps aside where the plain one is edited (fast/twins.py).
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and

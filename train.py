@@ -75,8 +75,8 @@ from command import (
     step_log,
 )
 from command.flags import describe_stage, flag, usage_error
+from fast import sampler as fast_sampler
 from fast import workers as fast_workers
-from fast.gram_newton_schulz import gram_newton_schulz
 from fast.stochastic_rounding import stochastic_round
 from world.micro import CONSTANTS, WORDS
 from world.task_file import read_tasks
@@ -764,39 +764,33 @@ class Reinforcement(Source):
     def start_samplers(self):
         """Sets self.workers, which play the rollouts, and self.publisher, which gives them the
         weights of each step."""
-        # What both forms need.
+        # A model of its own: the policy's weights may be sharded over ranks.
         run, config = self.run, self.run.config
-        device = str(next(run.model.parameters()).device)
-        self.folder = owned_directory("weights", tempfile.gettempdir())
-        settings = dict(
-            tokenizer=run.tokenizer,
-            group=config.group_size,
-            limits=agent_limits(config),
-            compact=run.compact,
-            temperature=config.temperature,
-        )
-        # The plain form samples in this process. It takes a second model, since the policy's own
-        # weights may be sharded over ranks.
-        if config.plain:
-            policy = run.model.config.build_model().to(device).compute_in(run.dtype)
-            self.workers = self.publisher = in_turn.InTurn(policy, **settings)
-            return
-
-        # The fast form: each version of the weights goes through a folder to the workers.
         tasks_per_rank = -(-config.tasks_per_step // run.data_ranks)
-        settings |= dict(
-            folder=self.folder.name,
+        options = dict(
             config=run.model.config,
             dtype=run.dtype,
-            device=device,
+            device=str(next(run.model.parameters()).device),
+            tokenizer=run.tokenizer,
+            temperature=config.temperature,
+            plain=config.plain,
             draft=config.draft,
             rows=min(128, tasks_per_rank * config.group_size),
         )
-        shared = config.workers > 0
-        self.publisher = fast_workers.Publisher(
-            self.folder.name, run.model.config, run.dtype, shared=shared
-        )
-        self.workers = fast_workers.Workers(config.workers, settings)
+        played = dict(group=config.group_size, limits=agent_limits(config), compact=run.compact)
+
+        # Without workers this process samples, with the weights that it hands over itself.
+        if not config.workers:
+            sampler = fast_sampler.make_sampler(window=config.window, **options)
+            self.workers = self.publisher = in_turn.InTurn(rollout.rollouts, sampler, **played)
+            return
+
+        # With workers each version of the weights goes through a folder.
+        self.folder = owned_directory("weights", tempfile.gettempdir())
+        folder = self.folder.name
+        self.publisher = fast_workers.Publisher(folder, run.model.config, run.dtype)
+        settings = dict(folder=folder, **played, **options)
+        self.workers = fast_workers.Workers(config.workers, settings, PATCH)
 
     # ---- the tasks
 
@@ -1077,6 +1071,8 @@ class Run:
     """What the stages share: the place of this process among the ranks, the tokenizer, the model,
     and the hook that asks the agent for summaries."""
 
+    said_edits = False  # see say_edits
+
     def __init__(self, config):
         # The device, the ranks, and how they share data and weights.
         self.config, self.out = config, Path(config.out)
@@ -1109,6 +1105,13 @@ class Run:
         if self.rank == 0:
             with contextlib.suppress(OSError):  # whoever read along is gone
                 tqdm.write(text)
+
+    def say_edits(self):
+        """Once in a process: which twins step aside, because what they stand for was edited"""
+        if not self.config.plain and not Run.said_edits:
+            Run.said_edits = True
+            for line in fast.describe_edits():
+                self.say(line)
 
     # ---- ranks
 
@@ -1283,7 +1286,7 @@ class Run:
             groups,
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
-            newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
+            newton_schulz=newton_schulz if self.config.plain else fast.choose(newton_schulz),
             round_weights=stochastic_round,
         )
         checks.check_parameters(optimizer, self.model.named_parameters())
@@ -1313,6 +1316,7 @@ def train(config, interrupted, sources=None):
         run.say(f"{stage}: finished already ({out}){begun_from}")
         return True
     run.say(describe_stage(config, sources))
+    run.say_edits()
 
     # 2) The model: of a checkpoint, of a published folder, or with random weights.
     try:
@@ -1458,6 +1462,7 @@ def evaluate_run(config, given, sources):
     run = Run(config)
     asked = evaluation.find_policies(run, given, SIZES, PATCH)
     run.say(describe_stage(config, sources))
+    run.say_edits()
     if not evaluation.is_done(run, asked):
         policies = eval.evaluate(run, asked.config, asked.paths, asked.made, asked.published)
         evaluation.write_evaluation(run, asked, eval.summarize_policies(policies))

@@ -159,7 +159,6 @@ def describe_rollouts(bench, lines, phases):
             "RL steps",
             rollouts=rollouts,
             sampled_tokens_per_s=line["sampled"] * rollouts / line["rollout_s"],
-            upload_MB=line.get("sync_bytes", 0) / 1e6,
             **{name: line[name] for name in LOGGED},
         )
 

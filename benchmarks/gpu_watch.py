@@ -27,7 +27,8 @@ import hsdp
 import muon
 import train
 from command import checkpoints
-from fast import sampler, workers
+from command import in_turn
+from fast import sampler
 
 PERIOD = 0.01  # seconds between two looks at the main thread
 
@@ -36,7 +37,7 @@ PERIOD = 0.01  # seconds between two looks at the main thread
 # once instead of measuring nothing.
 PHASES = {
     "saving": [checkpoints.save_checkpoint],
-    "publishing": [workers.Publisher.publish, workers.Generator.refresh, train.Run.full_state],
+    "publishing": [in_turn.InTurn.publish, train.Run.full_state],
     "prefill": [sampler.Sampler.prefill],
     # Agents and workspaces, and waiting for tools and judges
     "tools": [sampler.Sampler.handle_turns, Future.result],
