@@ -15,6 +15,7 @@ import moe
 from fast import workers as fast_workers
 from fast.sampler import make_sampler
 from moe import Model, ModelConfig
+import rollout
 from rollout import Limits
 from sampling import TRAINED, same
 from summarize import Compaction
@@ -264,7 +265,7 @@ def test_the_plain_form_of_generation_yields_the_same_groups():
         make_sampler(CONFIG, torch.float32, "cpu", TRAINED, 400, 0.9, plain=plain)
         for plain in (True, False)
     ]
-    plain, fast = (in_turn.InTurn(sampler, 2, Limits(400, 3, 24)) for sampler in samplers)
+    plain, fast = (in_turn.InTurn(rollout.rollouts, sampler, 2, Limits(400, 3, 24)) for sampler in samplers)
     for version in (0, 1):
         for source in (plain, fast):
             assert source.publish(version, weights(version)) == {}  # nothing is sent
