@@ -468,9 +468,9 @@ def logprob_gaps(model, segment, temperature=1.0, replay=True):
     at sampling. replay: the forward takes the experts that were recorded, else those that it
     chooses itself."""
     batch = rollout.pack([segment], [1.0])
-    experts = batch["experts"] if replay else None
+    routes = batch["routes"] if replay else None
     with torch.no_grad():
-        hidden = model(batch["tokens"], None, experts)
+        hidden = model(batch["tokens"], None, routes)
         logp = model.logprobs(hidden, batch["targets"], temperature)  # (1, T)
     return (logp - batch["logprobs"])[batch["mask"] > 0]
 

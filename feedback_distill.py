@@ -164,7 +164,7 @@ def blank_strings(line):
 
 
 @rule
-def effort(rollout, e, i):
+def repetition(rollout, e, i):
     """Reading what the context already shows, or testing again although nothing has changed. Only
     this segment counts: after a summary the context is new."""
     tests = ("run_command", rollout.task.test_command)
@@ -184,7 +184,7 @@ def effort(rollout, e, i):
                 seen = {k for k in seen if k[0] == "read_file" and k[1] != call.args[0]}
             elif call.name == "run_command" and key != tests:
                 seen = set()  # another command may have written any file
-            elif not call.error:
+            elif not call.error and not call.cut:
                 seen.add(key)
 
 

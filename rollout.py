@@ -218,6 +218,7 @@ class Call:
     args: list
     output: str = ""
     error: str = ""  # "", "unknown_tool", "bad_arguments" or "failed"
+    cut: bool = False  # the middle of its output had no room: the context does not show it
     # index in the turn's body of its first token (of the first call: of what opens all calls, where
     # a form has such an opening)
     start: int = field(default=0, compare=False)
@@ -257,7 +258,7 @@ class Segment:
     """The turns that share one context = one training sequence."""
 
     turns: list
-    experts: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
+    routes: np.ndarray = None  # (T, L, K) int16 chosen at sampling, -1 = not recorded
     # the hints on its turns, as feedback_distill.Splice: what a teacher reads above them
     hints: list = field(default_factory=list)
 
@@ -506,7 +507,9 @@ def output_turns(tokenizer, rollout, limits, compact):
     calls = rollout.segments[-1].turns[-1].calls
     for i, call in enumerate(calls):
         answers = call.name, i, len(calls), call.id
-        turns.append(make_turn(tokenizer, "tool", call.output, room // len(calls), answers))
+        most = room // len(calls)
+        call.cut = len(tokenizer.encode(call.output)) > most
+        turns.append(make_turn(tokenizer, "tool", call.output, most, answers))
     return turns
 
 
@@ -588,16 +591,16 @@ class Context:
         self.tokens = []
         self.cached = 0  # tokens[:cached] are in the cache
         self.cache = Cache(model, 1, window + 2)
-        self.experts = []  # arrays (N, L, K)
+        self.routes = []  # arrays (N, L, K)
 
-    def experts_of(self, length):
+    def routes_of(self, length):
         """-> (length, L, K) int16, -1 where a token was not fed; None without MoE layers"""
-        if not self.experts:
+        if not self.routes:
             return None
-        known = np.concatenate(self.experts)[:length]
-        experts = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
-        experts[: len(known)] = known
-        return experts
+        known = np.concatenate(self.routes)[:length]
+        routes = np.full((length, *known.shape[1:]), -1, dtype=known.dtype)
+        routes[: len(known)] = known
+        return routes
 
 
 class Sampler:
@@ -654,7 +657,7 @@ class Sampler:
         # The experts that each token took are part of the record: training replays them.
         rollout.steps = steps
         for segment, context in zip(rollout.segments, contexts):
-            segment.experts = context.experts_of(len(segment))
+            segment.routes = context.routes_of(len(segment))
         return rollout
 
     def sample_turn(self, context, room, rng):
@@ -679,8 +682,8 @@ class Sampler:
         chosen = []  # of each MoE layer (1, N, K)
         hidden = self.model.decode(tokens, context.cache, slice(0, 1), [context.cached], chosen)
         if chosen:
-            experts = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
-            context.experts.append(experts.cpu().numpy().astype(np.int16))
+            routes = torch.cat(chosen).transpose(0, 1)  # (N, L, K)
+            context.routes.append(routes.cpu().numpy().astype(np.int16))
         context.cached = len(context.tokens)
         return self.model.logits(hidden[0, -1:])
 
@@ -833,7 +836,7 @@ def pack(segments, advantage, multiple=1):
     """Segments and one number each -> tensors (B, T), T a multiple of `multiple`. Of position t:
     tokens (-1 = padding); of the token t + 1, which it predicts: targets (its id), mask (1 = it was
     sampled), logprobs (at sampling), advantage (0 where it was not sampled), has_target (1 = there
-    is one to learn). experts (B, T, L, K) or None.
+    is one to learn). routes (B, T, L, K) or None.
 
     There is no target where the policy would go on by itself but the harness has put another turn
     (a query, a hint): the policy would learn to write that turn's first token itself."""
@@ -861,15 +864,15 @@ def pack(segments, advantage, multiple=1):
     batch["advantage"] = batch["mask"] * weights[:, None]
 
     # Router replay. A segment without a record routes freely.
-    batch["experts"] = None
-    records = [segment.experts for segment in segments if segment.experts is not None]
+    batch["routes"] = None
+    records = [segment.routes for segment in segments if segment.routes is not None]
     if records:
         _, L, K = records[0].shape
-        experts = np.full((len(segments), T, L, K), -1, dtype=records[0].dtype)
-        for row, segment in zip(experts, segments):
-            if segment.experts is not None:
-                row[: len(segment.experts)] = segment.experts
-        batch["experts"] = torch.from_numpy(experts)  # (B, T, L, K)
+        routes = np.full((len(segments), T, L, K), -1, dtype=records[0].dtype)
+        for row, segment in zip(routes, segments):
+            if segment.routes is not None:
+                row[: len(segment.routes)] = segment.routes
+        batch["routes"] = torch.from_numpy(routes)  # (B, T, L, K)
     return batch
 
 

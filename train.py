@@ -1183,7 +1183,7 @@ class Run:
     def hidden(self, batch):
         """(B, T, D) Hidden states. With router replay, tokens go to the experts that were recorded
         at sampling."""
-        replay = batch.get("experts") if self.config.router_replay else None
+        replay = batch.get("routes") if self.config.router_replay else None
         return self.model(batch["tokens"], batch.get("positions"), replay)
 
     def draft_loss(self, batch, hidden, places, log):

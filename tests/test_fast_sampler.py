@@ -47,7 +47,7 @@ def test_the_plain_sampler_and_the_fast_one_yield_the_same_rollouts(answers, tru
             assert (turn.text, turn.calls, turn.head) == (twin.text, twin.calls, twin.head)
             assert np.array_equal(turn.versions, twin.versions)
         for segment, twin in zip(plain.segments, fast.segments):
-            assert np.array_equal(segment.experts, twin.experts)
+            assert np.array_equal(segment.routes, twin.routes)
         # Drafts save steps; without them a step is a token.
         assert (
             fast.steps
@@ -112,14 +112,14 @@ def test_log_probs_recorded_at_sampling_equal_the_full_forward_token_by_token(
         where = batch["mask"].bool()
         torch.testing.assert_close(logp[where], batch["logprobs"][where], atol=1e-4, rtol=0)
         scored += int(where.sum())
-        recorded, own = batch["experts"][0], torch.stack(record, 2)[0]
+        recorded, own = batch["routes"][0], torch.stack(record, 2)[0]
         fed = recorded[:, 0, 0] >= 0
         # The last token of a turn that ends a segment was never fed: nothing follows it.
         last = segment.turns[-1].role == "assistant"
         assert fed[: n - 1].all() or not last
         assert torch.equal(recorded[fed].long().sort(-1)[0], own[fed].sort(-1)[0])
         replayed = target_logprobs(
-            model.logits(model(batch["tokens"], replay=batch["experts"])),
+            model.logits(model(batch["tokens"], replay=batch["routes"])),
             batch["targets"],
             temperature,
         )
@@ -162,7 +162,7 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(answers):
                 turn.versions.tolist() for turn in a.turns if turn.versions is not None
             ] == [turn.versions.tolist() for turn in b.turns if turn.versions is not None]
             for e, f in zip(a.segments, b.segments):
-                assert np.array_equal(e.experts, f.experts)
+                assert np.array_equal(e.routes, f.routes)
 
 
 def test_a_sequence_that_repeats_itself_takes_a_quarter_of_the_steps():
@@ -209,9 +209,9 @@ def test_a_prompt_prefilled_once_for_its_group_changes_nothing(answers):
     for a, b in zip(group, alone):
         same(a, b)
         for e, f in zip(a.segments, b.segments):
-            assert np.array_equal(e.experts, f.experts)
+            assert np.array_equal(e.routes, f.routes)
     assert all(
-        (e.experts[: len(c.segments[0].turns[0].tokens)] >= 0).all()
+        (e.routes[: len(c.segments[0].turns[0].tokens)] >= 0).all()
         for c in group
         for e in c.segments
     )

@@ -28,6 +28,7 @@ class Call:
     args: list
     output: str = "ok"
     error: str = ""
+    cut: bool = False
 
 
 @dataclass
@@ -225,25 +226,27 @@ def test_a_summary_is_not_a_final_message():
     assert fired(rollout([*do(READ), say("query"), long], finished=False), "communication") == []
 
 
-def test_effort_finds_rereading_and_retesting_but_not_after_a_change():
-    assert fired(rollout([*do(READ), *do(READ), BYE]), "effort") == [(0, 3)]
-    assert fired(rollout([*do(READ, READ), BYE]), "effort") == [(0, 1)]
-    assert fired(rollout([*do(READ), *do(EDIT), *do(READ), BYE]), "effort") == []
+def test_repetition_finds_rereading_and_retesting_but_not_after_a_change():
+    assert fired(rollout([*do(READ), *do(READ), BYE]), "repetition") == [(0, 3)]
+    assert fired(rollout([*do(READ, READ), BYE]), "repetition") == [(0, 1)]
+    assert fired(rollout([*do(READ), *do(EDIT), *do(READ), BYE]), "repetition") == []
     # another file was edited
-    assert fired(rollout([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "effort") == [(0, 5)]
-    assert fired(rollout([*do(GREEN), *do(GREEN), BYE]), "effort") == [(0, 3)]
-    assert fired(rollout([*do(RED), *do(EDIT), *do(GREEN), BYE]), "effort") == []
+    assert fired(rollout([*do(DOCS), *do(EDIT), *do(DOCS), BYE]), "repetition") == [(0, 5)]
+    assert fired(rollout([*do(GREEN), *do(GREEN), BYE]), "repetition") == [(0, 3)]
+    assert fired(rollout([*do(RED), *do(EDIT), *do(GREEN), BYE]), "repetition") == []
     failed = Call("edit_file", ["a.py", "x", "y"], "old text not found", "failed")
     # a failed edit changes nothing
-    assert fired(rollout([*do(RED), *do(failed), *do(RED), BYE]), "effort") == [(0, 5)]
+    assert fired(rollout([*do(RED), *do(failed), *do(RED), BYE]), "repetition") == [(0, 5)]
     shell = Call("run_command", ["sed -i s/1/2/ a.py"])
-    assert fired(rollout([*do(READ, GREEN), *do(shell), *do(READ, GREEN), BYE]), "effort") == []
+    assert fired(rollout([*do(READ, GREEN), *do(shell), *do(READ, GREEN), BYE]), "repetition") == []
 
 
-def test_effort_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
-    assert fired(rollout([*do(READ), say("query"), BYE], [*do(READ), BYE]), "effort") == []
+def test_repetition_forgets_what_a_summary_has_removed_and_what_could_not_be_read():
+    assert fired(rollout([*do(READ), say("query"), BYE], [*do(READ), BYE]), "repetition") == []
     lost = Call("read_file", ["b.py"], "no such file", "failed")
-    assert fired(rollout([*do(lost), *do(lost), BYE]), "effort") == []
+    assert fired(rollout([*do(lost), *do(lost), BYE]), "repetition") == []
+    long = Call("read_file", ["b.py"], "x = 1\n" * 999, cut=True)
+    assert fired(rollout([*do(long), *do(long), BYE]), "repetition") == []
 
 
 def test_unfinished_names_the_functions_still_missing_and_open_items():

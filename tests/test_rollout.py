@@ -610,7 +610,7 @@ def test_scoring_again_takes_the_recorded_experts_or_the_models_own(kind):
         logprob_gaps(model, segment, **how).abs().max()
     )
     assert far() < 1e-4
-    segment.experts = np.where(segment.experts < 0, -1, (segment.experts + 1) % 4)
+    segment.routes = np.where(segment.routes < 0, -1, (segment.routes + 1) % 4)
     assert far() > 1e-3 and far(replay=False) < 1e-4
 
 
@@ -815,7 +815,7 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
         turns(("user", 3), ("assistant", 4), ("tool", 2), ("assistant", 3)),
         turns(("user", 2), ("assistant", 3)),
     ]
-    segments[0].experts = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
+    segments[0].routes = np.arange(12 * 2 * 2).reshape(12, 2, 2).astype(np.int16)
     batch = pack(segments, [2.0, -1.0], multiple=8)
     assert batch["tokens"].shape == (2, 16)
     for i, segment in enumerate(segments):
@@ -828,17 +828,17 @@ def test_packed_positions_predict_the_next_token_and_carry_its_mask_log_prob_and
             assert batch["logprobs"][i, t] == (logprobs[t + 1] if target else 0)
             assert batch["advantage"][i, t] == (mask[t + 1] * (2.0, -1.0)[i] if target else 0)
     assert pack(segments, [1, 1])["tokens"].shape == (2, 12)
-    experts = pack(segments, [2.0, -1.0], multiple=8)["experts"]
+    experts = pack(segments, [2.0, -1.0], multiple=8)["routes"]
     assert (
-        torch.equal(experts[0, :12], torch.from_numpy(segments[0].experts))
+        torch.equal(experts[0, :12], torch.from_numpy(segments[0].routes))
         and (experts[0, 12:] == -1).all()
     )
     # The second segment has no record of its experts (-1), and the first keeps its own.
     assert (experts[1] == -1).all()
-    segments[1].experts = np.zeros((5, 2, 2), dtype=np.int16)
-    experts = pack(segments, [2.0, -1.0], multiple=8)["experts"]
+    segments[1].routes = np.zeros((5, 2, 2), dtype=np.int16)
+    experts = pack(segments, [2.0, -1.0], multiple=8)["routes"]
     assert (experts[1, :5] == 0).all() and (experts[1, 5:] == -1).all()
-    assert pack([turns(("user", 2))], [0.0])["experts"] is None
+    assert pack([turns(("user", 2))], [0.0])["routes"] is None
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])

@@ -1227,8 +1227,8 @@ def test_a_rule_without_a_reminder_is_a_habit_too_and_no_demonstration_has_its_h
     def spoken(habits):
         return [turn.tokens for segment in segments(habits) for turn in segment.turns]
 
-    assert "effort" not in train.feedback_distill.REMINDERS
-    assert spoken("unavailable_tool,effort") == spoken("unavailable_tool")
+    assert "repetition" not in train.feedback_distill.REMINDERS
+    assert spoken("unavailable_tool,repetition") == spoken("unavailable_tool")
 
 
 def test_groups_hold_every_segment_once_a_round_and_fit_their_tokens():
