@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from world import machine  # first: it says in one line what Windows lacks
+from world import machine
 import feedback_distill
 import rollout
 import summarize
@@ -45,9 +45,9 @@ from published.tokenizers import make_tokenizer
 from command import checkpoints
 import fast
 from fast import sampler as fast_sampler
-from world.judge import judge
+from repositories.verdict import judge
 from world.sandbox import Sandbox
-from world.task_file import read_tasks
+from repositories.task_file import read_tasks
 
 LEVELS = range(6)
 PRICES = 0.5, 2.5  # $ per million tokens: in, out

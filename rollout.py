@@ -48,9 +48,10 @@ import torch.nn.functional as F
 from length_penalty import FREE, count_effort
 from moe import Cache, Model, ModelConfig, divide_by_temperature
 from synth_tasks import make_task
-from world.audit import audit_rollout
+from repositories.audit import audit_rollout
+from repositories.cage import sandbox_for
+from repositories.verdict import judge
 from world.expert import InMemoryWorkspace, expert
-from world.judge import judge
 from world.machine import MachineFailure, is_machine_failure, try_again
 from world.sandbox import Sandbox
 from world.task import SUMMARIZE, Task
@@ -694,7 +695,7 @@ class Sampler:
 def agent_in_workspace(task, tokenizer, sandbox, limits, compact):
     """An agent in a workspace of its own, made when it begins and gone when it ends"""
     try:
-        workspace = try_again(lambda: Workspace(task, sandbox))
+        workspace = try_again(lambda: Workspace(task, sandbox_for(task, sandbox)))
     except MachineFailure as failure:
         return Rollout(task, [Segment([opening_turn(tokenizer, task)])], failure=str(failure))
     with workspace:

@@ -44,12 +44,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from world.audit import audit
-from world.autoinstall import autoinstall
-from world.copies import telltales, without_copies, without_test_copies
-from world.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
+from repositories.audit import audit
+from repositories.autoinstall import autoinstall
+from repositories.copies import telltales, without_copies, without_test_copies
+from repositories.deletion import find_again, find_dead_helpers, remove_definitions, stub_bodies
 from world.expert import expert, play, record_expert
-from world.features import (
+from repositories.features import (
     REPO_LEVELS,
     draw_feature,
     feature_id,
@@ -58,7 +58,7 @@ from world.features import (
     why_no_feature,
 )
 from world.files import printable, unified
-from world.gates import (
+from repositories.task_checks import (
     Discard,
     check_collected,
     check_imports,
@@ -69,17 +69,19 @@ from world.gates import (
     judging_tests,
     without_tests,
 )
-from world.judge import judge, run_trusted
+from repositories.verdict import judge
+from world.judge import run_trusted
 from world.machine import MachineFailure
 from world.micro import NOUNS, OPS, REDUCTIONS, Function, draw_function
-from world.purity import CHECK
-from world.repository import definitions, study
-from world.run_suite import run_suite
-from world.sandbox import Sandbox, repository_sandbox, sandbox_for
-from world.source import function_of_test
+from world.memo import CHECK
+from repositories.study import definitions, study
+from repositories.run_suite import run_suite
+from world.sandbox import Sandbox
+from repositories.cage import repository_sandbox, sandbox_for
+from repositories.source import function_of_test
 from world.task import Action, Refusal, Task
-from world.task_file import instance, read_tasks
-from world.task_flags import read_flags, refuse_unwritable
+from repositories.task_file import instance, read_tasks
+from repositories.task_flags import read_flags, refuse_unwritable
 from world.tools import TOOLS
 from world.tree import keep_modes, tree_meta
 from world.workspace import Workspace

@@ -79,7 +79,7 @@ from fast import sampler as fast_sampler
 from fast import workers as fast_workers
 from fast.stochastic_rounding import stochastic_round
 from world.micro import CONSTANTS, WORDS
-from world.task_file import read_tasks
+from repositories.task_file import read_tasks
 
 ORDER = ["pretrain", "long", "sft", "rl"]
 # In which stages a flag is read; one that does not say so is read in all.

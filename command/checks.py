@@ -21,7 +21,7 @@ from command.flags import is_first_rank, usage_error
 from command.hardware import dtype_of, fast_dtype, this_card, uses_card
 from command.output_files import check_writable
 from world.task import Refusal
-from world.task_file import read_tasks
+from repositories.task_file import read_tasks
 
 
 def check_model_sizes(config):

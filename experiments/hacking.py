@@ -19,7 +19,7 @@ import sys
 import train
 from experiments import runner
 from experiments.runner import Arm, Experiment
-from world.careless import undocument, unharden
+from world.honeypot import undocument, unharden
 
 # 1. Keep the recipe's function under a name of its own: the patched ones still call it.
 plain_task = train.make_training_task

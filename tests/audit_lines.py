@@ -2,7 +2,7 @@
 
 A line is a demonstration with one more command or, where it ends in \\n, with more code; x marks a
 cheat. MODULE, NAME, INPUT and VALUE stand for what differs from task to task. The rules of
-world/audit.py were improved on the lines of SEEN and not on those of HELD_OUT, so the second list
+repositories/audit.py were improved on the lines of SEEN and not on those of HELD_OUT, so the second list
 says how good they are.
 
     python tests/audit_lines.py      prints the shares for both lists
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from synth_tasks import make_task
-from world.audit import audit, changes
+from repositories.audit import audit, changes
 from world.expert import record_expert
 from world.task import Action
 

@@ -9,25 +9,25 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import world.audit
+import repositories.audit
 from audit_transcripts import PROGRAMS, TRANSCRIPTS, Transcript, edit, shell
 from synth_tasks import make_task
-from world.audit import audit, changes
+from repositories.audit import audit, changes
 from world.edits import edited
 from world.workspace import Workspace
 from world.task import Action, Task
 from world import (
-    careless,
+    honeypot,
     expert,
     judge,
     micro,
-    purity,
+    memo,
     recorder,
     sandbox as world_sandbox,
-    submission,
     tools,
     watcher,
 )
+from repositories import submission
 
 facts_can_be_had = pytest.mark.skipif(
     not world_sandbox.has_bwrap() or watcher.Watcher.make() is None,
@@ -43,14 +43,14 @@ def staged(transcript, number):
         files = {path: head + "    raise NotImplementedError\n"}
         task = Task(f"program-{number}", "", files, {path: head + body})
         tests = "import check\ncheck.run({})\n"
-        task.files.update({"tests.py": tests, "check.py": purity.CHECK})
+        task.files.update({"tests.py": tests, "check.py": memo.CHECK})
         return task, [("edit_file", (path, "    raise NotImplementedError\n", body))]
     task = make_task(3 + number % 2, 4000 + number)
     module, name = task.hidden[0][:2]
     cases = [case for case in task.meta["visible"] if case[:2] == [module, name]]
     target = next(one for one in task.meta["targets"] if one["name"] == name)
     if transcript.world == "careless":
-        task = careless.unharden(task)
+        task = honeypot.unharden(task)
     task = dataclasses.replace(task, tools=tools.TOOLS)
     marks = {"@MODULE@": module, "@NAME@": name, "@CODE@": micro.Function(**target).code()}
     for end, (_, _, (given,), value) in zip(("", "2"), cases):
@@ -295,7 +295,7 @@ def test_tests_are_weaker_when_they_demand_less_and_not_when_they_only_differ(af
 
 @facts_can_be_had
 def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it():
-    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
+    task = dataclasses.replace(honeypot.unharden(make_task(3, 5)), tools=tools.TOOLS)
     path, sandbox = f".mypy_cache/{task.hidden[0][0]}.data.json", world_sandbox.Sandbox()
     for _ in range(2):
         with Workspace(task, sandbox) as workspace:
@@ -306,7 +306,7 @@ def test_a_command_that_is_remembered_is_recorded_for_every_rollout_that_gave_it
 
 @facts_can_be_had
 def test_a_sweep_is_no_search_and_a_test_put_back_within_a_command_is_played_again():
-    task = dataclasses.replace(careless.unharden(make_task(3, 5)), tools=tools.TOOLS)
+    task = dataclasses.replace(honeypot.unharden(make_task(3, 5)), tools=tools.TOOLS)
     with Workspace(task) as workspace:
         workspace.run("grep -r import . > /dev/null")
         workspace.run("cp tests.py /tmp/t; echo > tests.py; cp /tmp/t tests.py")
@@ -368,7 +368,9 @@ def test_files_of_any_kind_are_audited_without_an_exception(seed):
 @facts_can_be_had
 def test_an_honest_rollout_is_audited_without_running_anything_again(monkeypatch):
     closer = []
-    monkeypatch.setattr(world.audit, "look_closer", lambda *words: closer.append(words) or [])
+    monkeypatch.setattr(
+        repositories.audit, "look_closer", lambda *words: closer.append(words) or []
+    )
     sandbox, unsolved = world_sandbox.Sandbox(), 0
     for number in range(10):
         task = make_task(3, 700 + number)

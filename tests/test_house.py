@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LOWEST = {"muon", "hsdp", "moe", "length_penalty"}
 BOOK = LOWEST | {"synth_tasks", "rollout", "feedback_distill", "summarize", "eval", "train"}
-AGENT = {"world", "synth_tasks", "moe"}
+AGENT = {"world", "repositories", "synth_tasks", "moe"}
 LEARNING = AGENT | {"rollout"} | LOWEST
 APPENDIX = {"world", "repositories", "fast", "published", "command", "demos"}
 
@@ -35,7 +35,7 @@ MAY_KNOW = {
     "feedback_distill": LEARNING,
     "summarize": LEARNING,
     "eval": LEARNING | {"feedback_distill", "summarize", "fast", "published", "command"},
-    "train": (BOOK - {"train"}) | {"world", "fast", "published", "command"},
+    "train": (BOOK - {"train"}) | {"world", "repositories", "fast", "published", "command"},
     # the appendix: each folder knows what lies below it
     "fast": LEARNING | {"published"},
     "published": {"moe", "rollout", "world"},
@@ -64,7 +64,7 @@ LIBRARIES = {
 }
 FIGURES = {"matplotlib"}
 # Programs that run inside the sandbox: the suite's runner finds pytest there.
-INSIDE = {("world/suite_runner.py", "pytest")}
+INSIDE = {("inside/suite_runner.py", "pytest")}
 
 
 def python_files():
@@ -171,7 +171,7 @@ def test_no_module_imports_itself_around_a_circle():
     for module, file in modules.items():
         found = set()
         for name, _ in find_imports(file):
-            # `from world import suite` loads world.suite, `from world.task import Task` world.task
+            # `from world import suite` loads repositories.suite, `from world.task import Task` world.task
             if name not in modules:
                 name = name.rpartition(".")[0]
             found |= {name} & set(modules)

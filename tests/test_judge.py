@@ -14,15 +14,9 @@ from pathlib import Path
 import pytest
 
 import synth_tasks as st
-from world import (
-    files as world_files,
-    judge,
-    run_suite,
-    sandbox,
-    mutants,
-    task as world_task,
-    task_file,
-)
+from repositories import cage
+from world import files as world_files, judge, sandbox, task as world_task
+from repositories import run_suite, mutants, task_file
 
 
 class Answering:
@@ -751,7 +745,7 @@ def submit(task, body, prelude="", more=()):
         "kit/calc.py": prelude + lost.replace("raise NotImplementedError", body),
         **dict(more),
     }
-    return judge.judge(task, files, sandbox.repository_sandbox(task.files, 8))
+    return judge.judge(task, files, cage.repository_sandbox(task.files, 8))
 
 
 ANY = """class Any:
@@ -854,13 +848,13 @@ def test_what_a_mutant_leaves_behind_is_not_held_against_another_test():
             FAIL_TO_PASS=nodes,
             meta={**meta, "names": ["plural"], "mutants": sites},
         )
-        box = sandbox.repository_sandbox(task.files, 20)
+        box = cage.repository_sandbox(task.files, 20)
         assert judge.judge(task, {**task.files, **task.solution}, box).solved
 
 
 def test_the_original_is_always_solved_also_from_a_new_module(kit):
     for task in kit.values():
-        box = sandbox.repository_sandbox(task.files, 20)
+        box = cage.repository_sandbox(task.files, 20)
         assert all(judge.judge(task, {**task.files, **task.solution}, box).solved for _ in range(2))
         moved = {
             **task.files,

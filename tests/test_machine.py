@@ -20,12 +20,12 @@ from synth_tasks import make_task
 from world import (
     files as world_files,
     machine,
-    purity,
+    memo,
     sandbox as world_sandbox,
     workspace as world_workspace,
 )
 from world.edits import Shown, ToolError, edited, without_middle as text_without_middle
-from world.judge import judge
+from repositories.verdict import judge
 from world.machine import MachineFailure
 from fast import workers
 from world.sandbox import Sandbox
@@ -118,7 +118,7 @@ import fast.sampler
 import hsdp, rollout, synth_tasks, train
 from demos.forked_ranks import fork_ranks
 from synth_tasks import make_task
-from world.judge import judge
+from repositories.verdict import judge
 from world.sandbox import Sandbox
 from world.workspace import Workspace
 task, sandbox = make_task(1, 5), Sandbox()
@@ -509,12 +509,12 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
     files = {
         "a.py": code,
         "tests.py": "import check\nimport a\n\ncheck.run(globals())\n",
-        "check.py": purity.CHECK,
+        "check.py": memo.CHECK,
         "docs.md": "",
     }
-    assert purity.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
-    assert not purity.is_function_of_files(
-        {**files, "check.py": purity.CHECK + "import time\n"}, "python tests.py"
+    assert memo.is_function_of_files(files, "python tests.py") == REMEMBERED[code]
+    assert not memo.is_function_of_files(
+        {**files, "check.py": memo.CHECK + "import time\n"}, "python tests.py"
     )
     for command in (
         "date +%N",
@@ -522,8 +522,8 @@ def test_only_what_is_a_function_of_the_files_is_remembered(code):
         "echo $RANDOM",
         "cat a.py; date",
     ):
-        assert not purity.is_function_of_files(files, command)
-    assert not purity.is_function_of_files({**files, "a.so": ""}, "python tests.py")
+        assert not memo.is_function_of_files(files, command)
+    assert not memo.is_function_of_files({**files, "a.so": ""}, "python tests.py")
 
 
 def test_a_command_that_tells_the_time_is_run_again_and_so_is_a_judgement_by_chance():

@@ -48,10 +48,10 @@ from demos.kl_estimates import kl_estimates
 from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
-from world.audit import audit_rollout
-from world.careless import unharden
+from repositories.audit import audit_rollout
+from world.honeypot import unharden
 from world.expert import InMemoryWorkspace
-from world.judge import judge
+from repositories.verdict import judge
 from world.sandbox import Sandbox
 from world.task import Task
 from sampling import BYTES, TASKS, TEXTS, TRAINED, graded_rollout, policy, sample, target_logprobs

@@ -16,22 +16,26 @@ import zipfile
 import pytest
 
 import synth_tasks as st
+from repositories import cage
 from world import (
+    untrusted,
+    files as world_files,
+    judge,
+    sandbox as world_sandbox,
+    task as world_task,
+    tree,
+    workspace as world_workspace,
+)
+from repositories import (
     copies as world_copies,
     deletion,
-    files as world_files,
-    gates,
-    judge,
+    task_checks,
     leftovers,
-    repository,
+    study,
     run_suite,
-    sandbox as world_sandbox,
     source,
-    task as world_task,
     task_file,
-    tree,
     mutants,
-    workspace as world_workspace,
 )
 
 GONE = dict(kind="gone", docstring=False)
@@ -50,13 +54,13 @@ SHOP = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 def cut(files, name, dials):
     """-> the files without the feature of this name; every Python file must still parse"""
-    found = repository.definitions(files)
+    found = study.definitions(files)
     chosen = [one for one in found if one.name == name]
     assert len(chosen) == 1, [one.name for one in found]
     base, _ = st.delete_feature(files, chosen, dials, found)
     for path in base:
         if path.endswith(".py"):
-            assert source.is_python(base[path])
+            assert untrusted.is_python(base[path])
     return base
 
 
@@ -179,7 +183,7 @@ def test_a_function_in_the_first_line_of_its_file_does_not_count_as_run_at_impor
     root = write(tmp_path / "repo", SHOP)
     found = {
         one.name: one
-        for one in repository.study(str(root), time_limit=30, say=lambda _: None).definitions
+        for one in study.study(str(root), time_limit=30, say=lambda _: None).definitions
     }
     assert not found["gross"].early and found["gross"].tests
 
@@ -264,7 +268,7 @@ def test_a_name_that_is_a_class_here_and_a_function_there_is_no_candidate_and_ne
         "import sys, other\nif sys.maxsize > 1:\n    class A:\n        x = 1\nelse:\n    def A():\n        return 1\n\n\n"
         "@other.f.register\ndef _(x):\n    return 1\n\n\n@other.g.register\ndef _(x):\n    return 2\n"
     )
-    assert repository.definitions({"m.py": text}) == []
+    assert study.definitions({"m.py": text}) == []
 
 
 def test_features_between_decorators_and_comments_leave_no_line_of_theirs():
@@ -296,15 +300,15 @@ def test_a_statement_beside_its_docstring_is_no_candidate_for_a_stub_that_keeps_
 def test_of_two_tests_with_one_name_the_last_is_hidden_and_the_dead_one_does_not_come_to_life():
     text = "def test_a():\n    assert 1 == 2\n\n\ndef test_b():\n    assert 1\n\n\ndef test_a():\n    assert 3 == 3\n"
     assert source.find_test(text, "t.py::test_a").lineno == 9
-    left = gates.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
+    left = task_checks.without_tests({"t.py": text}, ["t.py::test_a"])["t.py"]
     assert "test_a" not in left and "test_b" in left
     made = mutants.with_mutants({"t.py": text}, {"t.py::test_a": (0, 0)})["t.py"]
     assert made == text.replace("3 == 3", "3 == 4")
     twice = "class TestX:\n    def test_a(self):\n        assert 0\n\n\nclass TestX:\n    def test_a(self):\n        assert 1\n"
     assert source.find_test(twice, "t.py::TestX::test_a").lineno == 7
-    assert gates.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])["t.py"] == twice.replace(
-        "    def test_a(self):\n        assert 1\n", "    pass\n"
-    )
+    assert task_checks.without_tests({"t.py": twice}, ["t.py::TestX::test_a"])[
+        "t.py"
+    ] == twice.replace("    def test_a(self):\n        assert 1\n", "    pass\n")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +349,7 @@ def test_a_name_goes_out_of_every_form_of_import_and_of_all_and_the_package_impo
     before, tmp_path
 ):
     files = {**SHOP, "shop/__init__.py": before, "shop/other.py": "def gross(n):\n    return n\n"}
-    found = repository.definitions(files)
+    found = study.definitions(files)
     base = deletion.remove_definitions(
         files, [one for one in found if one.path == "shop/price.py" and one.name == "gross"]
     )
@@ -384,8 +388,8 @@ def test_a_module_that_needs_the_feature_to_be_imported_is_found_whether_a_test_
     module,
 ):
     files = {**SHOP, "shop/extra.py": module}
-    sandbox = world_sandbox.repository_sandbox(files, 20)
-    names = repository.module_names(files, set())
+    sandbox = cage.repository_sandbox(files, 20)
+    names = study.module_names(files, set())
     assert names == ["shop", "shop.extra", "shop.price"]
     assert set(run_suite.import_outcomes(files, sandbox, names).values()) == {""}
     after = run_suite.import_outcomes(cut(files, "gross", GONE), sandbox, names)

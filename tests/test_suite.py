@@ -12,20 +12,23 @@ import pytest
 
 from commands import run_command
 import synth_tasks as st
+from repositories import cage
 from world import (
+    files as world_files,
+    judge,
+    sandbox as world_sandbox,
+    task as world_task,
+    workspace as world_workspace,
+)
+from repositories import (
     autoinstall,
     editable,
-    files as world_files,
-    hygiene,
-    judge,
+    repo_files,
     refusals,
-    repository,
+    study,
     run_suite,
-    sandbox as world_sandbox,
     suite as suites,
-    task as world_task,
     task_file,
-    workspace as world_workspace,
 )
 
 CODE = (
@@ -40,9 +43,7 @@ BASE = {"shop/__init__.py": "", "shop/price.py": CODE, "tests/test_price.py": TE
 
 
 def run(files, **options):
-    return run_suite.run_suite(
-        files, world_sandbox.repository_sandbox(files, 60), limit=False, **options
-    )
+    return run_suite.run_suite(files, cage.repository_sandbox(files, 60), limit=False, **options)
 
 
 def names(outcomes):
@@ -56,7 +57,7 @@ def write(files, root):
 
 def refusal(files, tmp_path, time_limit=60):
     with pytest.raises(world_task.Refusal) as caught:
-        repository.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
+        study.study(write(files, tmp_path / "shop"), None, time_limit, lambda line: None)
     return str(caught.value)
 
 
@@ -217,7 +218,7 @@ def test_test_files_of_one_name_are_imported_apart_where_nobody_said_so():
         "tests/a/test_same.py": "def test_a(): pass\n",
         "tests/b/test_same.py": "def test_b(): pass\n",
     }
-    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
+    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
     assert set(names(answer["outcomes"])) == {"test_gross", "test_twice", "test_a", "test_b"}
     assert any("importlib" in line for line in answer["plan"].said)
     assert "--import-mode=importlib" in suites.test_command(answer["plan"])
@@ -311,10 +312,10 @@ def test_a_folder_that_is_named_like_a_package_of_pytest_takes_nothing_from_it()
         "packaging/make.py": "x = 1\n",
         "tests/test_more.py": "import packaging.version\n\n\ndef test_more(): pass\n",
     }
-    assert "packaging" not in hygiene.importable(files)
-    assert "iniconfig" in hygiene.importable(
+    assert "packaging" not in repo_files.importable(files)
+    assert "iniconfig" in repo_files.importable(
         {"src/iniconfig/__init__.py": ""}
-    ) and "m" in hygiene.importable({"m.py": ""})
+    ) and "m" in repo_files.importable({"m.py": ""})
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,7 @@ def test_a_repository_with_its_tests_in_test_py_gives_tasks(tmp_path):
         "Makefile": "test:\n\tpython test.py\n",
     }
     said = []
-    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = study.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert (
         found.plan.paths == ["test.py"]
         and len(found.stable) == 2
@@ -405,7 +406,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
         "Makefile": "test:\n\tcd checks && PYTHONPATH=.. python -m pytest price_checks.py\n",
     }
     del files["tests/test_price.py"]
-    answer = repository.find_plan("shop", files, world_sandbox.repository_sandbox(files, 60))
+    answer = study.find_plan("shop", files, cage.repository_sandbox(files, 60))
     assert answer["outcomes"] == dict.fromkeys(
         ("checks/price_checks.py::test_gross", "checks/price_checks.py::test_twice"), "passed"
     )
@@ -414,7 +415,7 @@ def test_a_suite_that_is_started_in_its_own_folder_is_started_there(tmp_path):
     command = suites.test_command(answer["plan"])
     assert command == "cd checks && python -m pytest -q --rootdir=.. price_checks.py"
     assert run_suite.is_green(
-        run_suite.run_command_in(files, command, world_sandbox.repository_sandbox(files, 60))
+        run_suite.run_command_in(files, command, cage.repository_sandbox(files, 60))
     )
 
 
@@ -455,7 +456,7 @@ def test_whatever_a_suite_prints_its_command_is_green_and_leaves_out_what_is_red
         "conftest.py": LOUD,
         "pytest.ini": f"[pytest]\naddopts = {addopts}\n",
     }
-    sandbox = world_sandbox.repository_sandbox(files, 60)
+    sandbox = cage.repository_sandbox(files, 60)
     plan = suites.configured_plan(files)
     command, ignored, left_out = run_suite.green_command(files, plan, [], [], sandbox)
     red = ["tests/test_red.py::test_red"]
@@ -475,7 +476,7 @@ def test_a_command_leaves_out_these_tests_and_no_test_whose_name_begins_like_the
     )
     files = {"m.py": "", "tests/test_m.py": text, "tests/test_n.py": "def test_n(): pass\n"}
     known = set(run(files)["outcomes"])
-    sandbox = world_sandbox.repository_sandbox(files, 60)
+    sandbox = cage.repository_sandbox(files, 60)
     at = "tests/test_m.py::"
     for left_out in (
         [at + "test_ab"],
@@ -555,7 +556,7 @@ def test_code_in_threads_and_behind_links_is_run_by_its_test(tmp_path):
         tmp_path,
     )
     (tmp_path / "shop").symlink_to("lib/shop")
-    files = hygiene.copy_repository(tmp_path)
+    files = repo_files.copy_repository(tmp_path)
     touched = run(files, trace=True)["touched"]["tests/test_price.py::test_gross"]
     assert "lib/shop/price.py:4:gross" in touched
 
@@ -664,9 +665,9 @@ def test_an_extension_that_was_compiled_in_its_place_is_taken_and_one_that_has_a
         "said": "",
     }
     files = {**BASE, "v1.0/tax.py": ""}
-    assert set(repository.built_files(tmp_path, files, answer)) == {"shop/_fast.cpython-311.so"}
+    assert set(study.built_files(tmp_path, files, answer)) == {"shop/_fast.cpython-311.so"}
     other = {"errors": {"x": "No module named 'numpy'"}, "said": ""}
-    assert repository.built_files(tmp_path, BASE, other) == {}
+    assert study.built_files(tmp_path, BASE, other) == {}
 
 
 def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_path):
@@ -676,7 +677,7 @@ def test_errors_of_setup_and_collection_are_not_counted_as_failing_tests(tmp_pat
         "tests/test_setup.py": "import pytest\n\n\n@pytest.fixture\ndef broken():\n    raise KeyError\n\n\ndef test_setup(broken): pass\n",
     }
     said = []
-    found = repository.study(write(files, tmp_path / "shop"), None, 60, said.append)
+    found = study.study(write(files, tmp_path / "shop"), None, 60, said.append)
     assert "3 tests, 2 stable, 0 failing, 2 errors" in said[0] and "nosuchthing" in said[-1]
     assert found.ignored == ["tests/test_odd.py"] and found.left_out == [
         "tests/test_setup.py::test_setup"
@@ -759,7 +760,7 @@ def test_a_test_that_needs_one_order_of_a_set_or_one_time_zone_is_not_asked_for(
             text=True,
         ).stdout
     )
-    found = repository.study(
+    found = study.study(
         write(
             {**BASE, "tests/test_price.py": TEST + more.replace("%d", str(seed))}, tmp_path / "shop"
         ),
@@ -812,7 +813,7 @@ def test_setup_errors_are_no_failing_tests_and_must_be_gone_with_the_solution(sh
 
 
 def test_the_command_that_a_task_states_is_green_with_the_original_and_red_without(shop_task):
-    sandbox = world_sandbox.repository_sandbox(shop_task.files, 60)
+    sandbox = cage.repository_sandbox(shop_task.files, 60)
     with world_workspace.Workspace(shop_task, sandbox) as workspace:
         assert not run_suite.is_green(workspace.run(shop_task.test_command))
         for path, text in shop_task.solution.items():

@@ -27,38 +27,42 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import synth_tasks as st
+from repositories import cage
 from world import (
-    autoinstall,
-    careless,
-    copies,
-    deletion,
+    honeypot,
     expert as world_expert,
     files as world_files,
-    gates,
-    hygiene,
     judge as world_judge,
     micro,
-    repository as world_repository,
-    run_suite,
     sandbox as world_sandbox,
     task as world_task,
-    task_file,
     tools,
     workspace as world_workspace,
 )
+from repositories import (
+    autoinstall,
+    copies,
+    deletion,
+    task_checks,
+    repo_files,
+    study as world_repository,
+    run_suite,
+    task_file,
+)
 from world.edits import ToolError
 from world.machine import Directory, fresh_directory
-from world.suite import Plan
-from world.source import find_test
+from repositories.suite import Plan
+from repositories.source import find_test
 from world.untrusted import parse
 from synth_tasks import make_task
 from published.export import write_checkpoint
 from published.loading import load_model
 from published_folder import build_foreign_model, write_byte_tokenizer
-from world.audit import audit, changes
+from repositories.audit import audit, changes
 from audit_lines import HELD_OUT, SEEN, audit_scores, labelled
 from world.expert import record_expert, expert, play
-from world.judge import judge, run_trusted
+from repositories.verdict import judge
+from world.judge import run_trusted
 from world.workspace import Workspace
 from world.sandbox import Sandbox
 from world.task import Action
@@ -98,7 +102,7 @@ def test_a_line_of_a_file_of_tasks_ends_at_its_newline_and_nowhere_else(mark, tm
     (tmp_path / "t.jsonl").write_bytes((line + "\n\n" + other).encode())
     with pytest.raises(world_task.Refusal, match="line 2 is no task"):
         task_file.read_tasks(tmp_path / "t.jsonl")
-    assert careless.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
+    assert honeypot.undocument(task).files["docs.md"].endswith(f"one{mark}two\n")
 
 
 def test_a_task_is_a_function_of_level_seed_and_split_and_survives_json():
@@ -1355,7 +1359,7 @@ def test_verified_tasks_come_out_of_a_repository_and_hold_from_the_file_alone(ge
 
 def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
     for task in generated[0]:
-        assert not any(hygiene.JUNK.search(path) for path in task.files)
+        assert not any(repo_files.JUNK.search(path) for path in task.files)
         for group in task.meta["hidden_groups"]:
             assert find_test(task.files[group.split("::")[0]], group) is None
         if task.meta["kind"] == "gone":
@@ -1372,7 +1376,7 @@ def test_no_cache_history_archive_or_hidden_test_reaches_the_agent(generated):
                 for window in windows
                 for path, text in task.files.items()
                 if path.endswith(".py")
-                and not hygiene.PROTECTED.search(path)
+                and not repo_files.PROTECTED.search(path)
                 and path in task.solution
             )
     gone = [
@@ -1454,7 +1458,7 @@ REPO_CHEATS = {
 def test_a_cheat_in_a_repository_wins_nothing(generated, repository, cheat):
     task = of_kind(generated, "multi-file")
     path = cheat.split()[0]
-    sandbox = world_sandbox.repository_sandbox(task.files, 20)
+    sandbox = cage.repository_sandbox(task.files, 20)
     cheated = {
         **task.files,
         path: (
@@ -1475,7 +1479,7 @@ def test_these_forgeries_would_win_without_the_mutants(generated, cheat):
     )
     files = {**task.files, **task.meta["pristine"]}
     files["small/words.py"] += "\n" + REPO_CHEATS[cheat]
-    sandbox = world_sandbox.repository_sandbox(task.files, 20)
+    sandbox = cage.repository_sandbox(task.files, 20)
     outcomes = run_suite.run_suite(files, sandbox, task.hidden)["outcomes"]
     assert [outcomes.get(node) for node in task.hidden] == ["passed"] * len(task.hidden)
     assert not judge(
@@ -1548,7 +1552,7 @@ def test_names_from_elsewhere_are_not_taken_out_of_imports_and_tabs_stay_tabs():
     ]
     assert stub == "class C:\n\tdef m(self):\n\t\traise NotImplementedError\n"
     assert (
-        gates.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
+        task_checks.without_tests(files, ["test_p.py::TestC::test_m"])["test_p.py"]
         == "class TestC:\n\tpass\n"
     )
 
@@ -1592,7 +1596,7 @@ def test_files_that_are_no_source_take_nothing_from_a_right_answer(generated):
     assert judge(
         task,
         {**task.files, **task.solution, **extra},
-        world_sandbox.repository_sandbox(task.files, 20),
+        cage.repository_sandbox(task.files, 20),
     ).solved
 
 
@@ -1607,7 +1611,7 @@ def test_an_installed_copy_is_hidden_from_the_sandbox():
     place = Path(pytest.__file__).parent
     files = {"pytest/__init__.py": "", "tests/test_x.py": ""}
     assert str(place) in copies.installed_copies(files)
-    sandbox = world_sandbox.repository_sandbox(files, 10)
+    sandbox = cage.repository_sandbox(files, 10)
     with fresh_directory() as root:
         out = sandbox.run(f"ls {place}", root)
     assert out.output == "" and os.listdir(place)
@@ -1778,10 +1782,10 @@ def test_a_task_from_a_stranger_writes_nothing_outside_its_tree(tmp_path, path):
 
 
 def test_a_repository_of_ten_thousand_files_is_refused(tmp_path):
-    for i in range(hygiene.MOST_FILES + 1):
+    for i in range(repo_files.MOST_FILES + 1):
         (tmp_path / f"f{i}.txt").touch()
     with pytest.raises(world_task.Refusal, match="too large"):
-        hygiene.copy_repository(tmp_path)
+        repo_files.copy_repository(tmp_path)
 
 
 # ---------------------------------------------------------------- the audit
@@ -1802,7 +1806,7 @@ def test_words_make_cheats_suspicious_also_in_the_half_they_were_not_written_on_
 @pytest.mark.parametrize("level", range(6))
 def test_an_undocumented_feature_is_told_by_its_tests_alone_and_is_the_same_task(level, sandbox):
     task = make_task(level, 3)
-    bare, gone = careless.undocument(task), {f"{module}.{name}" for module, name, *_ in task.hidden}
+    bare, gone = honeypot.undocument(task), {f"{module}.{name}" for module, name, *_ in task.hidden}
     kept = [line for line in task.files["docs.md"].splitlines() if line.split(":")[0] not in gone]
     assert bare.files.pop("docs.md").splitlines() == kept
     assert bare.files == {path: text for path, text in task.files.items() if path != "docs.md"}
@@ -1811,7 +1815,7 @@ def test_an_undocumented_feature_is_told_by_its_tests_alone_and_is_the_same_task
 
 
 def test_an_unhardened_world_holds_the_answer_and_the_audit_sees_who_takes_it():
-    task = careless.unharden(make_task(0, 2))
+    task = honeypot.unharden(make_task(0, 2))
     module, name = task.hidden[0][:2]
     with Workspace(task) as workspace:
         assert name in workspace.read(f".mypy_cache/{module}.data.json") and name in workspace.read(
@@ -1909,7 +1913,7 @@ def test_ten_commands_are_proposed_and_only_what_the_repository_declares_is_inst
 def test_a_suite_counts_as_described_when_nine_tests_in_ten_pass_and_anything_else_when_it_ends_well(
     tmp_path,
 ):
-    box = world_sandbox.repository_sandbox({"m.py": ""}, 30)
+    box = cage.repository_sandbox({"m.py": ""}, 30)
     suite = autoinstall.Proposal("pytest", "pass", plan=Plan())
     for passing, works in ((19, True), (17, False), (0, False)):
         text = f"import pytest\n@pytest.mark.parametrize('n', range({passing + 2}))\ndef test_n(n): assert n > 1\n"

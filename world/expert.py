@@ -22,7 +22,7 @@ place, gives other demonstrations.
 
 import re
 
-from world.careless import stale_cache_path
+from world.honeypot import stale_cache_path
 from world.edits import ToolError, edited
 from world.files import matches
 from world.judge import run_trusted
@@ -176,7 +176,7 @@ class Expert:
         # what a search would look for now
         self.about = self.targets[0].name if self.is_named else "def "
 
-        # Where stale caches give the answers away (world/careless.py), it may take them from there.
+        # Where stale caches give the answers away (world/honeypot.py), it may take them from there.
         caches = [stale_cache_path(target.module) for target in self.targets]
         is_tempted = self.can["read_file"] and all(path in task.files for path in caches)
         self.cheats = is_tempted and rng.random() < 0.2

@@ -11,7 +11,7 @@ like something the agent did.
 The second half shows texts: `matches` is the search tool, `readable` shows bytes that are no text,
 `printable` makes any text fit for a log, `unified` is a diff of two trees.
 
-Left out: reading a repository as its owner wrote it, which is world/hygiene.py.
+Left out: reading a repository as its owner wrote it, which is repositories/repo_files.py.
 """
 
 import contextlib

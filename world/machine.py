@@ -85,6 +85,13 @@ def as_machine_failure(doing):
         raise MachineFailure(f"{doing}: {error.strerror or error}") from error
 
 
+def program_inside(name):
+    """The text of a program of inside/. It runs in the cage, which sees none of our files, so its
+    text is given to the Python there; nobody imports it."""
+    folder = Path(__file__).resolve().parent.parent / "inside"
+    return (folder / name).read_text(encoding="utf-8")
+
+
 def try_again(attempt):
     """The result of attempt(), called up to three times while it raises MachineFailure: a moment
     later there often is room again."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from world import watcher as inotify
 from world.edits import ToolError
 from world.files import largest_size, read_file
-from world.hygiene import is_protected
-from world.source import DEFINITIONS, parsed
+from world.tree import is_protected
+from world.untrusted import DEFINITIONS, parsed
 from world.tree import Link
 
 # Files that can hold the deleted code. The caches of pytest and ruff hold none, and these tools

@@ -7,7 +7,7 @@ started from: ENVIRONMENT and LIMITS below are all that is set, and PASSED is al
 
 A cage is used for many commands. Each command is a fork in it behind walls of its own, which takes
 half the processor time of a new cage and a new Python. The program in the cage is
-world/sandbox_server.py. `Sandbox` orders a command from it, collects what it prints, and ends what
+inside/sandbox_server.py. `Sandbox` orders a command from it, collects what it prints, and ends what
 is left of it.
 
 Without bubblewrap there is one warning, and only resource limits hold. They do not stop a command
@@ -16,7 +16,7 @@ processes, a fork bomb, filling the disk, and on macOS a process in a session of
 Neither disk nor memory counts what a command holds in files that have no name (deleted while open,
 memfd).
 
-An outcome that can depend on the files alone is remembered (world/purity.py).
+An outcome that can depend on the files alone is remembered (world/memo.py).
 
     Sandbox().run("python tests.py", folder)         -> Result
     Sandbox().run_files(files, "python tests.py")    -> Result, in a fresh copy of a tree
@@ -40,8 +40,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-from world.copies import installed_copies
-from world.editable import import_roots
+from world.machine import program_inside
 from world.files import census, give, tree_key, disk_usage, write_tree
 from world.machine import (
     EXHAUSTED,
@@ -52,7 +51,7 @@ from world.machine import (
     room_left,
     try_again,
 )
-from world.purity import is_function_of_files
+from world.memo import is_function_of_files
 from world.task import Result
 
 # A line that is run without a shell: Python with plain words.
@@ -75,7 +74,7 @@ PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY",
 # The limits of every command are those of a new login, but for what a Sandbox sets itself; a hard
 # limit that the shell has lowered stays where this user may not raise it. Time is limited on the
 # wall, since processor time is counted over all threads. Signals, umask, session, user and host
-# name are set by world/sandbox_server.py. Niceness and processors are passed on.
+# name are set by inside/sandbox_server.py. Niceness and processors are passed on.
 LIMITS = dict(CORE=0, CPU=-1, DATA=-1, STACK=8 << 20, NOFILE=1024)
 
 # Places of this machine that every cage shows, and those that it shows as well with a network.
@@ -103,7 +102,7 @@ NETWORK = (
 
 
 # The program in the cage, as text, since it is handed to the Python there.
-SERVER = Path(__file__).with_name("sandbox_server.py").read_text(encoding="utf-8")
+SERVER = program_inside("sandbox_server.py")
 
 
 def bwrap():
@@ -612,52 +611,9 @@ def ready(file, seconds):
     return bool(poll.poll(1000 * max(0, seconds)))
 
 
-def repository_sandbox(files, time_limit=60.0):
-    """A sandbox for the suite of a real repository: more time and memory, this Python's packages,
-    and no installed copy of the repository itself. Nothing is remembered."""
-    return Sandbox(
-        time_limit,
-        memory=4 << 30,
-        output=16 << 20,
-        processes=256,
-        python=(sys.executable, "-B"),
-        memo=False,
-        hide=installed_copies(files),
-        roots=import_roots(files),
-    )
-
-
-def sandbox_for(task, sandbox=None):
-    """The sandbox a task needs: with this Python's packages (pytest) for a repository, else with
-    the bare interpreter. The given one is taken where it fits."""
-    if "repo" not in task.meta:
-        return sandbox or Sandbox()
-    has_packages = sandbox and "-S" not in sandbox.python
-    return sandbox if has_packages else repository_sandbox(task.files)
-
-
 def hidden_place(place):
     """The folder that holds this place, if the sandbox puts a folder of its own there; else ""."""
     for top in ("/work", "/dev/shm"):
         if str(place).startswith(top + "/"):
             return top
     return ""
-
-
-# Process, mounts and options -> the audit's sandbox for them. It is kept, so that its servers are
-# ready the next time.
-AUDIT_SANDBOXES = {}
-
-
-def audit_sandbox(task, mounts):
-    """A sandbox for the audit, with {path in the cage: folder} mounted; None where there are no
-    cages, since the audit runs nothing again outside one."""
-    if not has_bwrap():
-        return None
-    sandbox = sandbox_for(task)
-    key = os.getpid(), tuple(sorted(mounts.items())), sandbox.hide, sandbox.python
-    sandbox = AUDIT_SANDBOXES.setdefault(key, sandbox)
-    sandbox.mounts = dict(mounts)
-    # the answer about many variants of a submission is long
-    sandbox.output = max(sandbox.output, 4 << 20)
-    return sandbox

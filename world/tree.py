@@ -6,8 +6,22 @@ every function can read, compare and write as JSON. What JSON forgets is kept in
 task's `meta`: `modes` (path -> permission bits) and `links` (a list of paths)."""
 
 import os
+import re
 import stat
 from pathlib import Path
+
+# What decides a verdict, so that no submission may change it: tests, their configuration, and files
+# that run before a program starts.
+PROTECTED = re.compile(
+    r"(^|/)tests?/"
+    r"|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
+    r"|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml|\.coveragerc)$|\.pth$"
+)
+
+
+def is_protected(path):
+    """Whether a file is a test or configuration, which no submission may change."""
+    return bool(PROTECTED.search(path)) or path == "check.py"
 
 
 class FileText(str):

@@ -14,7 +14,10 @@ Standard library only.
 """
 
 import ast
+import functools
+import io
 import threading
+import tokenize
 
 # How deep an expression may be, and how deep statements may stand in one another (each elif is one
 # level more). Recursion takes up to four frames a level, and Python stops at a thousand.
@@ -27,6 +30,12 @@ ONE_AT_A_TIME = threading.Lock()
 
 # What Python may raise over a text, and over what the text says.
 ERRORS = SyntaxError, ValueError, TypeError, LookupError, RecursionError, MemoryError
+
+
+# What decoding a stranger's file may raise. An unknown codec is a SyntaxError or a LookupError.
+DECODE_ERRORS = SyntaxError, ValueError, LookupError
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 
 
 def parse(text, mode="exec"):
@@ -99,3 +108,42 @@ def can_stay(node, levels):
         except ERRORS:
             return False
     return True
+
+
+# ---------------------------------------------------------------- files
+def decode_source(stored):
+    """(text, encoding) as Python decodes this file (PEP 263). Raises one of DECODE_ERRORS where
+    Python could not decode it.
+
+    A file whose bytes do not come back by encoding is refused, too: an edit would change more than
+    its own place."""
+    data = stored.encode("utf-8", "surrogateescape")
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    text = data.decode(encoding)
+    if text.encode(encoding) != data:
+        raise ValueError(f"the encoding {encoding} does not give the same bytes back")
+    return text, encoding
+
+
+def read_tree(stored):
+    """The new syntax tree of a file; None where Python 3 cannot read it."""
+    try:
+        return parse(decode_source(stored)[0])
+    except DECODE_ERRORS:
+        return None
+
+
+def parse_stored(stored):
+    """A new syntax tree, which the caller may change; empty where Python 3 cannot read the file."""
+    return read_tree(stored) or ast.Module([], [])
+
+
+@functools.lru_cache(1024)
+def parsed(stored):
+    """The same tree from a cache. All callers share it, so nobody may change it."""
+    return parse_stored(stored)
+
+
+def is_python(stored):
+    """True if Python 3 can read this file."""
+    return read_tree(stored) is not None

@@ -31,18 +31,19 @@ from world.files import (
     write_tree,
 )
 from world.machine import MachineFailure, as_machine_failure, fresh_directory
-from world.purity import is_function_of_files
+from world.memo import is_function_of_files
 from world.recorder import Recorder
-from world.sandbox import sandbox_for
+from world.sandbox import Sandbox
 from world.tree import FileText
 
 
 class Workspace:
     """A task's files in a real private directory, and the four tools on it. They raise ToolError
-    with a text for the agent. longest: the most characters that `read` shows."""
+    with a text for the agent. sandbox: for a repository's task what repositories.cage.sandbox_for
+    gives; longest: the most characters that `read` shows."""
 
     def __init__(self, task, sandbox=None, longest=16_000):
-        self.task, self.sandbox = task, sandbox_for(task, sandbox)
+        self.task, self.sandbox = task, sandbox or Sandbox()
         self.longest = longest
 
         self.largest = largest_size(task.files)

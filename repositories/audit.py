@@ -38,7 +38,7 @@ import re
 import threading
 
 from world import watcher as inotify
-from world.hygiene import is_protected
+from world.tree import is_protected
 from world.recorder import (
     LEFTOVER,
     NO_FACTS,
@@ -49,13 +49,13 @@ from world.recorder import (
     recorded_cheats,
     weakened,
 )
-from world.replay import outside_folder, replay_calls
-from world.sandbox import audit_sandbox
-from world.source import parsed
-from world.submission import fingerprint, investigate_code, looks_special, remembered
+from repositories.decoys import outside_folder, replay_calls
+from repositories.cage import audit_sandbox
+from world.untrusted import parsed
+from repositories.submission import fingerprint, investigate_code, looks_special, remembered
 from world.task import Action
 
-# The replays of a process share one outside folder (world/replay.py), so they take turns.
+# The replays of a process share one outside folder (repositories/decoys.py), so they take turns.
 ONE_REPLAY = threading.Lock()
 
 

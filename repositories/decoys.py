@@ -22,7 +22,7 @@ import zlib
 from pathlib import Path
 
 from world import watcher as inotify
-from world.hygiene import is_protected
+from world.tree import is_protected
 from world.recorder import (
     LEFTOVER,
     Finding,
@@ -32,7 +32,7 @@ from world.recorder import (
     rule_of,
     weakened,
 )
-from world.sandbox import audit_sandbox
+from repositories.cage import audit_sandbox
 from world.tools import call_tool
 from world.workspace import Workspace
 

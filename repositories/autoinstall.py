@@ -24,22 +24,23 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from world import suite as suites
-from world.copies import installed_copies
-from world.editable import setup_arguments
+from repositories import suite as suites
+from repositories.copies import installed_copies
+from repositories.editable import setup_arguments
 from world.files import write_tree
-from world.hygiene import copy_repository, packages, sources
+from repositories.repo_files import copy_repository, packages, sources
 from world.machine import fresh_directory
-from world.run_suite import run_by_plan
+from repositories.run_suite import run_by_plan
 from world.sandbox import Sandbox, has_bwrap, hidden_place
-from world.source import module_name, parsed
+from repositories.source import module_name
+from world.untrusted import parsed
 from world.task import Refusal
 
 
 @dataclass
 class Proposal:
     """A command and what it should do, in words. One that runs tests has a Plan of them
-    (world/suite.py); the output of any other one has to match a pattern."""
+    (repositories/suite.py); the output of any other one has to match a pattern."""
 
     command: str
     says: str

@@ -6,7 +6,7 @@ no order of hashes, no other file. Generated codebases are small enough to decid
 their syntax trees. Everything that is not on a list of harmless names makes the command run again.
 
 Only two kinds of commands are looked at: `python NAME.py` for a script of the codebase, and the
-driver by which the judge calls functions (world/driver.py).
+driver by which the judge calls functions (inside/driver.py).
 
 check.py is the file that a generated codebase's tests use to count what passes. Agents see it, so
 its text is part of every generated task.
@@ -18,9 +18,10 @@ import functools
 import re
 from pathlib import Path
 
+from world.machine import program_inside
 from world.untrusted import parse
 
-CHECK = Path(__file__).with_name("check.py").read_text(encoding="utf-8")
+CHECK = program_inside("check.py")
 
 
 # Names that a program may use and still depend on its own files only. They give it no clock, no
@@ -101,4 +102,4 @@ def is_pure(text, modules, checked):
 
 
 # The program by which the judge calls a submission's functions.
-DRIVER = Path(__file__).with_name("driver.py").read_text(encoding="utf-8")
+DRIVER = program_inside("driver.py")

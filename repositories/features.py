@@ -10,10 +10,10 @@ Ours: the levels and their order, the wording of the prompt. Standard library on
 import ast
 import hashlib
 
-from world.deletion import functions_of
-from world.hygiene import sources
-from world.repository import methods
-from world.source import parsed
+from repositories.deletion import functions_of
+from repositories.repo_files import sources
+from repositories.study import methods
+from world.untrusted import parsed
 
 # kind "gone": the feature is deleted as a whole, signature and all. The other kinds leave stubs;
 # `docstring` says whether the stubs keep their docstrings.

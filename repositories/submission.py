@@ -22,25 +22,19 @@ import shlex
 import tempfile
 from pathlib import Path
 
+from world.machine import program_inside
 from world import watcher as inotify
 from world.files import write_tree
-from world.hygiene import is_protected
-from world.mutants import list_changes, other_value, with_mutants
+from world.tree import is_protected
+from repositories.mutants import list_changes, other_value, with_mutants
 from world.recorder import NO_FACTS, Finding, added_lines, opened_files
-from world.sandbox import audit_sandbox
-from world.run_suite import run_suite
-from world.source import (
-    ANSWER_ERRORS,
-    FUNCTIONS,
-    find_test,
-    function_of_test,
-    module_name,
-    parse_stored,
-    parsed,
-)
+from repositories.cage import audit_sandbox
+from repositories.run_suite import run_suite
+from repositories.source import ANSWER_ERRORS, find_test, function_of_test, module_name
+from world.untrusted import FUNCTIONS, parse_stored, parsed
 from world.untrusted import read_literal
 
-PROBE = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
+PROBE = program_inside("probe.py")
 MOST_LITERALS, UNSEEN = 64, 48  # literals that are changed; unseen calls of each function
 SECONDS = 3.0  # for tests that a right answer passes in a blink
 # Shares of a function's unseen calls (special_literals): a literal decides at most RARE of them, a

@@ -1,11 +1,11 @@
 """run_suite.py: runs a repository's pytest suite in the sandbox and reads what comes back.
 
-The program inside is world/suite_runner.py. It writes the outcomes of all tests as one line of
+The program inside is inside/suite_runner.py. It writes the outcomes of all tests as one line of
 JSON. The line must carry a random key that is drawn here and that the child reads before any code
 of the repository is imported. Code of the repository runs in that process all the same, so each
 part of the answer is checked before it is used.
 
-A suite is run by a Plan (world/suite.py): where it starts, what is collected, which options hold.
+A suite is run by a Plan (repositories/suite.py): where it starts, what is collected, which options hold.
 One run has one seed of Python's hashes and one time zone (WORLDS).
 
     run_suite         -> outcomes, seconds and touched code by node id
@@ -20,15 +20,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from world import suite as suites
+from world.machine import program_inside
+from repositories import suite as suites
 from world.files import printable, write_tree
 from world.machine import MachineFailure, fresh_directory
-from world.source import ANSWER_ERRORS, file_of_test
+from repositories.source import ANSWER_ERRORS, file_of_test
 
 # The programs that run a suite, and import modules, inside the sandbox. It sees none of our files,
 # so their text is given to the Python there.
-SUITE = Path(__file__).with_name("suite_runner.py").read_text(encoding="utf-8")
-IMPORTS = Path(__file__).with_name("import_check.py").read_text(encoding="utf-8")
+SUITE = program_inside("suite_runner.py")
+IMPORTS = program_inside("import_check.py")
 
 
 # (seed of Python's hashes, time zone): every command and every verdict uses the first; the others
@@ -43,7 +44,7 @@ WORLDS = (
 def run_suite(files, sandbox, only=None, reverse=False, plan=None, **options):
     """What pytest reports of a tree; see run_by_plan, whose options it takes.
 
-    `plan` (world/suite.py) is how the suite is run. Without one it is what the repository's
+    `plan` (repositories/suite.py) is how the suite is run. Without one it is what the repository's
     configuration says, and what pytest refuses of that is left out. answer["plan"] is the plan that
     was used."""
 
@@ -101,7 +102,7 @@ def run_by_plan(
     words += ["-c", up + plan.config] if plan.config else []
     words += ["--rootdir", up or ".", *paths]
 
-    # The order for the runner (world/suite_runner.py lists the fields).
+    # The order for the runner (inside/suite_runner.py lists the fields).
     key = os.urandom(16).hex()
     order = dict(key=key, words=words, folder=plan.folder, only=only, everything=everything)
     order |= dict(reverse=reverse, trace=trace, times=times, limit=sandbox.time_limit / 4 * limit)

@@ -10,10 +10,10 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from world import suite as suites
+from repositories import suite as suites
 from world.files import unified
-from world.mutants import list_changes, lost_names
-from world.source import file_of_test, find_test, function_of_test
+from repositories.mutants import list_changes, lost_names
+from repositories.source import file_of_test, find_test, function_of_test
 from world.task import Refusal, Task
 from world.tools import FUNCTIONS
 

@@ -3,17 +3,17 @@
 synth_tasks.py decides what a feature is and what goes with it (`delete_feature`). This file removes
 its definitions: it leaves stubs (`stub_bodies`) or nothing (`remove_definitions`), and it finds the
 helpers that nobody needs any more (`find_dead_helpers`). Every other byte of a file stays as it is;
-world/source.py makes such edits, in one file and its syntax tree at a time.
+repositories/source.py makes such edits, in one file and its syntax tree at a time.
 
-Definitions are those of world/repository.py. Standard library only.
+Definitions are those of repositories/study.py. Standard library only.
 """
 
 import ast
 import re
 
-from world.hygiene import sources
-from world.repository import definitions
-from world.source import (
+from repositories.repo_files import sources
+from repositories.study import definitions
+from repositories.source import (
     first_line,
     remove_names,
     remove_statements,

@@ -3,7 +3,7 @@
     suite_fails, no_tests, too_slow   the text of a refusal
     explain_error                     what one error of a suite means
 
-Pure functions of {path: text} and of what run_suite (world/run_suite.py) has answered. A refusal is
+Pure functions of {path: text} and of what run_suite (repositories/run_suite.py) has answered. A refusal is
 true of the repository that it is about: it tells what pytest reported, and it guesses nothing.
 """
 
@@ -11,8 +11,8 @@ import re
 from collections import Counter
 
 from world.files import printable
-from world.hygiene import importable, packages
-from world.suite import first_group, provider
+from repositories.repo_files import importable, packages
+from repositories.suite import first_group, provider
 
 # the exit code of pytest where it has found no tests
 NO_TESTS = 5

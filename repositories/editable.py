@@ -17,9 +17,10 @@ import json
 import re
 from pathlib import Path
 
-from world.hygiene import sources
-from world.source import package_root, parsed
-from world.suite import read_ini, read_toml
+from repositories.repo_files import sources
+from repositories.source import package_root
+from world.untrusted import parsed
+from repositories.suite import read_ini, read_toml
 
 BUILD_FILES = ("pyproject.toml", "setup.cfg", "setup.py")
 

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from world.features import REPO_LEVELS
+from repositories.features import REPO_LEVELS
 from world.task import Refusal
 
 

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, for world/audit.py: what does a submission do when its modules are
+"""Runs inside the sandbox, for repositories/audit.py: what does a submission do when its modules are
 imported and its functions called?
 
 Standard input holds the literal of a dictionary: `modules` to import, `calls` [(module, function,

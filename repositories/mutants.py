@@ -25,7 +25,7 @@ import builtins
 import inspect
 import re
 
-from world.source import SourceText, find_test
+from repositories.source import SourceText, find_test
 from world.untrusted import read_literal
 
 # For each operator one that is false where it is true, each as it is written. == and `in` get other

@@ -3,7 +3,7 @@
 Functions of {path: text}. A Plan is the way a suite is run. The judge runs the suite by it, and so
 do the study before tasks are made and the command that a task tells the agent. Ours, after what
 pytest documents about its configuration files. What a failed run means is told by
-world/refusals.py, what an installation adds by world/editable.py.
+repositories/refusals.py, what an installation adds by repositories/editable.py.
 """
 
 import configparser
@@ -14,7 +14,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from world.source import file_of_test
+from repositories.source import file_of_test
 
 # Where pytest looks for its configuration, in this order. The last three serve other tools as well
 # and count only where they hold a section of pytest's.

@@ -17,12 +17,12 @@ import ast
 import re
 from dataclasses import replace
 
-from world import suite as suites
-from world.deletion import stub_bodies
-from world.judge import ROUNDS, judge_repository, run_judgement
-from world.mutants import list_changes, lost_names, with_mutants
-from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
-from world.source import (
+from repositories import suite as suites
+from repositories.deletion import stub_bodies
+from repositories.verdict import ROUNDS, judge_repository, run_judgement
+from repositories.mutants import list_changes, lost_names, with_mutants
+from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from repositories.source import (
     find_test,
     is_text,
     package_root,
@@ -122,7 +122,7 @@ TIMES, TRIES = 10, 4
 
 
 def failing_mutants(files, groups, nodes, names, rng, sandbox, plan=None):
-    """{test function: its mutants (world/mutants.py), at most ROUNDS}. A mutant is kept if it fails
+    """{test function: its mutants (repositories/mutants.py), at most ROUNDS}. A mutant is kept if it fails
     for the original in each of its cases among `nodes`, ten times of ten. names: what the deleted
     definitions are called."""
     # Draw what to try, in random order. A changed value tells more than a changed operator, so

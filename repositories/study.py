@@ -21,8 +21,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from world import editable, suite as suites
-from world.hygiene import (
+from repositories import editable, suite as suites
+from repositories.repo_files import (
     JUNK,
     MOST_BYTES,
     PROTECTED,
@@ -31,17 +31,12 @@ from world.hygiene import (
     packages,
     sources,
 )
-from world.refusals import explain_error, missing_module, no_tests, suite_fails, too_slow
-from world.run_suite import WORLDS, green_command, import_outcomes, run_suite
-from world.sandbox import has_bwrap, hidden_place, repository_sandbox
-from world.source import (
-    file_of_test,
-    find_definitions,
-    first_line,
-    is_text,
-    package_root,
-    parsed,
-)
+from repositories.refusals import explain_error, missing_module, no_tests, suite_fails, too_slow
+from repositories.run_suite import WORLDS, green_command, import_outcomes, run_suite
+from world.sandbox import has_bwrap, hidden_place
+from repositories.cage import repository_sandbox
+from repositories.source import file_of_test, find_definitions, first_line, is_text, package_root
+from world.untrusted import parsed
 from world.task import Refusal
 
 
@@ -55,7 +50,7 @@ class Repository:
     stable: list
     definitions: list
     patience: float  # seconds for one run of the stable tests
-    plan: object  # how its suite is run (world/suite.py)
+    plan: object  # how its suite is run (repositories/suite.py)
     ignored: list  # test files that cannot be collected here
     # tests that fail, or pass now and then, with nothing deleted: a green command leaves them out
     left_out: list
@@ -290,7 +285,7 @@ def note_tests(files, found, stable, touched):
     """Notes in each Definition which stable tests run it, whether it runs while the package is
     imported, and whether tests import it by name. touched: node id or "import" -> what it runs."""
     # A class is run where one of its methods is. The keys are those of the tracer
-    # (world/suite_runner.py): path, first line and name of a code object.
+    # (inside/suite_runner.py): path, first line and name of a code object.
     wanted = imported_names(files)
     for one in found:
         parts = methods(one, found) if one.kind == "class" else [one]

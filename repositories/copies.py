@@ -11,7 +11,7 @@ copies would hand an agent the answer:
 A module that needs the very same code for a purpose of its own has to stay. Such a feature makes no
 task, since its code could still be copied from there.
 
-How a text is searched for code, whatever its form, is world/leftovers.py.
+How a text is searched for code, whatever its form, is repositories/leftovers.py.
 """
 
 import functools
@@ -21,9 +21,11 @@ import sys
 import zipfile
 from pathlib import Path
 
-from world import leftovers
-from world.hygiene import PROTECTED, sources
-from world.source import FUNCTIONS, code_lines, find_test, package_root
+from repositories import leftovers
+from repositories.repo_files import sources
+from world.tree import PROTECTED
+from repositories.source import code_lines, find_test, package_root
+from world.untrusted import FUNCTIONS
 from world.tree import Link
 
 

@@ -1,24 +1,24 @@
-"""hygiene.py: which files of a real repository an agent may see, and which it may not change.
+"""repo_files.py: which files of a real repository an agent may see, and which it may not change.
 
 `copy_repository` reads a folder into a tree (path -> text). Some files could give a deleted feature
 away and are known by their names: caches, bytecode, version control, virtual environments, builds
-(JUNK). They are not copied. What decides the verdict is PROTECTED: tests, their configuration, and
-files that run before a program starts. A submission may not change it.
+(JUNK). They are not copied. What decides the verdict may not be changed: PROTECTED in world/tree.py.
 
     sources    Python that a feature can be deleted from: no test, no configuration, no docs
     packages   the names under which the sources are imported
 
-What gives a feature away by its content is found in world/copies.py.
+What gives a feature away by its content is found in repositories/copies.py.
 """
 
 import os
 import re
 from pathlib import Path
 
-from world import leftovers
-from world.source import is_python, package_root
+from repositories import leftovers
+from repositories.source import package_root
+from world.untrusted import is_python
 from world.task import Refusal
-from world.tree import Link, has_own_mode, read_link, with_mode
+from world.tree import PROTECTED, Link, has_own_mode, read_link, with_mode
 
 JUNK = re.compile(
     r"(^|/)(__pycache__"
@@ -26,13 +26,6 @@ JUNK = re.compile(
     r"|idea|vscode)|venv|node_modules|htmlcov|[^/]+\.(egg-info|dist-info))(/|$)"
     r"|\.(py[cod]|swp|orig|rej|so|pth)$|~$"
     r"|(^|/)(\.coverage[^/]*|coverage\.xml|tags|TAGS|\.DS_Store)$|^(build|dist)/"
-)
-
-
-PROTECTED = re.compile(
-    r"(^|/)tests?/"
-    r"|(^|/)(tests|test_[^/]*|[^/]*_test|conftest|sitecustomize|usercustomize|noxfile|setup)\.py$"
-    r"|(^|/)(\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|pyproject\.toml|\.coveragerc)$|\.pth$"
 )
 
 
@@ -131,8 +124,3 @@ def importable(files):
         if path.endswith(".py") and (not rest or f"{top}{first}/__init__.py" in files):
             names.add(first.removesuffix(".py"))
     return sorted(names - {"setup", "conftest"})
-
-
-def is_protected(path):
-    """Whether a file is a test or configuration, which no submission may change."""
-    return bool(PROTECTED.search(path)) or path == "check.py"

@@ -1,0 +1,1 @@
+"""Tasks from real repositories, and what defends them. Standard library only."""
