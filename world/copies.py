@@ -15,6 +15,7 @@ How a text is searched for code, whatever its form, is world/leftovers.py.
 """
 
 import functools
+import importlib.metadata
 import os
 import re
 import sys
@@ -22,89 +23,108 @@ import zipfile
 from pathlib import Path
 
 from world import leftovers
-from world.hygiene import PROTECTED, sources
+from world.hygiene import PROTECTED, importable, sources
 from world.source import FUNCTIONS, code_lines, find_test, package_root
 from world.tree import Link
 
 
 def installed_copies(files):
-    """Paths of this machine, visible in a sandbox, that would give an agent the original. It may be
-    installed for this Python or for another, inside another package, or in an archive of packages.
-    Beside a module its bytecode is listed, too.
+    """Paths of this machine, visible in a sandbox, that would give an agent the original.
 
-    In this Python's site-packages a name from the repository's root or from src/ decides, as only
-    one package can have it. Anywhere else half of the names defined have to agree as well: `utils`
-    may be anybody's."""
-    # What the repository defines, under the names by which it can be imported.
-    paths = set(sources(files))
-    by_name = set()
-    # folder of a package, or file of a module -> names that it defines
-    defined = {}
-    for path in paths:
-        root, _ = package_root(path, paths)
-        name = Path(path).relative_to(root or ".").parts[0]
-        if root in ("", "src"):
-            by_name.add(name.removesuffix(".py"))
-        defined.setdefault(name, set()).update(names_defined(files[path]))
-    # every package may have one: the name says nothing
-    defined.pop("__init__.py", None)
+    Two rules. What the installed metadata say that a package of this name owns is hidden, whatever
+    its version. Anywhere else the text decides, since `utils` may be anybody's: a folder or module
+    of the same name is hidden where it holds most of the same files, another version's included."""
+    # 1) What is installed under a name of the repository goes as a whole, with its metadata.
+    found, names = set(), set(importable(files))
+    for distribution in importlib.metadata.distributions():
+        owned = owned_places(distribution)
+        if names & owned.keys():
+            found |= whole_packages(owned)
+            found.add(Path(distribution.locate_file(distribution._path)))
 
-    # Installed for this Python: the name decides.
-    found = []
-    for folder in {path for path in sys.path if "site-packages" in path or "dist-packages" in path}:
-        if not Path(folder).is_dir():
-            continue
-        for place in Path(folder).iterdir():
-            stem = re.split(r"[-.]", place.name.removeprefix("__editable__."))[0].replace("-", "_")
-            if stem in by_name:
-                found.append(place)
-
-    # Elsewhere on the machine: the names that are defined decide.
-    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
-    for name, place in places(frozenset(defined)):
-        # All Python of the place, and apart from it that of its outermost folder: another version,
-        # or a copied part of the package, may agree there only.
-        texts, outermost = {}, []
-        for path in place.rglob("*.py*") if place.is_dir() else [place]:
-            if path.suffix in (".py", ".pyi") and path.is_file():
-                texts[path] = path.read_text(errors="replace")
-                if not place.is_dir() or path.parent == place:
-                    outermost.append(texts[path])
-
-        # A folder that holds Python itself or its library cannot be hidden.
-        if same_names(defined[name], outermost) or same_names(defined[name], texts.values(), 0.25):
-            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
-                found.append(place)
-    found += [archive for archive in archives() if archive_holds(archive, defined)]
+    # 2) Copies elsewhere: in another package, for another Python, in an archive.
+    packages = package_texts(files)
+    for place in places(frozenset(packages)):
+        texts = packages[place.name]
+        if holds_most(texts, lambda path: read(place / path if path else place)):
+            found.add(place)
+    found |= {place for place in archives() if archive_holds(place, packages)}
 
     # What Python has compiled lies beside a module, in a folder that it shares with others.
     for place in [place for place in found if place.suffix == ".py"]:
-        found += place.parent.glob(f"__pycache__/{place.stem}.*.pyc")
-    return sorted({str(place) for place in found})
+        found |= set(place.parent.glob(f"__pycache__/{place.stem}.*.pyc"))
+    return sorted(map(str, found))
 
 
-def names_defined(text):
-    """Names of all functions and classes, also of a source that does not parse."""
-    return set(re.findall(r"^[ \t]*(?:async )?(?:def|class) (\w+)", text, re.M))
+def package_texts(files):
+    """{folder of a package, or file of a module: {path below it: text}} of the repository's sources,
+    with the path "" for a module itself"""
+    paths, found = set(sources(files)), {}
+    for path in paths:
+        root, _ = package_root(path, paths)
+        top, _, below = path.removeprefix(f"{root}/" if root else "").partition("/")
+        found.setdefault(top, {})[below] = files[path]
+    # every package may have one: the name says nothing
+    found.pop("__init__.py", None)
+    return found
 
 
-def same_names(own, texts, share=0.0):
-    """True if `own` and the names that these texts define have more than half of the shorter list
-    in common, and at least `share` of the longer list."""
-    theirs = set().union(*map(names_defined, texts))
-    common = len(theirs & own)
-    shorter, longer = sorted((len(theirs), len(own)))
-    return 2 * common > shorter and common >= share * longer
+def holds_most(texts, read_other):
+    """Does a place hold most of these files, {path: text}, as they are or in another version? Those
+    without a definition (an empty __init__, a version's number) say nothing. read_other: path ->
+    the text there, "" where there is none"""
+    telling = {path: text for path, text in texts.items() if re.search(DEFINITION, text)}
+    copied = sum(leftovers.is_copy(read_other(path), text) for path, text in telling.items())
+    return 2 * copied > len(telling)
+
+
+DEFINITION = re.compile(r"^[ \t]*(?:async )?(?:def|class) \w", re.MULTILINE)
+
+
+def read(place):
+    """The text of a file; "" where there is none"""
+    try:
+        return place.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def owned_places(distribution):
+    """{name that an installed distribution is imported by: its files}. Its programs and its
+    metadata are left out."""
+    owned = {}
+    for path in distribution.files or ():
+        top = path.parts[0]
+        if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".egg-info")):
+            place = Path(distribution.locate_file(path))
+            owned.setdefault(top.split(".")[0], set()).add(place)
+    return owned
+
+
+def whole_packages(owned):
+    """The files of a distribution, a package as its folder. A namespace package's folder belongs to
+    others too, so there the files are listed. owned: see owned_places"""
+    found = set()
+    for name, places in owned.items():
+        for place in places:
+            top = next((folder for folder in place.parents if folder.name == name), None)
+            is_package = top is not None and top / "__init__.py" in places
+            found.add(top if is_package else place)
+    return found
 
 
 @functools.lru_cache(16)
 def places(names):
-    """(name, place) of every folder or file with one of these names, in what a sandbox shows of
-    this machine."""
+    """Every folder or file with one of these names in what a sandbox shows of this machine, but for
+    folders that hold Python itself or its library"""
+    python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
     found = []
     for top in {"/usr", sys.prefix, sys.base_prefix}:
         for folder, folders, files in os.walk(top):
-            found += [(name, Path(folder, name)) for name in names & {*folders, *files}]
+            for name in names & {*folders, *files}:
+                place = os.path.join(folder, name)
+                if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
+                    found.append(Path(place))
     return found
 
 
@@ -121,17 +141,25 @@ def archives():
     return found
 
 
-def archive_holds(place, defined):
-    """True if an archive holds a copy of one of these packages or modules, anywhere inside."""
+def archive_holds(place, packages):
+    """True if an archive holds a copy of one of these packages or modules, anywhere inside.
+    packages: see package_texts"""
     try:
         with zipfile.ZipFile(place) as archive:
-            # Per package the files in its folder, wherever that stands in the archive.
-            members = [member for member in archive.namelist() if member.endswith(".py")]
-            for name, own in defined.items():
-                inside = [member for member in members if name in member.split("/")]
-                texts = [archive.read(member).decode("utf-8", "replace") for member in inside]
-                if texts and same_names(own, texts, 0.25):
-                    return True
+            members = archive.namelist()
+            for top, texts in packages.items():
+                # Where this package stands in the archive, if it does.
+                inside = {f"/{member}".partition(f"/{top}") for member in members}
+                for before in {before for before, name, _ in inside if name}:
+                    folder = f"{before}/{top}".lstrip("/")
+
+                    def read_member(path):
+                        name = f"{folder}/{path}" if path else folder
+                        data = archive.read(name) if name in members else b""
+                        return data.decode("utf-8", "replace")
+
+                    if holds_most(texts, read_member):
+                        return True
     # An archive that is damaged or encrypted holds nothing that could be read.
     except leftovers.UNREADABLE_ARCHIVE:
         pass
