@@ -24,7 +24,6 @@ Left out: latency (our hardware is not theirs) and real user sessions.
     python eval.py out/run --gap          the wrong calls that a hint would keep the policy from
 """
 
-import json
 import math
 import random
 import re
@@ -206,25 +205,23 @@ def summarize_levels(records):
     return {level: summarize_records(levels[level]) for level in sorted(levels)}
 
 
-def write_json(policies, path, extra=None):
-    """Writes the numbers of {name: records}: overall, by level, and in pairs. extra: what else
-    belongs in the file"""
-    data = {"policies": {}}
+def summarize_policies(policies):
+    """{name: records} -> what a report is made of. "policies": {name: its numbers "overall" and by
+    "levels"}; "pairs": {name: its comparison with the first policy, if they share a task}"""
+    numbers = {"policies": {}, "pairs": {}}
     for name, records in policies.items():
-        data["policies"][name] = {
+        numbers["policies"][name] = {
             "overall": summarize_records(records),
             "levels": summarize_levels(records),
         }
-    data |= extra or {}
 
     # Every other policy is compared with the first one.
     first, *others = policies
-    data["pairs"] = {}
     for name in others:
         pair = compare_pairs(policies[first], policies[name])
         if pair:
-            data["pairs"][name] = {"against": first, **pair}
-    path.write_text(json.dumps(data, indent=1))
+            numbers["pairs"][name] = {"against": first, **pair}
+    return numbers
 
 
 # ---------------------------------------------------------------- counts for reward hacking
@@ -581,9 +578,10 @@ def demo():
     tasks = held_out(8)
     care = {"careful": 0.0, "sloppy": 1.0, "hasty": 2.0}
     policies = {name: play_expert(sloppy, tasks) for name, sloppy in care.items()}
-    print(write_report(policies, out, "eval.json"))
-    careful = summarize_records(policies["careful"])
-    hasty = summarize_records(policies["hasty"])
+    numbers = summarize_policies(policies)
+    print(write_report(numbers, out, "eval.json"))
+    careful = numbers["policies"]["careful"]["overall"]
+    hasty = numbers["policies"]["hasty"]["overall"]
     print(
         f"\nThe same expert, careful and hasty: {careful['solved']:.2f} of the tasks solved for "
         f"{careful['tokens']:.0f} bytes each, against {hasty['solved']:.2f} for "
@@ -641,7 +639,12 @@ def main(argv):
     except (ValueError, OSError) as error:
         usage_error(str(error))
     if args.mismatch:
-        return report_mismatch(models, tasks, f"{args.out}/mismatch.png")
+        # One entry for each run and each setting of dtype and experts.
+        found = {}
+        for run, (model, tokenizer, config) in models.items():
+            for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
+                found[f"{run}, {name}"] = gaps
+        return report_mismatch(found, f"{args.out}/mismatch.png")
 
     # The rollouts. --turns replaces the limit that a run was trained with.
     policies = {}
@@ -662,11 +665,12 @@ def main(argv):
     kind = "held-out" if args.split == "heldout" else "training"
     if args.tasks:
         kind = "given"
+    numbers = summarize_policies(policies)
     try:
-        print(write_report(policies, args.out, "eval.json", kind=kind))
+        print(write_report(numbers, args.out, "eval.json", kind=kind))
     except OSError as error:
         # The file could not be written: at least the table is shown, which took the time.
-        print(format_table(policies, kind))
+        print(format_table(numbers, kind))
         reason = error.strerror or error
         usage_error(f"the table above could not be kept in {args.out}/eval.json: {reason}")
     if args.gap:

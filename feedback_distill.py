@@ -25,8 +25,8 @@ say of that turn, or None. `detect` asks it, the trainer teaches it (--habits=it
 Left out: a trust region around the teacher; replaying the sampled experts in the teacher's forward
 (it routes by itself); targets spread over context-parallel ranks; a second hint on one turn.
 
-Letters: B rows of the trainer's batch, R teacher rows (one per hint), S their length, N targets
-(tokens of hinted turns), V vocabulary, k entries kept.
+Letters (README has them all): B rows of the trainer's batch, T tokens of a row, N targets (tokens
+of hinted turns), V vocabulary, k entries kept.
 
     python feedback_distill.py    a tiny model, a wrong tool, the hint's KL per token, the cure
 """
@@ -485,7 +485,7 @@ class Targets:
     """N targets and where each is predicted: by the teacher in rows of its own, by the student in
     the trainer's batch, whose forward is reused."""
 
-    tokens: torch.Tensor  # (R, S) the teacher's input, padded on the right
+    tokens: torch.Tensor  # (hints, T) the teacher's input, padded on the right
     row: torch.Tensor  # (N,) row of `tokens` in which the teacher predicts target n
     position: torch.Tensor  # (N,) and the position in that row
     student_row: torch.Tensor  # (N,) row of the trainer's batch in which the student predicts it
@@ -533,8 +533,8 @@ def pack_hinted(episodes, hinted, keep_empty=False):
         rows.append(cut.teacher)
 
     # Padding on the right: the model is causal, so no target sees it.
-    S = max(map(len, rows), default=1)
-    tokens = torch.tensor([row + [0] * (S - len(row)) for row in rows] or [[0]])  # (R, S)
+    T = max(map(len, rows), default=1)
+    tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows] or [[0]])  # (hints, T)
     numbers = torch.tensor(columns, dtype=torch.int64).view(-1, 7).T.contiguous()  # (7, N)
     return Targets(tokens, *numbers, sum(map(len, rows)))
 
@@ -875,7 +875,7 @@ def make_toy_model(words):
 
 
 def demo():
-    from command.demo_figures import draw_hint
+    from demos.demo_figures import draw_hint
     from command.output_files import check_writable
 
     # A place that cannot be written is refused before the work.
@@ -916,7 +916,7 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     run_demo("feedback_distill.py", "A hint cures a tiny model.", demo, argv)
 

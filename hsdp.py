@@ -13,16 +13,16 @@ EP=8 on 8 GPUs instead of 16; CP folded into the FSDP dimension, all-gather of t
 chunks; 0.2 s per Muon step at 1T parameters. Ours: gradients are summed, never averaged;
 checkpoints that appear by rename. Engine: PyTorch's DeviceMesh, fully_shard, DTensor and DCP.
 
-    dense mesh     (replicate, shard)    W = replicate * shard, a shard being data x cp ranks
-    expert mesh    (efsdp, ep)           W = efsdp * ep, over the same ranks
+    dense mesh     (replicate, shard)    replicate * shard ranks: cp neighbours share a batch
+    expert mesh    (efsdp, ep)           efsdp * ep ranks, the same ones
     loss           sum over ranks of  nll of my tokens / tokens of all ranks:  gradients add up
 
 Left out: copies of the experts; overlap of the latents' gather with the query projection and of
 the token exchange with the shared expert (a step waits for both); random weights drawn in pieces
 (every rank draws the whole model once; a published one is read in pieces).
 
-Letters: W ranks, B batch, T time, C width of an entry, M rows (a token for one of its experts), D
-model width, E experts, R rows of a weight.
+Letters (README has them all): B rows, T tokens of a row, D model width, M tokens, E experts, R, C
+rows and columns of a weight.
 
     python hsdp.py      two grids on 8 ranks, bytes by layout, equality with one process
     torchrun --nnodes=64 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -74,7 +74,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class Layout:
-    """How W ranks are cut in two ways. Ranks are numbered row by row: neighbours in a mesh's last
+    """How the ranks are cut in two ways. Ranks are numbered row by row: neighbours in a mesh's last
     direction share a node."""
 
     world: int = 1
@@ -156,7 +156,7 @@ def make_meshes(world=1, cp=1, ep=1, dp_replicate=1, device="cpu", seconds=PATIE
         raise ValueError(f"world={world}, but the process group has {ranks} ranks")
 
     def make_mesh(keep, **sizes):
-        # A direction of one rank is left out, unless the mesh has no other.
+        # A dimension of size 1 is left out, except the one whose name the code asks for.
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == keep}
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         # A new group does not take over the default group's timeout: it would wait half an hour.
@@ -203,7 +203,7 @@ def local_positions(length, meshes, device="cpu"):
 
 
 class GatherSequence(torch.autograd.Function):
-    """(B, T/cp, C) -> (B, T, C), the parts in the order of the ranks. That is not the order of the
+    """(B, T/cp, entry) -> (B, T, entry), the parts in the order of the ranks. Not the order of the
     sequence, and need not be: the mask compares positions. Backward: every rank has used every
     entry, so a reduce-scatter sums the gradients and gives each rank those of its own part."""
 
@@ -754,21 +754,20 @@ def largest_difference(model, grads):
     return worst
 
 
-def demo_layout_rank(rank, world, layouts):
-    """-> for each layout: loss, whole gradients, bytes that a rank receives by collective"""
-    from command.comm_counter import CommCounter
-
+def demo_layout_rank(rank, world, layouts, comm_counter):
+    """-> for each layout: loss, whole gradients, bytes that a rank receives by collective.
+    comm_counter: the class that counts them"""
     found = []
     for layout in layouts:
         meshes = make_meshes(**vars(layout))
         model = parallelize(demo_model(), meshes)
-        with CommCounter() as counter:
+        with comm_counter() as counter:
             loss = forward_backward(model, meshes)
 
         # Whole gradients, to compare; and the mean over ranks of the bytes that one receives.
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         received = {}
-        for kind in CommCounter.KINDS.values():
+        for kind in comm_counter.KINDS.values():
             received[kind] = float(all_reduce_sum(float(counter.bytes[kind]))) / world
         found.append((loss, grads, received))
     return found
@@ -786,8 +785,9 @@ def describe_ranks(layout):
 
 
 def demo(path="out/hsdp.png"):
-    from command.demo_figures import draw_meshes
-    from command.forked_ranks import fork_ranks
+    from demos.comm_counter import CommCounter
+    from demos.demo_figures import draw_meshes
+    from demos.forked_ranks import fork_ranks
 
     # No GPU: a process that has seen one starts autograd's device threads with its first backward,
     # and cannot be forked afterwards.
@@ -799,7 +799,7 @@ def demo(path="out/hsdp.png"):
     expected = forward_backward(model, make_meshes())
 
     # The same on eight ranks, for each layout.
-    found = fork_ranks(8, demo_layout_rank, layouts)[0]
+    found = fork_ranks(8, demo_layout_rank, layouts, CommCounter)[0]
     worst = 0.0
     for layout, (loss, grads, received) in zip(layouts, found):
         print(f"cp={layout.cp}, ep={layout.ep}, dp_replicate={layout.dp_replicate}")
@@ -821,7 +821,7 @@ def demo(path="out/hsdp.png"):
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     moved = {"--plan": "python -m benchmarks.plan"}
     run_demo("hsdp.py", "The demonstration.", demo, argv, moved)

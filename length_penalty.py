@@ -275,7 +275,7 @@ def parse_penalty_flags(parser, argv):
 
 
 def demo(k, q, scale, weights):
-    from command.demo_figures import draw_prices
+    from demos.demo_figures import draw_prices
 
     worst = print_reference()
     print_margins(k, q, scale)
@@ -296,7 +296,7 @@ def demo(k, q, scale, weights):
 
 
 def main(argv):
-    from command.demonstration import draw_or_refuse, make_demo_parser
+    from demos.demonstration import draw_or_refuse, make_demo_parser
 
     parser = make_demo_parser("length_penalty.py", "The curves of the length penalty.")
     args, weights = parse_penalty_flags(parser, argv)

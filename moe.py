@@ -24,8 +24,8 @@ Left out: dropout; every faster way to compute the same. The model knows no rank
 two methods, MoE.dispatch (tokens travel to their experts) and Attention.gather_entries (latents of
 the whole sequence).
 
-Letters: B batch, T time, D model width, H heads, N q/k dims without RoPE, R rotary dims, V value
-dims, C latent dims, E experts, K chosen experts, F expert width, M = B * T tokens, S keys.
+Letters (README has them all): B rows, T tokens of a row, S keys, D model width, H heads, V
+vocabulary, E experts, K experts per token, F expert width, M = B * T tokens.
 
     python moe.py    trains 150 steps on real Python twice: expert load with and without the
                      balancing bias (a figure), and how often the draft is right
@@ -151,8 +151,8 @@ def rope_cos_sin(angles):
 
 
 def apply_rotary_emb(x, cos, sin):
-    """RoPE on the last dimension of x (B, T, H, R); entry i of its first half and entry i of its
-    second half are a pair. cos and sin (B or 1, T, 1, R): from rope_cos_sin."""
+    """RoPE on the last dimension of x (B, T, H, qk_rope); entry i of its first half and entry i of
+    its second half are a pair. cos and sin (B or 1, T, 1, qk_rope): from rope_cos_sin."""
     exact = x.float()
     first, second = exact.chunk(2, -1)
     turned = exact * cos + torch.cat((second, first), -1) * sin
@@ -160,8 +160,9 @@ def apply_rotary_emb(x, cos, sin):
 
 
 def dot_product_attention(q, k, v, mask, scale):
-    """softmax(scale q k^T) v: q (B, H, T, N + R), k (B, H, S, N + R), v (B, H, S, V) -> (B, H, T,
-    V). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to t."""
+    """softmax(scale q k^T) v: q (B, H, T, head_dim), k (B, H, S, head_dim), v (B, H, S, v_dim) ->
+    (B, H, T, v_dim). mask (B or 1, 1, T, S), True = may look; None: causal, query t sees keys 0 to
+    t."""
     causal = mask is None
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
 
@@ -368,48 +369,50 @@ class Attention(nn.Module):
             self.wq_a = init_weight(c.q_lora, c.dim)
             # 1e-6 as in DeepSeek's code, whatever norm_eps is
             self.q_norm = RMSNorm(c.q_lora, 1e-6)
-        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)  # (H, N + R, D or q_lora)
+        # (H, head_dim, D or q_lora)
+        self.wq = init_weight(c.heads, self.head_dim, c.q_lora or c.dim)
 
         # Keys and values: down to the latent and the rotary key, up again for each head.
-        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)  # (C + R, D)
+        self.wkv_a = init_weight(c.kv_lora + c.qk_rope, c.dim)  # (kv_lora + qk_rope, D)
         self.kv_norm = RMSNorm(c.kv_lora, 1e-6)
-        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)  # (H, N, C)
-        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)  # (H, V, C)
+        self.wk_b = init_weight(c.heads, c.qk_nope, c.kv_lora)  # (H, qk_nope, kv_lora)
+        self.wv_b = init_weight(c.heads, c.v_dim, c.kv_lora)  # (H, v_dim, kv_lora)
 
         # Zero, like every projection into the residual stream: an untrained layer changes nothing.
-        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)  # (D, H * V)
+        self.wo = init_weight(c.dim, c.heads * c.v_dim, std=0)  # (D, H * v_dim)
 
     def gather_entries(self, entries):
         """Context parallelism (hsdp.py) replaces this: each rank has a part of the sequence, and
-        gathers the entries (B, T, C + R) of the whole."""
+        gathers the entries (B, T, entry) of the whole."""
         return entries
 
     def project_qkv(self, x, cos, sin):
-        """x (B, T, D) -> queries (B, T, H, N + R) and entries (B, T, C + R)"""
+        """x (B, T, D) -> queries (B, T, H, head_dim) and entries (B, T, entry)"""
         c = self.config
 
         # Only the last R dims of a query know its position.
         narrow = self.q_norm(linear(x, self.wq_a)) if c.q_lora else x
         q_nope, q_rope = linear(narrow, self.wq).split((c.qk_nope, c.qk_rope), -1)
-        q = torch.cat((q_nope, apply_rotary_emb(q_rope, cos, sin)), -1)  # (B, T, H, N + R)
+        q = torch.cat((q_nope, apply_rotary_emb(q_rope, cos, sin)), -1)  # (B, T, H, head_dim)
 
         # A rotary key cannot be rebuilt from a latent, so the entry holds it too, once for all
         # heads.
-        latent, k_rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)  # (B, T, C or R)
+        # (B, T, kv_lora), (B, T, qk_rope)
+        latent, k_rope = linear(x, self.wkv_a).split((c.kv_lora, c.qk_rope), -1)
         k_rope = apply_rotary_emb(k_rope[:, :, None], cos, sin)[:, :, 0]
         return q, torch.cat((self.kv_norm(latent), k_rope), -1)
 
     def keys_values(self, entries):
-        """entries (B, S, C + R) -> keys (B, S, H, N + R), values (B, S, H, V)"""
+        """entries (B, S, entry) -> keys (B, S, H, head_dim), values (B, S, H, v_dim)"""
         c = self.config
         latent, k_rope = entries.split((c.kv_lora, c.qk_rope), -1)
-        k_nope = linear(latent, self.wk_b)  # (B, S, H, N)
-        k_rope = k_rope[:, :, None].expand(-1, -1, c.heads, -1)  # (B, S, H, R)
+        k_nope = linear(latent, self.wk_b)  # (B, S, H, qk_nope)
+        k_rope = k_rope[:, :, None].expand(-1, -1, c.heads, -1)  # (B, S, H, qk_rope)
         return torch.cat((k_nope, k_rope), -1), linear(latent, self.wv_b)
 
     def forward(self, x, cos, sin, mask=None, cache=None):
         """x (B, T, D) -> (B, T, D). mask: see dot_product_attention. cache: a function that stores
-        the entries of these tokens and returns those of all keys (B, S, C + R)."""
+        the entries of these tokens and returns those of all keys (B, S, entry)."""
         # Other tokens see a token only through its entry. All keys and values are rebuilt from
         # entries, whether they come from this batch, from other ranks, or out of a cache.
         q, entries = self.project_qkv(x, cos, sin)
@@ -417,7 +420,8 @@ class Attention(nn.Module):
         k, v = self.keys_values(entries)
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, dims)
-        out = dot_product_attention(q, k, v, mask, self.scale * self.head_dim**-0.5)  # (B, H, T, V)
+        # (B, H, T, v_dim)
+        out = dot_product_attention(q, k, v, mask, self.scale * self.head_dim**-0.5)
         return linear(out.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -536,7 +540,7 @@ class Model(nn.Module):
         return self
 
     def rotary_cos_sin(self, positions):
-        """positions (B or 1, T) -> cos and sin (B or 1, T, 1, R)"""
+        """positions (B or 1, T) -> cos and sin (B or 1, T, 1, qk_rope)"""
         return rope_cos_sin(positions.float()[..., None, None] * self.frequency)
 
     def embed_tokens(self, tokens):
@@ -825,7 +829,7 @@ DEMO = ModelConfig(
 
 
 def demo():
-    from command.demo_figures import draw_loads
+    from demos.demo_figures import draw_loads
 
     # The same training twice: without the bias, and with it. Only the second has an MTP head.
     torch.set_num_threads(1)
@@ -857,7 +861,7 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     about = "Expert load with and without the balancing bias."
     moved = {"--bench": "python -m benchmarks.train_step"}

@@ -7,7 +7,7 @@ do that (Newton-Schulz), no SVD:
 
     m <- mu m + (1-mu) g        u = (1-mu) g + mu m  (Nesterov)        X = u / |u|_F
     X <- (a I + b A + c A^2) X  with A = X X^T, five times             acts on singular values only
-    W <- (1 - lr wd) W - lr scale X                                    scale: 0.2 sqrt(max(R, C))
+    w <- (1 - lr wd) w - lr scale X                                    scale: 0.2 sqrt(max(R, C))
 
 A step has three phases on 1..N ranks (Muon.run_task):
 
@@ -26,10 +26,12 @@ Ours, for want of a public value: learning rate, momentum, coefficients, scale. 
 kernels and symmetric GEMMs (a third of the FLOPs on a GPU), a second level of all-to-all for
 thousands of ranks, strided shards (tensor parallelism and FSDP on one dimension).
 
-    N      units in a stack (heads, experts)          R, C   rows and columns of a unit
-    m, n   the same, sorted: m <= n                   W      ranks
-    unit   a matrix that is orthogonalized as a whole: the last two dimensions of a stack, a 2-D
-           parameter, or one of its column blocks
+Its fast twin: gram_newton_schulz (fast/) for newton_schulz. Weights in bf16 keep small updates by
+stochastic_round (fast/stochastic_rounding.py). Both are handed over.
+
+    N      matrices in a stack (heads, experts)       R, C   rows and columns of a matrix
+    unit   matrix n of a stack: has an owner, and travels as a whole; its column blocks, if it has
+           any, are orthogonalized one by one
     block  the part of a parameter that one rank holds
     piece  the part of a unit that lies in one block
 
@@ -46,6 +48,7 @@ from itertools import compress
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.adamw import adamw
 
 # ---------------------------------------------------------------- mathematics
 
@@ -59,11 +62,11 @@ def newton_schulz(X, steps=5):
     a, b, c = COEFFICIENTS
     # On the wide form X X^T is the smaller of the two squares.
     tall = X.shape[-2] > X.shape[-1]
-    X = X.mT if tall else X  # (N, m, n)
+    X = X.mT if tall else X  # (N, R, C), R <= C
     for _ in range(steps):
-        A = X @ X.mT  # (N, m, m)
-        B = b * A + c * A @ A  # (N, m, m)
-        X = a * X + B @ X  # (N, m, n)
+        A = X @ X.mT  # (N, R, R)
+        B = b * A + c * A @ A  # (N, R, R)
+        X = a * X + B @ X  # (N, R, C)
     return X.mT if tall else X
 
 
@@ -84,36 +87,20 @@ def orthogonalize(G, steps=5, dtype=torch.bfloat16, out=None, iterate=newton_sch
     assert G.ndim >= 2, f"orthogonalize wants (..., R, C), got shape {tuple(G.shape)}"
     if out is None:
         out = torch.empty(G.shape, dtype=G.dtype, device=G.device)
-    # Nothing to multiply, and R * C, by which cpu_chunk divides, may be 0.
+    # Nothing to multiply, and nothing to take a largest entry of.
     if not G.numel():
         return out
 
-    # All leading dimensions make one stack.
+    # All leading dimensions make one stack. On a CPU zeros fill rows and columns up to multiples of
+    # 8: without them the last bit of a product would depend on where in memory the matrix begins,
+    # and so on its batch.
     R, C = G.shape[-2:]
-    matrices, results = G.reshape(-1, R, C), out.view(-1, R, C)  # (N, R, C)
-
-    # On a CPU a batch has the size of the cache, and zeros fill rows and columns up to multiples of
-    # 8. Without these zeros the last bit of a product would depend on where in memory the matrix
-    # begins, and so on its batch.
-    chunk, padding = len(matrices), (0, 0, 0, 0)
-    if G.device.type == "cpu":
-        chunk, padding = cpu_chunk(R * C, dtype), (0, -C % 8, 0, -R % 8)
+    padding = (0, -C % 8, 0, -R % 8) if G.device.type == "cpu" else (0, 0, 0, 0)
+    X = torch.nn.functional.pad(G.reshape(-1, R, C), padding)
 
     # Zeros stay zeros in every product, so they are cut off again at the end.
-    for X, result in zip(matrices.split(chunk), results.split(chunk)):
-        X = unit_norm(torch.nn.functional.pad(X, padding), dtype)
-        result.copy_(iterate(X, steps)[:, :R, :C])
-    return out
-
-
-# Bytes of one batch of matrices on a CPU, by dtype (2 << 20 for dtypes not listed). Smaller batches
-# pay more overhead, larger ones do not fit the cache.
-CACHE_BYTES = {torch.bfloat16: 3 << 20}
-
-
-def cpu_chunk(elements, dtype):
-    """How many matrices, of `elements` numbers each, are multiplied in one call."""
-    return max(1, CACHE_BYTES.get(dtype, 2 << 20) // (elements * dtype.itemsize))
+    X = iterate(unit_norm(X, dtype), steps)
+    return out.copy_(X[:, :R, :C].reshape(G.shape))
 
 
 def unit_norm(X, dtype):
@@ -123,30 +110,23 @@ def unit_norm(X, dtype):
     # end: fp16 cannot hold a gradient before the division, and no dtype holds all that fp64 holds.
     if dtype != torch.float16 and X.dtype != torch.float64:
         X = X.to(dtype)
+
     # Squares of very small or large entries would leave the range of the dtype. Division by a power
-    # of two prevents that and changes no digit.
-    X = X / power_of_two_below(X)
+    # of two prevents that and changes no digit: the one at or below the largest entry, which is
+    # that entry without its mantissa.
+    tiny = torch.finfo(X.dtype).tiny
+    largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True).clamp(min=tiny)
+    largest = largest.double()  # (N, 1, 1)
+    X = X / (largest / (2 * torch.frexp(largest).mantissa)).to(X.dtype)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    return (X / norm.clamp(min=torch.finfo(X.dtype).tiny)).to(dtype)
+    return (X / norm.clamp(min=tiny)).to(dtype)
 
 
-# for each dtype: the integer dtype of the same width, and the mask of the exponent's bits in it
-EXPONENT_BITS = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF << 52),
-}
-
-
-def power_of_two_below(X):
-    """X (N, R, C) -> (N, 1, 1): the power of two at or below the largest entry of each matrix. That
-    is the entry without the bits of its mantissa. At least the smallest normal number, so that a
-    matrix of zeros can be divided by it."""
-    largest = torch.linalg.vector_norm(X, math.inf, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
-    integer, mask = EXPONENT_BITS[X.dtype]
-    power = (largest.view(integer) & mask).view(X.dtype)
-    return power.clamp(min=torch.finfo(X.dtype).tiny)
+def round_to_nearest(weight, exact, seed, start):
+    """weight (bf16 or fp16) <- exact (fp32), a block that begins at `start` in the whole. Updates
+    of less than 1/512 of a bf16 weight are lost: fast/stochastic_rounding.py keeps them. seed:
+    numbers that are alike on every rank and different for every step and parameter"""
+    weight.copy_(exact)
 
 
 # ---------------------------------------------------------------- who holds what, who computes what
@@ -197,7 +177,7 @@ class ShardedParam:
         self.param, self.name = param, name
         self.group = group  # index of its group in the optimizer
         self.shape = (1,) * (3 - param.ndim) + tuple(param.shape)  # (N, R, C)
-        self.unit_columns = self.shape[2] // column_blocks  # width of one unit
+        self.column_blocks = column_blocks  # orthogonalized one by one
 
         # One process with all of it, unless a mesh or a group of replicas says otherwise.
         self.process_group, self.rank = None, 0
@@ -238,14 +218,6 @@ class ShardedParam:
         expected, held = (n1 - n0) * (r1 - r0) * (c1 - c0), to_local(self.param).numel()
         assert held == expected, f"{self.name}: {held} numbers here, {placements} says {expected}"
 
-    def units(self):
-        """One unit for each column block of each matrix of the stack"""
-        found = []
-        for n in range(self.shape[0]):
-            for column in range(0, self.shape[2], self.unit_columns):
-                found.append(Unit(self, n, column))
-        return found
-
     def matrix(self, tensor, n):
         """What this rank holds of matrix n of the stack, in a tensor shaped like the parameter:
         (rows here, columns here)."""
@@ -261,27 +233,26 @@ def mesh_group(mesh):
 
 
 class Unit:
-    """A matrix that is orthogonalized as a whole: of matrix n of a stack, the columns `column` to
-    `column + unit_columns`."""
+    """Matrix n of a stack: what has an owner, and travels as a whole."""
 
-    __slots__ = ("sharded", "n", "column", "owner", "shape", "cost")
+    __slots__ = ("sharded", "n", "owner", "shape", "cost")
 
-    def __init__(self, sharded, n, column):
-        self.sharded, self.n, self.column = sharded, n, column
+    def __init__(self, sharded, n):
+        self.sharded, self.n = sharded, n
         self.owner = 0  # the rank that orthogonalizes it
-        self.shape = (sharded.shape[1], sharded.unit_columns)  # (R, C)
-        self.cost = math.prod(self.shape) * min(self.shape)  # a Newton-Schulz step costs ~ m m n
+        self.shape = sharded.shape[1:]  # (R, C)
+        # A step of Newton-Schulz costs about r r c for each of its blocks of r x c, r <= c.
+        width = self.shape[1] // sharded.column_blocks
+        self.cost = math.prod(self.shape) * min(self.shape[0], width)
 
     def piece(self, rank):
-        """The part of the unit in a rank's block, as slices (rows, columns) of the unit."""
+        """The part of the matrix in a rank's block, as slices (rows, columns)."""
         _, _, r0, r1, c0, c1 = self.sharded.blocks[rank]
-        left = max(c0 - self.column, 0)
-        right = max(min(c1 - self.column, self.shape[1]), left)
-        return slice(r0, r1), slice(left, right)
+        return slice(r0, r1), slice(c0, c1)
 
     def holders(self):
         """Ranks that hold a piece of it"""
-        return [rank for rank in self.sharded.holders[self.n] if piece_size(self.piece(rank))]
+        return self.sharded.holders[self.n]
 
     def is_whole_on(self, rank):
         return piece_size(self.piece(rank)) == math.prod(self.shape)
@@ -290,10 +261,9 @@ class Unit:
         """Does any rank but the owner hold a piece of it?"""
         return any(rank != self.owner for rank in self.holders())
 
-    def local_part(self, matrix):
-        """The part of a local matrix (rows here, columns here) that belongs to this unit."""
-        start = self.column - self.sharded.block[4]
-        return matrix[:, max(start, 0) : max(start + self.shape[1], 0)]
+    def local(self, tensor):
+        """What this rank holds of it, in a tensor shaped like the parameter."""
+        return self.sharded.matrix(tensor, self.n)
 
 
 def piece_size(piece):
@@ -303,21 +273,17 @@ def piece_size(piece):
 
 def assign_owners(units):
     """Which rank orthogonalizes which unit, from shapes alone. A unit that lies whole on a rank
-    stays there. The others go to the least loaded rank, the most expensive ones first. Replicas
-    hold the same units, and each unit is done by one of them only."""
-    # Units that lie whole on a rank, or on several: the least loaded of these takes them.
-    load, spread_out = [0] * len(units[0].sharded.blocks), []
+    stays there, on the least loaded one if several hold it. The others may go anywhere."""
+    load = [0] * len(units[0].sharded.blocks)
+    choices = {}
     for unit in units:
-        candidates = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
-        if candidates:
-            unit.owner = min(candidates, key=load.__getitem__)
-            load[unit.owner] += unit.cost
-        else:
-            spread_out.append(unit)
+        whole = [rank for rank in unit.holders() if unit.is_whole_on(rank)]
+        choices[unit] = whole or range(len(load))
 
-    # Then the others. Cheap ones come last, so that they even out the loads.
-    for unit in sorted(spread_out, key=lambda unit: -unit.cost):
-        unit.owner = load.index(min(load))
+    # Those that can go to few ranks come first. Among the others cheap ones come last, so that they
+    # even out the loads.
+    for unit in sorted(units, key=lambda unit: (len(choices[unit]), -unit.cost)):
+        unit.owner = min(choices[unit], key=load.__getitem__)
         load[unit.owner] += unit.cost
 
 
@@ -340,10 +306,11 @@ class MuonTask:
         self.rank, self.world = sharded.rank, len(sharded.blocks)
         self.number = 0  # in the log of events
 
-        # This rank orthogonalizes the units that it owns. Of some it also holds a piece itself.
+        # This rank orthogonalizes the units that it owns. Of some it also holds a piece itself, as
+        # it does of units that others own.
         self.owned = [unit for unit in units if unit.owner == self.rank]
-        self.own_pieces = [u for u in self.owned if self.rank in u.sharded.holders[u.n]]
-        self.local_ranges = find_local_ranges(units, self.rank)
+        self.held = [unit for unit in units if self.rank in unit.holders()]
+        self.own_pieces = [unit for unit in self.held if unit.owner == self.rank]
 
         # Sorted by rank, as all-to-all wants it. The sort is stable, so within a rank both ends
         # keep the order of the units.
@@ -378,55 +345,33 @@ class MuonTask:
                     self.recvs.append(route)
 
 
-def find_local_ranges(units, rank):
-    """[[parameter, lo, hi]]: runs of neighbouring stack indices of which this rank holds a part.
-    Momentum is updated run by run: a few calls for many units."""
-    ranges = []
-    for unit in units:
-        if rank not in unit.sharded.holders[unit.n]:
-            continue
-        # A unit next to the last run makes it longer. Column blocks of a matrix share its index.
-        if ranges and ranges[-1][0] is unit.sharded and unit.n <= ranges[-1][2]:
-            ranges[-1][2] = max(ranges[-1][2], unit.n + 1)
-        else:
-            ranges.append([unit.sharded, unit.n, unit.n + 1])
-    return ranges
-
-
 def plan_tasks(sharded_params, itemsize, task_bytes, window):
     """Cut all units into tasks. Units that travel: per process group about three tasks, so that
     there is something to overlap, and more where a task would pass task_bytes per rank. Units that
-    stay: tasks of the cache's size (on a GPU: of task_bytes), which fill the waiting time."""
+    stay: tasks of task_bytes, which fill the waiting time."""
     by_group = defaultdict(list)
     for sharded in sharded_params:
-        by_group[sharded.process_group].extend(sharded.units())
+        units = [Unit(sharded, n) for n in range(sharded.shape[0])]
+        by_group[sharded.process_group].extend(units)
 
     moving, staying = [], []
     for units in by_group.values():
         assign_owners(units)
 
-        # Most expensive first. The column blocks of one matrix stay together: they share its
-        # momentum.
-        matrices = defaultdict(list)
-        for unit in sorted(units, key=lambda unit: (-unit.cost, unit.shape)):
-            matrices[unit.sharded, unit.n].append(unit)
+        # Most expensive first. What stays on another rank is not our work.
+        units.sort(key=lambda unit: (-unit.cost, unit.shape))
+        sharded = units[0].sharded
+        travelling = [unit for unit in units if unit.travels()]
+        at_home = [u for u in units if not u.travels() and u.owner == sharded.rank]
 
-        # A matrix moves if any block of it does. What stays on another rank is not our work.
-        travelling, at_home = [], []
-        for (sharded, _), blocks in matrices.items():
-            if any(unit.travels() for unit in blocks):
-                travelling.append(blocks)
-            elif any(unit.owner == sharded.rank for unit in blocks):
-                at_home.append(blocks)
+        # On a CPU a task fits the cache. On a GPU it is large, since each costs some launches.
+        size = task_bytes or (3 << 20 if sharded.param.device.type == "cpu" else 32 << 20)
 
         # A task that travels is closed at a third of all bytes, but not below 4 KB.
-        sharded = units[0].sharded
-        third = sum(matrix_bytes(blocks, itemsize) for blocks in travelling) // 3
-        bound = min(max(third, 1 << 12), task_bytes * len(sharded.blocks))
+        third = itemsize * sum(math.prod(unit.shape) for unit in travelling) // 3
+        bound = min(max(third, 1 << 12), size * len(sharded.blocks))
         moving += cut_tasks(travelling, itemsize, bound)
-        on_cpu = sharded.param.device.type == "cpu"
-        bound = CACHE_BYTES[torch.bfloat16] if on_cpu else task_bytes
-        staying += cut_tasks(at_home, itemsize, bound)
+        staying += cut_tasks(at_home, itemsize, size)
 
     for number, task in enumerate(moving + staying, start=1):
         task.number = number
@@ -435,21 +380,15 @@ def plan_tasks(sharded_params, itemsize, task_bytes, window):
     return moving[: window - 1] + staying + moving[window - 1 :]
 
 
-def matrix_bytes(blocks, itemsize):
-    """Bytes on the wire of the matrix that these column blocks make up"""
-    _, rows, columns = blocks[0].sharded.shape
-    return itemsize * rows * columns
-
-
-def cut_tasks(matrices, itemsize, bound):
+def cut_tasks(units, itemsize, bound):
     """Tasks that close as soon as they hold `bound` bytes."""
-    tasks, units, size = [], [], 0
-    for blocks in matrices:
-        units = units + blocks
-        size += matrix_bytes(blocks, itemsize)
-        if size >= bound or blocks is matrices[-1]:
-            tasks.append(MuonTask(units))
-            units, size = [], 0
+    tasks, batch, size = [], [], 0
+    for unit in units:
+        batch.append(unit)
+        size += itemsize * math.prod(unit.shape)
+        if size >= bound or unit is units[-1]:
+            tasks.append(MuonTask(batch))
+            batch, size = [], 0
     return tasks
 
 
@@ -469,16 +408,16 @@ class Muon(torch.optim.Optimizer):
     replicas: a process group whose ranks hold the same plain tensors and, in step(), the same
     gradients: each rank orthogonalizes some of the units for all. ns_dtype: dtype of the matrix
     products, and of the wire; on a CPU without bf16 instructions fp32 is some 20 times faster.
-    newton_schulz: the iteration, see orthogonalize. check_gradients: NaN and inf raise before
+    newton_schulz: the iteration, see orthogonalize. round_weights: how weights in bf16 or fp16 are
+    written, see round_to_nearest. check_gradients: NaN and inf raise before
     anything has changed. task_bytes, window: size of a task per rank, and how many are in flight.
 
     Set .events to [] to log (seconds, task, event); .traffic counts the collectives and bytes
     received of the last step. A DTensor without gradient counts as gradient 0 (AdamW leaves it
-    alone). State is fp32. Weights in bf16 are rounded stochastically, alike on every rank that
-    holds a copy."""
+    alone). State is fp32."""
 
     # what copies of an optimizer take along, beside torch's part
-    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz"
+    COPIED = "names", "replicas", "ns_dtype", "wire_dtype", "newton_schulz", "round_weights"
     COPIED += "check_gradients", "task_bytes", "window"
 
     def __init__(
@@ -494,15 +433,17 @@ class Muon(torch.optim.Optimizer):
         replicas=None,
         ns_dtype=torch.bfloat16,
         newton_schulz=newton_schulz,
+        round_weights=round_to_nearest,
         check_gradients=True,
-        task_bytes=32 << 20,
+        task_bytes=None,
         window=3,
     ):
         self.names = {}  # parameter -> its name
         # plans: {ids of the parameters that take part in a step: its tasks}
         self.sharded_params, self.plans = [], {}
         self.events, self.traffic = None, {}
-        self.replicas, self.ns_dtype, self.newton_schulz = replicas, ns_dtype, newton_schulz
+        self.replicas, self.ns_dtype = replicas, ns_dtype
+        self.newton_schulz, self.round_weights = newton_schulz, round_weights
         self.check_gradients, self.task_bytes, self.window = check_gradients, task_bytes, window
         # fp16 has no room for a gradient that has not been divided by its norm: it travels as bf16
         self.wire_dtype = torch.bfloat16 if ns_dtype == torch.float16 else ns_dtype
@@ -544,7 +485,7 @@ class Muon(torch.optim.Optimizer):
                     blocks = group["column_blocks"]
                     sharded = ShardedParam(p, self.names[p], number, blocks, self.replicas)
                     self.sharded_params.append(sharded)
-                    # in the seed of its rounding noise
+                    # in the seed of its rounding
                     sharded.order = len(self.sharded_params)
 
     @torch.no_grad()
@@ -568,8 +509,7 @@ class Muon(torch.optim.Optimizer):
         for sharded in self.sharded_params:
             if sharded.param.grad is not None or isinstance(sharded.param, DTensor):
                 active.append(sharded)
-                if sharded.param.dtype == torch.bfloat16:
-                    self.state[sharded.param]["step"] += 1
+                self.state[sharded.param]["step"] += 1
 
         # The plan follows from shapes: it is made once for a set of parameters.
         key = tuple(map(id, active))
@@ -592,7 +532,7 @@ class Muon(torch.optim.Optimizer):
     def run_task(self, task):
         """One task from gradients to new weights, in three phases. It yields where it would wait
         for messages. Its local variables keep the buffers on the wire alive."""
-        # Phase 1: momentum of what lies here, {(parameter, n): (rows here, columns here)}.
+        # Phase 1: momentum of what lies here, {unit: (rows here, columns here)}.
         updates = self.update_momentum(task)
 
         # Phase 2: orthogonalize whole matrices.
@@ -600,23 +540,25 @@ class Muon(torch.optim.Optimizer):
         # own units are copied into whole matrices.
         stacks, matrices = allocate_matrices(task.owned, self.wire_dtype)
         if task.gathers:
-            pieces = [unit.local_part(updates[unit.sharded, unit.n]) for _, unit, _ in task.sends]
+            pieces = [updates[unit] for _, unit, _ in task.sends]
             receive = self.start_all_to_all(task, task.sends, pieces, task.recvs)
             self.log(task, "send")
         own_slots = [matrices[unit][unit.piece(task.rank)] for unit in task.own_pieces]
-        own_parts = [unit.local_part(updates[unit.sharded, unit.n]) for unit in task.own_pieces]
-        copy_tensors(own_slots, own_parts)
+        copy_tensors(own_slots, [updates[unit] for unit in task.own_pieces])
 
         # The missing pieces of our units arrive: now the matrices are whole.
         if task.gathers:
             yield
             copy_tensors([matrices[unit][piece] for _, unit, piece in task.recvs], receive())
 
-        # Newton-Schulz in place, units of equal shape together.
+        # Newton-Schulz in place, units of equal shape together. The blocks of a matrix have a
+        # dimension of their own.
         self.log(task, "multiply")
-        for (number, *_), stack in stacks.items():
-            steps = self.param_groups[number]["ns_steps"]
-            orthogonalize(stack, steps, self.ns_dtype, stack, self.newton_schulz)
+        for (number, *_), stack in stacks.items():  # (K, R, C)
+            group = self.param_groups[number]
+            blocks = stack.unflatten(2, (group["column_blocks"], -1)).transpose(1, 2)
+            steps = group["ns_steps"]
+            orthogonalize(blocks, steps, self.ns_dtype, blocks, self.newton_schulz)
         self.log(task, "multiplied")
 
         # The results leave for whoever holds a piece.
@@ -626,7 +568,6 @@ class Muon(torch.optim.Optimizer):
             self.log(task, "return")
 
         # Phase 3: apply our own results to the weights here, then those of others as they arrive.
-        self.decay_weights(task)
         self.apply_updates(task.own_pieces, own_slots)
         if task.returns:
             yield
@@ -634,28 +575,31 @@ class Muon(torch.optim.Optimizer):
         self.log(task, "done")
 
     def update_momentum(self, task):
-        """Momentum and Nesterov in fp32 on what lies here -> {(parameter, n): (rows here, columns
-        here)}. Momentum is a convex sum, not g + mu m: orthogonalization ignores the scale, and the
+        """Momentum and Nesterov in fp32 on what lies here -> {unit: (rows here, columns here)}.
+        Momentum is a convex sum, not g + mu m: orthogonalization ignores the scale, and the
         rounding is better."""
-        updates = {}
-        for sharded, lo, hi in task.local_ranges:
-            # Stack indices lo to hi of the whole, counted from where the block here begins.
-            group, first = self.param_groups[sharded.group], sharded.block[0]
-            part = slice(lo - first, hi - first)
-            # (hi - lo, rows here, columns here)
-            momentum = as_stack(to_local(self.state[sharded.param]["momentum"]))[part]
-            if sharded.param.grad is None:
-                gradient = torch.zeros_like(momentum)
-            else:
-                gradient = as_stack(to_local(sharded.param.grad))[part].float()
+        by_group = defaultdict(list)
+        for unit in task.held:
+            by_group[unit.sharded.group].append(unit)
 
-            # lerp_ with weight 1 - mu: m <- mu m + (1-mu) g, in the optimizer's state.
-            momentum.lerp_(gradient, 1 - group["momentum"])
-            update = momentum
+        updates = {}
+        for number, units in by_group.items():
+            momenta, gradients = [], []
+            for unit in units:
+                param = unit.sharded.param
+                momenta.append(unit.local(self.state[param]["momentum"]))
+                # A shard without gradient goes along with gradient 0.
+                if param.grad is None:
+                    gradients.append(torch.zeros_like(momenta[-1]))
+                else:
+                    gradients.append(unit.local(param.grad).float())
+
+            # lerp with weight 1 - mu: m <- mu m + (1-mu) g, in the optimizer's state.
+            group = self.param_groups[number]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             if group["nesterov"]:
-                update = torch.lerp(gradient, momentum, group["momentum"])
-            for n in range(lo, hi):
-                updates[sharded, n] = update[n - lo]
+                momenta = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            updates.update(zip(units, momenta))
         return updates
 
     def start_all_to_all(self, task, sends, tensors, recvs):
@@ -685,36 +629,29 @@ class Muon(torch.optim.Optimizer):
 
         return receive
 
-    def decay_weights(self, task):
-        """Decoupled weight decay. bf16 weights are decayed in apply_updates instead, so that decay
-        and update are rounded only once."""
-        for sharded, lo, hi in task.local_ranges:
-            group, first = self.param_groups[sharded.group], sharded.block[0]
-            if group["weight_decay"] and sharded.param.dtype != torch.bfloat16:
-                weights = as_stack(to_local(sharded.param))[lo - first : hi - first]
-                weights.mul_(1 - group["lr"] * group["weight_decay"])
-
     def apply_updates(self, units, pieces):
-        """Subtract each orthogonal piece from the weights here: one fused call per step length."""
-        by_length = defaultdict(lambda: ([], []))  # {length: (weights, pieces)}
+        """Weight decay, and the orthogonal pieces, on the weights here."""
+        by_rate = defaultdict(lambda: ([], []))  # {(decay, length): (weights, pieces)}
         for unit, piece in zip(units, pieces):
             sharded, group = unit.sharded, self.param_groups[unit.sharded.group]
-            weight = unit.local_part(sharded.matrix(sharded.param, unit.n))
-            length = group["lr"] * step_scale(*unit.shape)
-            if weight.dtype == torch.bfloat16:
-                # Decay and update in fp32, then one rounding.
-                exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-                exact.sub_(piece, alpha=length)
-                # The noise follows from step, parameter and place: alike on every holder.
-                step = self.state[sharded.param]["step"].item()
-                rows, columns = unit.piece(sharded.rank)
-                start = (rows.start, unit.column + columns.start)
-                stochastic_round(weight, exact, (step, sharded.order, unit.n), start)
-            else:
-                weights, updates = by_length[length]
+            weight = unit.local(sharded.param)
+            decay = 1 - group["lr"] * group["weight_decay"]
+            rows, columns = unit.shape
+            length = group["lr"] * step_scale(rows, columns // sharded.column_blocks)
+            if weight.dtype.itemsize >= 4:
+                weights, updates = by_rate[decay, length]
                 weights.append(weight)
                 updates.append(piece)
-        for length, (weights, updates) in by_length.items():
+            else:
+                # Decay and update in fp32, then one rounding.
+                exact = weight.float().mul_(decay).sub_(piece, alpha=length)
+                step = int(self.state[sharded.param]["step"])
+                start = [part.start for part in unit.piece(sharded.rank)]
+                self.round_weights(weight, exact, (step, sharded.order, unit.n), start)
+
+        # One call for all weights that move by the same factors.
+        for (decay, length), (weights, updates) in by_rate.items():
+            torch._foreach_mul_(weights, decay)
             torch._foreach_add_(weights, updates, alpha=-length)
 
     def log(self, task, event):
@@ -722,43 +659,37 @@ class Muon(torch.optim.Optimizer):
             self.events.append((time.perf_counter(), task.number, event))
 
     def adamw_step(self, group, number):
-        """AdamW (Loshchilov and Hutter) on what lies here."""
-        (b1, b2), lr = group["betas"], group["lr"]
-        # Parameters that have seen equally many steps share their bias corrections, so a few calls
-        # serve all of them.
-        by_step = defaultdict(list)
-        for i, p in enumerate(group["params"]):
-            if p.grad is not None:
-                self.state[p]["step"] += 1
-                by_step[self.state[p]["step"].item()].append((i, p))
+        """AdamW (Loshchilov and Hutter) on what lies here, by torch's own function."""
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        states = [self.state[p] for p in params]
+        means = [to_local(state["exp_avg"]) for state in states]
+        # fp32 weights are changed in place. Narrower ones are changed in an fp32 copy.
+        exact = [to_local(p).to(mean.dtype) for p, mean in zip(params, means)]
+        adamw(
+            exact,
+            [to_local(p.grad).to(mean.dtype) for p, mean in zip(params, means)],
+            means,
+            [to_local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
-        for t, numbered in by_step.items():
-            params = [p for _, p in numbered]
-            m = [to_local(self.state[p]["exp_avg"]) for p in params]
-            v = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
-            # fp32 weights are changed in place. Narrower ones are changed in an fp32 copy, which is
-            # rounded below.
-            w = [to_local(p).to(mean.dtype) for p, mean in zip(params, m)]
-            g = [to_local(p.grad).to(mean.dtype) for p, mean in zip(params, m)]
-
-            # Decoupled weight decay, then the two running means.
-            torch._foreach_mul_(w, 1 - lr * group["weight_decay"])
-            torch._foreach_lerp_(m, g, 1 - b1)
-            torch._foreach_mul_(v, b2)
-            torch._foreach_addcmul_(v, g, g, 1 - b2)
-
-            # w <- w - lr m^ / (sqrt(v^) + eps), both means without their bias towards 0.
-            deviation = torch._foreach_sqrt(v)
-            torch._foreach_div_(deviation, (1 - b2**t) ** 0.5)
-            torch._foreach_add_(deviation, group["eps"])
-            torch._foreach_addcdiv_(w, m, deviation, -lr / (1 - b1**t))
-
-            # The copies go back into the weights: bf16 by chance, fp16 to the nearest.
-            for (i, p), updated in zip(numbered, w):
-                if p.dtype == torch.bfloat16:
-                    stochastic_round(to_local(p), updated, (t, number, i), block_start(p))
-                elif p.dtype != updated.dtype:
-                    to_local(p).copy_(updated)
+        # The copies go back into the weights. A parameter's place in its group is alike on every
+        # rank.
+        places = {p: place for place, p in enumerate(group["params"])}
+        for p, updated in zip(params, exact):
+            if p.dtype != updated.dtype:
+                seed = int(self.state[p]["step"]), number, places[p]
+                self.round_weights(to_local(p), updated, seed, block_start(p))
 
     def refuse_bad_gradients(self):
         """Raise, on every rank of a mesh alike, before a NaN reaches momentum or a half-done step
@@ -865,50 +796,8 @@ def make_state(p, algorithm):
     else:
         dtype = torch.promote_types(p.dtype, torch.float32)
         state = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-    # AdamW's bias correction counts steps, and so does the noise of bf16 weights.
-    if algorithm == "adamw" or p.dtype == torch.bfloat16:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    return state
-
-
-def stochastic_round(weight, exact, seed, start=None):
-    """weight (bf16) <- one of the two neighbours of exact (fp32), each with the probability that
-    makes the mean exact. Rounded to the nearest, an update of less than 1/512 of its weight would
-    be lost, every time. Equal seeds round alike.
-
-    start: where this block begins in the whole tensor, a number per dimension; all zeros unless
-    given. A number's noise follows from the seed and its place in the whole: it is the same however
-    the tensor is cut, and on every device."""
-    noise = noise_of_places(start or (0,) * weight.ndim, weight.shape, seed, weight.device)
-    # bf16 is the upper 16 bits of fp32. Random bits are added to the lower 16, which are then cut
-    # off: the larger they are, the likelier is a carry into the upper ones.
-    weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
-
-
-def noise_of_places(start, shape, seed, device):
-    """Random int32 from 0 to 65,535 for the block of this shape that begins at `start`: a hash of
-    the seed and of each number's place. The places of each dimension are hashed as a vector, and
-    the vectors are combined by one more hash."""
-    # Python hashes integers alike in every process.
-    key = hash((*seed, -1)) % 2**31
-    noise = torch.full((), key, dtype=torch.int32, device=device)
-    for dim, (first, size) in enumerate(zip(start, shape)):
-        # The key of a dimension keeps place (1, 2) from the noise of place (2, 1).
-        key = hash((*seed, dim)) % 2**31
-        places = torch.arange(first, first + size, dtype=torch.int32, device=device)
-        noise = noise[..., None] ^ scramble(scramble(places) + key)  # one more dimension
-    return scramble(noise) & 0xFFFF
-
-
-def scramble(bits):
-    """A hash of each int32 (Chris Wellons' lowbias32): every bit of the result depends on every bit
-    of the input."""
-    # A shift of a signed number fills up with its sign, which the masks clear.
-    bits = bits ^ (bits >> 16 & 0xFFFF)
-    bits = bits * 0x7FEB352D
-    bits = bits ^ (bits >> 15 & 0x1FFFF)
-    bits = bits * (0x846CA68B - 2**32)  # as a signed number
-    return bits ^ (bits >> 16 & 0xFFFF)
+    # AdamW's bias correction counts steps, and so may the rounding of narrow weights.
+    return {**state, "step": torch.zeros((), dtype=torch.float32)}
 
 
 # ---------------------------------------------------------------- refusals
@@ -958,15 +847,15 @@ def show_singular_values():
 
 
 def demo():
-    from command.muon_on_ranks import show_ranks
+    from demos.muon_on_ranks import show_ranks
 
     torch.set_num_threads(1)
     show_singular_values()
-    show_ranks()
+    show_ranks(Muon)
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     moved = {"--bench": "python -m benchmarks.muon"}
     run_demo("muon.py", "Muon, alone", demo, argv, moved)

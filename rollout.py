@@ -11,21 +11,22 @@ deviation (a group where every rollout is right would have its accidents blown u
 advantage); no length standardisation, no overlong masking; KL by the k1 estimator; router replay.
 
     A_i = r_i - mean_group(r)
-    J   = 1 / (G L) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
-          t over sampled tokens, stop tokens included; L constant
+    J   = 1 / (G Z) sum_i sum_t (A_i - beta k1_t) log pi(y_it)
+          t over sampled tokens, stop tokens included; Z constant
     k1  = log pi(y_t) - log ref(y_t), detached: as a loss its expected gradient is zero, so it is
           part of the reward
 
-Ours: beta, L, the reference (the policy after SFT), the tool-call format, all sizes. No ratio and
-no clip: one update per batch, so the sampling policy is the policy. Left out: branching
-environments and semantic search.
+Ours: beta (0 by default), Z, the reference (the policy after SFT), the tool-call format, all sizes.
+No ratio and no clip: one update per batch, so without workers the sampling policy is the policy.
+With --workers it may be --staleness updates older, and nothing corrects for that. Left out:
+branching environments and semantic search.
 
 History is linear: a turn is [role] body <|end|>, tokens are only ever appended, and what was
 sampled is never decoded and re-encoded on the way to the loss. Control tokens separate calls and
 arguments; no text encodes to one, so no tool output can forge a call.
 
-Letters: B rows, T time, V vocabulary, G rollouts per group, L MoE layers (or the length constant),
-K experts per token.
+Letters (README has them all): B rows, T tokens of a row, V vocabulary, G rollouts per group, Z the
+length constant, L MoE layers, K experts per token.
 
     python rollout.py       a demonstration with its masks, a group sampled by an untrained model
     python rollout.py --replay=out/run/transcripts.jsonl      a conversation of a run, in colour
@@ -277,7 +278,7 @@ class Chain:
     steps: int = 0  # decoding steps that it took; accepted drafts save some
     stats: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)  # path -> text at its end: what is submitted
-    # what the world recorded of its tool calls (world.audit.Seen); None: nothing was recorded
+    # what the world recorded of its tool calls (world.recorder.Seen); None: nothing was recorded
     facts: list = None
     findings: list = None  # the audit's; None: not audited yet
 
@@ -861,7 +862,7 @@ def pack(episodes, advantage, multiple=1):
 
 
 def policy_loss(logp, batch, normaliser, reference=None, beta=0.0):
-    """This batch's part of -J. logp (B, T) with gradient; normaliser: L times the number of
+    """This batch's part of -J. logp (B, T) with gradient; normaliser: Z times the number of
     rollouts of all ranks and micro-batches; reference (B, T): log-probs under the reference policy.
 
     There is no ratio and no clip: one update per batch. The gradient of A log pi is the policy
@@ -889,14 +890,16 @@ def random_model(tokenizer, **sizes):
 
 
 def demo():
-    from command.bpe import fit_tokenizer
-    from command.demo_figures import draw_kl_variances
-    from command.kl_estimates import kl_variances
-    from command.transcripts import describe_chain, format_transcript
+    from command.bpe import train_bpe
+    from command.transcripts import describe_chain
+    from demos.demo_figures import draw_kl_variances
+    from demos.kl_estimates import kl_variances
+    from demos.transcript_view import format_transcript
     from synth_tasks import example_texts
 
     # A demonstration, printed with its masks
-    tokenizer, task = fit_tokenizer(example_texts(100, 0), 700), make_task(1, 5)
+    tokenizer = Tokenizer(train_bpe(example_texts(100, 0), 700 - len(CONTROLS), SPLIT))
+    task = make_task(1, 5)
     chain = demonstrate(task, tokenizer, random.Random(3), Limits())
     for line in describe_chain(chain, tokenizer):
         print(format_transcript(line))
@@ -918,7 +921,7 @@ def demo():
 
 
 def main(argv):
-    from command.replay import replay_or_demonstrate
+    from demos.replay import replay_or_demonstrate
 
     replay_or_demonstrate(argv, demo)
 

@@ -176,7 +176,7 @@ def demo():
 
 
 def main(argv):
-    from command.demonstration import run_demo
+    from demos.demonstration import run_demo
 
     run_demo("summarize.py", "A task several windows long.", demo, argv)
 

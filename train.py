@@ -77,6 +77,7 @@ from command import (
 from command.flags import usage_error
 from fast import workers as fast_workers
 from fast.gram_newton_schulz import gram_newton_schulz
+from fast.stochastic_rounding import stochastic_round
 from world.micro import CONSTANTS, WORDS
 from world.task_file import read_tasks
 
@@ -342,7 +343,10 @@ def train_tokenizer(config):
         size += len(sample[-1])
         if size > 800_000:
             break
-    return bpe.fit_tokenizer(sample + synth_tasks.example_texts(1500, config.seed), config.vocab)
+    # The vocabulary is what was learned from them, and the control tokens.
+    texts = sample + synth_tasks.example_texts(1500, config.seed)
+    learned = config.vocab - len(rollout.CONTROLS)
+    return rollout.Tokenizer(bpe.train_bpe(texts, learned, rollout.SPLIT))
 
 
 def seq_len_divisor(step, config):
@@ -720,9 +724,9 @@ class Reinforcement(Source):
     policy that samples is the policy that learns. With workers it may be up to `staleness` updates
     older. This lag is kept small and not corrected (stated): there is no ratio and no clip."""
 
-    # The constant L by which the summed loss of every rollout is divided, instead of by its length
+    # The constant Z by which the summed loss of every rollout is divided, instead of by its length
     loss_norm_length = 64.0
-    # k and q of the price of effort, see length_penalty.cost; q = 0: linear
+    # k and q of the price of effort, see length_penalty.concave_cost; q = 0: linear
     penalty_k, penalty_q = 1.0, 0.5
     # The weights of the teacher, which reads the hints. ema: a moving average of the policy's, in
     # which each step's weights have the share teacher_rate; current or frozen: see Teacher
@@ -1355,6 +1359,7 @@ class Run:
             replicas=dist.group.WORLD if self.replicas and self.world > 1 else None,
             ns_dtype=self.dtype,
             newton_schulz=newton_schulz if self.config.plain else gram_newton_schulz,
+            round_weights=stochastic_round,
         )
         checks.check_parameters(optimizer, self.model.named_parameters())
         hsdp.keep_gradients_in_fp32(self.model)

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read_quick
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from command.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.sampler import Sampler
 from fast.workers import generation_model

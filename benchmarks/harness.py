@@ -18,8 +18,6 @@ import torch
 from command.flags import usage_error
 
 ROOT = Path(__file__).resolve().parent.parent
-# train.py's laptop scale in fields of moe.ModelConfig, where its defaults are others
-LAPTOP_SCALE = dict(vocab=1024, kv_lora=128, qk_nope=32, qk_rope=32, v_dim=32, rope_theta=1000.0)
 
 
 # ---------------------------------------------------------------- the command line

@@ -28,11 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.harness import measure_seconds, print_table, read_quick
-from command.forked_ranks import fork_ranks
+from demos.forked_ranks import fork_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
-from command.muon_on_ranks import make_parameters
-from muon import Muon, as_stack, cpu_chunk, orthogonalize, step_scale
+from fast.stochastic_rounding import stochastic_round
+from demos.muon_on_ranks import make_parameters
+from muon import Muon, as_stack, orthogonalize, step_scale
 
+CACHE_BYTES = 2 << 20  # of a CPU
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -66,12 +68,13 @@ def gemm_floor(shapes, dtype, device):
     for shape in shapes:
         matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
 
-    # Batches as muon.py cuts them: as many matrices as the cache of a CPU holds, or all at once on
-    # a GPU. Batches of one shape share their operands, because the time of a product does not
+    # As many matrices as the cache of a CPU holds, or all at once on a GPU. Batches of one shape share their operands, because the time of a product does not
     # depend on the numbers in it.
     batches = []
     for (m, n), count in matrices.items():
-        chunk = min(count, cpu_chunk(m * n, dtype)) if device == "cpu" else count
+        chunk = count
+        if device == "cpu":
+            chunk = min(count, max(1, CACHE_BYTES // (m * n * dtype.itemsize)))
         # X, Y (chunk, m, n); A (chunk, m, m)
         X, A, Y = (torch.randn(chunk, m, columns, device=device).to(dtype) for columns in (n, m, n))
         for first in range(0, count, chunk):
@@ -110,6 +113,7 @@ def build_steps(shapes, products, weights, device):
         [dict(params=list(params.items()))],
         ns_dtype=products,
         newton_schulz=gram_newton_schulz,
+        round_weights=stochastic_round,
         **rates,
     )
 

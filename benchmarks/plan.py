@@ -19,9 +19,10 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.harness import LAPTOP_SCALE, make_parser, print_table
+from benchmarks.harness import make_parser, print_table
 from command.gpu_memory import (
     GPU_SCALE,
+    LAPTOP_SCALE,
     Step,
     gathered,
     held,

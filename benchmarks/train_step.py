@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.decode import decoding_step
-from benchmarks.harness import LAPTOP_SCALE, measure_seconds, print_speeds, read_quick
+from benchmarks.harness import measure_seconds, print_speeds, read_quick
+from command.gpu_memory import LAPTOP_SCALE
 from fast import accelerate
 from fast.cpu_kernels import grouped_swiglu, looped_swiglu
 from moe import FFN, Cache, Model, ModelConfig, MoE, fast_dtype

@@ -1,7 +1,8 @@
 """command/bpe.py: the merges of byte-pair encoding, learned from texts by counting.
 
 It runs once, before the first stage, and the checkpoints keep what it found: {bytes: rank}, which
-rollout.Tokenizer takes. A published model brings its own.
+rollout.Tokenizer takes. A published model brings its own. What is a word, and how many entries are
+left for the control tokens, is handed over: this file knows nothing of an agent.
 
 It stands apart from rollout.py because an agent only encodes and decodes. Left out: counting in
 parallel. The texts of a run (a few MB) take seconds.
@@ -11,24 +12,17 @@ from collections import Counter, defaultdict
 
 import regex  # comes with tiktoken
 
-from rollout import CONTROLS, SPLIT, Tokenizer
 
-
-def fit_tokenizer(texts, vocab):
-    """-> a Tokenizer with `vocab` entries, learned from the texts"""
-    return Tokenizer(train_bpe(texts, vocab))
-
-
-def train_bpe(texts, vocab):
+def train_bpe(texts, size, word):
     """Byte-pair encoding by counting -> {bytes: rank}. The most frequent pair of neighbours is
-    merged, again and again, until 256 bytes, the merges and the control tokens make `vocab`
-    entries. Pairs are counted once per distinct word. After a merge only the words that it touched
-    are counted again."""
+    merged, again and again, until 256 bytes and the merges make `size` entries. word: a regular
+    expression, no merge crosses the border of what it finds. Pairs are counted once per distinct
+    word. After a merge only the words that it touched are counted again."""
     # No merge crosses the border of a word, so each distinct word is kept once, with its number.
     word_counts = Counter()
     for text in texts:
-        word_counts.update(regex.findall(SPLIT, text))
-    pieces = [[bytes([b]) for b in word.encode()] for word in word_counts]
+        word_counts.update(regex.findall(word, text))
+    pieces = [[bytes([b]) for b in text.encode()] for text in word_counts]
     numbers = list(word_counts.values())
 
     # How often each pair of neighbours occurs, and in which words.
@@ -40,7 +34,7 @@ def train_bpe(texts, vocab):
 
     # All single bytes are tokens, so that any text can be encoded.
     ranks = {bytes([b]): b for b in range(256)}
-    while len(ranks) < vocab - len(CONTROLS) and counts:
+    while len(ranks) < size and counts:
         # Of equally frequent pairs the larger one is merged: the result must not depend on chance.
         best = max(counts, key=lambda pair: (counts[pair], pair))
         if counts[best] <= 0:

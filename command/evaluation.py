@@ -21,8 +21,8 @@ from command.flags import usage_error
 from command.output_files import digest_file
 from command.drawing import draw_safely
 from command.learning_curves import draw_training, read_step_log
-from command.policy_report import draw_policies, format_table
-from eval import evaluate, load_policy, unfinished_label, write_json
+from command.policy_report import draw_policies, format_table, write_json
+from eval import evaluate, load_policy, summarize_policies, unfinished_label
 from world.task import Refusal
 
 START = time.time()  # of this command
@@ -169,7 +169,8 @@ def write_evaluation(config, policies, origin, cost):
     # Beside the evaluation stands the last line of each stage's log.
     out = Path(config.out)
     kind = "given" if config.tasks else "held-out"
-    text = format_table(policies, kind) + f"\n{cost}"
+    numbers = summarize_policies(policies)
+    text = format_table(numbers, kind) + f"\n{cost}"
     logs = {stage: read_step_log(out, stage) for stage in ("pretrain", "long", "sft", "rl")}
     extra = {
         "table": text,
@@ -182,7 +183,7 @@ def write_evaluation(config, policies, origin, cost):
     # cost it.
     print(f"\n{text}\n")
     try:
-        write_json(policies, out / "summary.json", extra)
+        write_json(numbers, out / "summary.json", extra)
     except OSError as error:
         reason = error.strerror or error
         print(
@@ -193,7 +194,7 @@ def write_evaluation(config, policies, origin, cost):
 
     # The figures last.
     problems = [
-        draw_safely(draw_policies, policies, out),
+        draw_safely(draw_policies, numbers, out),
         draw_safely(draw_training, logs, out),
     ]
     figures = ", ".join(sorted(path.name for path in out.glob("*.png")))

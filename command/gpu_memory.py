@@ -18,7 +18,9 @@ import torch
 from hsdp import Layout, is_expert
 from moe import ModelConfig
 
-# train.py's gpu scale in fields of moe.ModelConfig
+# train.py's scales in fields of moe.ModelConfig; the laptop's, where its defaults are others. A test
+# compares them with train.SCALES, which this file cannot import.
+LAPTOP_SCALE = dict(vocab=1024, kv_lora=128, qk_nope=32, qk_rope=32, v_dim=32, rope_theta=1000.0)
 GPU_SCALE = dict(
     vocab=8192,
     dim=640,
@@ -103,7 +105,8 @@ def memory(config, shapes, layout, step, recompute=False):
     # one layer at a time keeps all of its activations.
     kept = max(layers) if recompute else sum(layers)
 
-    # The scores over the vocabulary are made for a stretch of rows at a time (moe.TargetLogprobs).
+    # The scores over the vocabulary are made for a stretch of rows at a time
+    # (fast.cpu_kernels.TargetLogprobs).
     scores = 8 * min(step.tokens * c.vocab, 1 << 26)
     kinds["activations (estimate)"] = step.tokens * (kept + 4 * c.dim * c.layers) + scores
     return kinds

@@ -31,11 +31,14 @@ def digest_file(path):
 
 
 def current_commit():
-    """The commit of this checkout, with "-dirty" where files were changed since; "" outside of
-    git"""
+    """The commit of this checkout, with "-dirty" where files were changed since; "" where this
+    folder is no checkout of its own: a copy inside another repository has no commit"""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return ""
     describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        done = subprocess.run(["git", "-C", str(root), *describe], capture_output=True, text=True)
+        return done.stdout.strip()
     except OSError:  # no git
         return ""

@@ -1,6 +1,6 @@
 """command/policy_report.py: policies compared, as a table and as figures.
 
-eval.py makes the numbers. Here they become what a person reads: the table (solved, levels, pass@k,
+eval.summarize_policies makes the numbers. Here they become what a person reads: the table (solved, levels, pass@k,
 what it takes), effort.png (does effort follow difficulty?), score.png (what does a solved task cost
 in tokens?), and the answers to --mismatch and --gap.
 
@@ -8,6 +8,7 @@ It stands apart from eval.py because the numbers are the concept and a table onl
 out: figures of cost, which differ from those of tokens by the prices alone.
 """
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from command import drawing
-from eval import compare_pairs, sampler_mismatch, summarize_levels, summarize_records, write_json
 
 # ---------------------------------------------------------------- the table
 
@@ -30,7 +30,7 @@ def format_number(value, form):
     return f"{value:.2e}".rjust(len(text))
 
 
-# Rows below pass@k. Key of summarize_records: (its name in the table, number format, factor)
+# Rows below pass@k. Key of eval.summarize_records: (its name in the table, number format, factor)
 ROWS = {
     "tokens": ("tokens per task", "{:.0f}", 1),
     "effort": ("effort", "{:.1f}", 1),
@@ -43,12 +43,13 @@ ROWS = {
 }
 
 
-def format_table(policies, kind="held-out"):
-    """{name: records}, and which tasks these were -> the text of the table, a column for each
-    policy"""
+def format_table(numbers, kind="held-out"):
+    """numbers: see eval.summarize_policies; kind: which tasks these were -> the text of the table,
+    a column for each policy"""
     # The numbers of all tasks, and of the tasks of each level.
-    whole = [summarize_records(records) for records in policies.values()]
-    levels = [summarize_levels(records) for records in policies.values()]
+    policies = numbers["policies"]
+    whole = [policy["overall"] for policy in policies.values()]
+    levels = [policy["levels"] for policy in policies.values()]
     width = max(14, 2 + max(map(len, policies)))
     lines = []
 
@@ -57,9 +58,9 @@ def format_table(policies, kind="held-out"):
 
     # What is solved, and how sure that is.
     add_row(f"{whole[0]['tasks']} {kind} tasks x {whole[0]['passes']}", policies)
-    add_row("solved [95 % interval]", [f"{numbers['solved']:.3f}" for numbers in whole])
-    add_row("", ["[{:.2f} {:.2f}]".format(*numbers["interval"]) for numbers in whole])
-    for label, cells in pair_rows(policies):
+    add_row("solved [95 % interval]", [f"{row['solved']:.3f}" for row in whole])
+    add_row("", ["[{:.2f} {:.2f}]".format(*row["interval"]) for row in whole])
+    for label, cells in pair_rows(numbers):
         add_row(label, cells)
 
     # The levels of the first policy; another one may have been given other tasks.
@@ -68,8 +69,8 @@ def format_table(policies, kind="held-out"):
         for by_level in levels:
             cell = "-"
             if level in by_level:
-                numbers = by_level[level]
-                cell = f"{numbers['solved']:.2f} ({numbers['tokens']:.0f})"
+                row = by_level[level]
+                cell = f"{row['solved']:.2f} ({row['tokens']:.0f})"
             cells.append(cell)
         add_row(f"  level {level}: solved (tokens)", cells)
 
@@ -77,35 +78,34 @@ def format_table(policies, kind="held-out"):
     for key in whole[0]:
         if key.startswith("pass@"):
             cells = []
-            for numbers in whole:
-                cells.append(format_number(numbers[key], "{:.3f}") if key in numbers else "-")
+            for row in whole:
+                cells.append(format_number(row[key], "{:.3f}") if key in row else "-")
             k = key.removeprefix("pass@")
             add_row(key if k == "1" else f"{key} = best-of-{k}", cells)
 
     # What it takes.
     for key, (label, form, factor) in ROWS.items():
-        add_row(label, [format_number(numbers[key] * factor, form) for numbers in whole])
+        add_row(label, [format_number(row[key] * factor, form) for row in whole])
 
     # These count as failed, though nothing was tried.
-    if any(numbers["no_turn"] for numbers in whole):
-        add_row("without room for a turn", [f"{numbers['no_turn']:.0f}" for numbers in whole])
+    if any(row["no_turn"] for row in whole):
+        add_row("without room for a turn", [f"{row['no_turn']:.0f}" for row in whole])
     return "\n".join(lines)
 
 
-def pair_rows(policies):
+def pair_rows(numbers):
     """The rows of the table that set each policy against the first one, task by task, as (label,
     cells); none where no task is shared."""
-    # compare_pairs gives None for two policies that share no task.
-    first, *others = policies
-    pairs = [compare_pairs(policies[first], policies[name]) for name in others]
-    if not any(pairs):
+    if not numbers["pairs"]:
         return []
 
     # The first policy is not compared with itself. The number of shared tasks is told where some
     # are missing.
-    whole = len({record["task"] for record in policies[first]})
+    first, *others = numbers["policies"]
+    whole = numbers["policies"][first]["overall"]["tasks"]
     won, chance = ["-"], [""]
-    for pair in pairs:
+    for name in others:
+        pair = numbers["pairs"].get(name)
         if pair is None:
             won.append("other tasks")
             chance.append("")
@@ -116,17 +116,26 @@ def pair_rows(policies):
     return [("  tasks won, lost against first", won), ("  if alike, so uneven by chance", chance)]
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- files
 
 
-def write_report(policies, folder, name, extra=None, kind="held-out"):
-    """Writes {name: records} as JSON and as figures into the folder. name: of the JSON file; extra:
-    more of its entries. -> the text of the table, with the reason below it if there are no
-    figures"""
-    write_json(policies, Path(folder, name), extra)
-    problem = drawing.draw_safely(draw_policies, policies, folder)
-    text = format_table(policies, kind)
+def write_report(numbers, folder, name, extra=None, kind="held-out"):
+    """Writes the numbers (see eval.summarize_policies) as JSON and as figures into the folder.
+    name: of the JSON file; extra: more of its entries. -> the text of the table, with the reason
+    below it if there are no figures"""
+    write_json(numbers, Path(folder, name), extra)
+    problem = drawing.draw_safely(draw_policies, numbers, folder)
+    text = format_table(numbers, kind)
     return f"{text}\n{problem}" if problem else text
+
+
+def write_json(numbers, path, extra=None):
+    """Writes the numbers, and what else belongs in the file."""
+    data = {"policies": numbers["policies"], **(extra or {}), "pairs": numbers["pairs"]}
+    path.write_text(json.dumps(data, indent=1))
+
+
+# ---------------------------------------------------------------- figures
 
 
 def annotate(ax, text, place, offset, **style):
@@ -134,24 +143,25 @@ def annotate(ax, text, place, offset, **style):
     ax.annotate(text, place, textcoords="offset points", xytext=offset, **style)
 
 
-def draw_policies(policies, folder):
+def draw_policies(numbers, folder):
     """effort.png: tokens by difficulty; score.png: score against tokens, one line per policy over
     the levels"""
-    levels = {name: summarize_levels(records) for name, records in policies.items()}
-    draw_effort(levels, Path(folder, "effort.png"))
-    draw_score(policies, levels, Path(folder, "score.png"))
+    policies = numbers["policies"]
+    draw_effort(policies, Path(folder, "effort.png"))
+    draw_score(policies, Path(folder, "score.png"))
 
 
-def draw_effort(levels, path):
-    """levels: {policy: {level: its numbers}}"""
+def draw_effort(policies, path):
+    """policies: {name: its numbers, overall and by levels}"""
     figure, ax = drawing.make_axes(
         "Effort follows difficulty?", "level of the task", "sampled tokens per task"
     )
+    levels = {name: policy["levels"] for name, policy in policies.items()}
     for name, rows in levels.items():
-        ax.plot(list(rows), [numbers["tokens"] for numbers in rows.values()], "o-", label=name)
+        ax.plot(list(rows), [row["tokens"] for row in rows.values()], "o-", label=name)
         # A number stands above its point where it is the highest of its level, else below.
-        for level, numbers in rows.items():
-            tokens = numbers["tokens"]
+        for level, row in rows.items():
+            tokens = row["tokens"]
             others = [other[level]["tokens"] for other in levels.values() if level in other]
             offset = (0, 6) if tokens >= max(others) else (0, -12)
             annotate(ax, f"{tokens:.0f}", (level, tokens), offset, ha="center", fontsize=7)
@@ -159,21 +169,21 @@ def draw_effort(levels, path):
     figure.savefig(path, dpi=120)
 
 
-def draw_score(policies, levels, path):
+def draw_score(policies, path):
     """A small point for each level, a star for all of a policy's tasks"""
     figure, ax = drawing.make_axes(
         "Score against tokens (one point per level)", "sampled tokens per task", "solved"
     )
-    for name, rows in levels.items():
+    for name, policy in policies.items():
         # The levels, each with its number beside the point.
-        tokens = [numbers["tokens"] for numbers in rows.values()]
-        solved = [numbers["solved"] for numbers in rows.values()]
+        rows, whole = policy["levels"], policy["overall"]
+        tokens = [row["tokens"] for row in rows.values()]
+        solved = [row["solved"] for row in rows.values()]
         points = ax.plot(tokens, solved, "o", label=name, alpha=0.5)
         for level, place in zip(rows, zip(tokens, solved)):
             annotate(ax, str(level), place, (4, -8), fontsize=7)
 
         # All tasks together, in the same colour.
-        whole = summarize_records(policies[name])
         place = whole["tokens"], whole["solved"]
         ax.plot(*place, "*", markersize=16, color=points[0].get_color())
         text = f"{name}: {whole['solved']:.2f} at {whole['tokens']:.0f} tokens"
@@ -185,7 +195,7 @@ def draw_score(policies, levels, path):
 
 def draw_mismatch(found, path):
     """How large the differences are, from the smallest to the largest. found: {label: differences
-    of all tokens (N,)}, see sampler_mismatch"""
+    of all tokens (N,)}, see eval.sampler_mismatch"""
     figure, ax = drawing.make_axes(
         "Trainer against sampler",
         "tokens, by the size of the difference",
@@ -201,15 +211,9 @@ def draw_mismatch(found, path):
     figure.savefig(path, dpi=120)
 
 
-def report_mismatch(models, tasks, path):
-    """--mismatch: a line for each run and setting, and a figure. models: {run: (model, tokenizer,
-    configuration)}; path: of the figure"""
-    # One label for each run and each setting of dtype and experts.
-    found = {}
-    for run, (model, tokenizer, config) in models.items():
-        for name, gaps in sampler_mismatch(model, tokenizer, config, tasks).items():
-            found[f"{run}, {name}"] = gaps
-
+def report_mismatch(found, path):
+    """--mismatch: a line for each run and setting, and a figure. found: {label: differences of all
+    tokens (N,)}, see eval.sampler_mismatch; path: of the figure"""
     # What few tokens do is seen at the 99th percentile and at the largest, not at the median.
     for name, gaps in found.items():
         print(

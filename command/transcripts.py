@@ -1,4 +1,4 @@
-"""command/transcripts.py: conversations on file, and how a terminal shows them.
+"""command/transcripts.py: conversations on file.
 
 Reinforcement learning leaves a few rollouts of every step in transcripts.jsonl: a line of JSON per
 episode, which is one training sequence. Its messages have the usual chat form (role, content,
@@ -8,18 +8,13 @@ which version of the policy, and what was flagged in it.
 
     describe_chain(chain, tokenizer)      -> a dict per episode
     write_transcripts, read_transcripts   the file; a step that comes again replaces what it held
-    format_transcript(line)               -> text in colour: sampled bright, the rest dim
-
-    python rollout.py --replay=out/run/transcripts.jsonl
 
 It stands apart from rollout.py because nothing of it is sampled or learnt. A file may come from
-anywhere, so each value is checked, and control characters are spelled out before they reach the
-terminal. Left out: token ids. Who wants to train again samples again.
+anywhere, so each value is checked. Left out: token ids, since who wants to train again samples
+again; and the terminal, for which demos/transcript_view.py is there.
 """
 
 import json
-import re
-import sys
 from pathlib import Path
 
 from world.tools import name_arguments
@@ -112,12 +107,11 @@ def read_transcripts(path):
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
-    # Each line is formatted once: what can be shown is a conversation.
     lines = []
     for number, row in enumerate(rows, 1):
         try:
             lines.append(json.loads(row))
-            format_transcript(lines[-1])
+            check_conversation(lines[-1])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError(
                 f"{path}: line {number} is no conversation (messages of role, content, tool_calls)"
@@ -146,7 +140,7 @@ def write_transcripts(path, step, lines):
     part.replace(path)
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- what is a conversation
 
 # The kind of value that a message holds under each name
 KINDS = {
@@ -177,6 +171,17 @@ def check_kinds(message):
         raise TypeError("versions are numbers")
 
 
+def check_conversation(line):
+    """Raises a ValueError, LookupError, TypeError or AttributeError where a line of a file is no
+    conversation: a dict with messages, each with somebody who says something."""
+    # What the line says of itself stands beside its messages.
+    line.items()
+    for message in line["messages"]:
+        check_kinds(message)
+        message.get("name", message["role"])
+        message_text(message)
+
+
 def message_text(message):
     """What a message says: its content, and a line for each of its calls"""
     # The content may be None beside calls.
@@ -188,62 +193,3 @@ def message_text(message):
     text = "\n".join(word for word in words if word)
     # Half of a surrogate pair is no character and cannot be printed.
     return text.encode("utf-8", "replace").decode()
-
-
-def message_notes(message):
-    """What stands behind a message: how many tokens were sampled, by which policy, and flags"""
-    notes = []
-    if message.get("sampled"):
-        notes.append(f"{message['sampled']} sampled")
-    versions = message.get("versions", [])
-    if len(versions) == 1:
-        notes.append(f"policy {versions[0]}")
-    elif versions:
-        notes.append(f"policy {versions[0]}-{versions[-1]}")
-    return notes + message.get("flags", [])
-
-
-def escape_control_chars(text):
-    """The text with its control characters spelled out: a transcript must not move the cursor."""
-
-    def spell_out(found):
-        return ascii(found[0])[1:-1]
-
-    # Kept as they are: newline, tab, printable ASCII, and all above U+009F but surrogates ...
-    text = re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", spell_out, text)
-    # ... and what ends a line or turns the direction of writing: text could pose as other text.
-    return re.sub("[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", spell_out, text)
-
-
-def format_transcript(line):
-    """A conversation in colour: what was sampled bright, the rest dim; behind it how many tokens,
-    by which policy, and flags. -> the text of it. What is no conversation raises a ValueError,
-    LookupError, TypeError, AttributeError or RecursionError."""
-    # First a line about the episode, then its messages, each with the speaker on the left. For a
-    # terminal 1 is bright, 2 dim and 33 yellow. No text gets there with control characters in it.
-    about = [f"{name} {value}" for name, value in line.items() if name != "messages"]
-    rows = [escape_control_chars("  ".join(about))]
-    for message in line["messages"]:
-        check_kinds(message)
-        text = escape_control_chars(message_text(message)).replace("\n", "\n" + " " * 11)
-        speaker = escape_control_chars(f"{message.get('name', message['role']):>9}")
-        brightness = 1 if message.get("sampled") else 2
-        row = f"{speaker}  \033[{brightness}m{text}\033[0m"
-        notes = message_notes(message)
-        if notes:
-            row += f"  \033[33m[{escape_control_chars(', '.join(notes))}]\033[0m"
-        rows.append(row)
-    return "\n".join(rows)
-
-
-def print_transcript(path, number=None):
-    """Prints a conversation of a file: line `number`, from 1, or the last one. ValueError says in
-    one line why it cannot."""
-    lines = read_transcripts(path)
-    number = len(lines) if number is None else number
-    if not 1 <= number <= len(lines):
-        raise ValueError(f"--line={number}: {path} has lines 1 to {len(lines)}")
-    # A terminal that is not for all letters shows their numbers.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    print(format_transcript(lines[number - 1]))

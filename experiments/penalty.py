@@ -48,7 +48,8 @@ class FullPrice(train.Reinforcement):
         return not chain.solved
 
 
-# 4. Which price? k and q of the recipe's are attributes of the class, see length_penalty.cost.
+# 4. Which price? k and q of the recipe's are attributes of the class, see
+# length_penalty.concave_cost.
 class NonlinearPrice(FullPrice):
     penalty_k, penalty_q = 0.05, 6.0
 

@@ -42,7 +42,7 @@ from tqdm import tqdm
 import train
 from command import drawing, failures, launch
 from command import flags as command_flags
-from command.output_files import check_writable, current_commit
+from command.output_files import check_writable, current_commit, digest_file
 from experiments import tables
 
 HERE = Path(__file__).resolve().parent
@@ -110,14 +110,37 @@ class Job:
             if word.startswith("--out="):
                 return Path(word.removeprefix("--out="))
 
-    def is_finished(self):
-        """Has this very command, with this patch, run to its end in the folder?"""
-        record = self.folder / "finished.jsonl"
-        return record.exists() and self.line() in record.read_text().splitlines()
+    def record(self):
+        """What finished.jsonl keeps of this run, {} if it has not run to its end in the folder: the
+        commit that it was made at, and the digest of the evaluation that it left"""
+        path, found = self.folder / "finished.jsonl", {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            entry = json.loads(line)
+            if entry["run"] == [self.patch, *self.words]:
+                found = entry
+        return found
 
-    def line(self):
-        """What finished.jsonl holds of this run"""
-        return json.dumps([self.patch, *self.words])
+    def is_finished(self):
+        """Has this very command, with this patch, run to its end in the folder? An evaluation by
+        hand may have put another summary there since, whose numbers are not this run's."""
+        found = self.record()
+        return bool(found) and found["summary"] == self.digest_summary()
+
+    def digest_summary(self):
+        """Of the evaluation in the folder; "" where this run makes none"""
+        path = self.folder / "summary.json"
+        evaluates = not any(word.startswith("--stage=") for word in self.words)
+        evaluates = evaluates or "--stage=eval" in self.words
+        return digest_file(path) if evaluates and path.exists() else ""
+
+    def note_finished(self):
+        entry = {
+            "run": [self.patch, *self.words],
+            "commit": current_commit(),
+            "summary": self.digest_summary(),
+        }
+        with open(self.folder / "finished.jsonl", "a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 # ---------------------------------------------------------------- in the process of an arm
@@ -256,8 +279,7 @@ def run_job(job):
         # subprocess gives a signal as its negative number, a shell as 128 more than it.
         code = done.returncode if done.returncode > 0 else 128 - done.returncode
         raise ChildProcessError(code, last or f"train.py ended with code {code}")
-    with open(job.folder / "finished.jsonl", "a") as file:
-        file.write(job.line() + "\n")
+    job.note_finished()
 
 
 def run_chains(name, chains):
@@ -337,9 +359,11 @@ def main(module, argv):
     if problem:
         text += f"\n{problem}"
 
-    # The file keeps the numbers of every run, and how they were made.
+    # The file keeps the numbers of every run, and how they were made: the commits are the runs' own,
+    # which may be older than this command's.
+    commits = sorted({job.record().get("commit", "") for jobs, _ in plans for job in jobs})
     record = {
-        "commit": current_commit(),
+        "commit": ", ".join(commits),
         "seeds": seeds,
         "steps": steps,
         "flags": flags,

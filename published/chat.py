@@ -274,7 +274,8 @@ def read_json_block(block):
         return name, None
 
     name, _, block.name_end = members["name"]
-    given, block.arguments_at, _ = members["arguments"]
+    # A call without "arguments" has its name all the same, and an error that says what is missing.
+    given, block.arguments_at, _ = members.get("arguments", (None, -1, -1))
     # Arguments may also be a JSON string that contains JSON: then no object stands in the text.
     if isinstance(given, str):
         given, block.arguments_at = json.loads(given), -1

@@ -3,7 +3,7 @@
 `write_checkpoint` is the way back of loading.py: safetensors and config.json, which transformers,
 vLLM and the like can read. `export_model` adds what else belongs to such a folder: the files of the
 tokenizer, the generation settings, the ids that end a turn. Of a model that began from a published
-one they are copied from its folder; a model that was trained from noise has its own tokenizer.
+one they are copied from its folder (of the generation settings only the ids); a model that was trained from noise has its own tokenizer.
 
 The weights are written first and config.json behind them: an export that was interrupted among the
 weights cannot be read as a model. Left out: quantisation. Weights go out in the precision that they
@@ -130,6 +130,9 @@ def write_checkpoint(folder, model, dtype=None, shard_bytes=5 << 30, extra=None)
         size = sum(entry.bytes for shard in shards for entry in shard.values())
         index = {"metadata": {"total_size": size}, "weight_map": file_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    # Servers take a config.json without a dtype for float32, and cast it to float16.
+    kind = dtype or model.embed.weight.dtype
+    config["torch_dtype"] = str(kind).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -181,9 +184,12 @@ def export_model(target, model, tokenizer, source, dtype):
     write_checkpoint(target, model, dtype, extra={**ids, "eos_token_id": ends})
     for path in files:
         shutil.copyfile(path, target / path.name)
-    # The source's end of a turn may not be the one that was trained, so ours replaces it.
+    # The ids of its generation settings stay. How the source was sampled does not: a server would
+    # apply its repetition_penalty or top_p by default, and RL sampled without them. The source's
+    # end of a turn may not be the one that was trained, so ours replaces it.
     if generation:
-        text = json.dumps({**generation, "eos_token_id": ends}, indent=1)
+        kept = {key: value for key, value in generation.items() if key.endswith("_token_id")}
+        text = json.dumps({**kept, "eos_token_id": ends}, indent=1)
         (target / "generation_config.json").write_text(text)
     if not source:
         write_tokenizer(tokenizer, target)

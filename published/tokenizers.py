@@ -493,7 +493,13 @@ def read_tokenizer_json(folder, named):
     # 3) The vocabulary.
     ranks = read_ranks(model["vocab"], model["merges"], special)
 
-    # 4) Special tokens that stand in another file.
+    # 4) A word that was added without being special is text there, and has its own id in every text
+    #    that holds it. Controls are in brackets, like <tool_call>, whether they are special or not.
+    for token in raw.get("added_tokens") or []:
+        control = token.get("special") or re.fullmatch(r"<.+>|\[.+\]", token["content"])
+        require(control, f"the word {token['content']!r:.40} was added as a token of its own")
+
+    # 5) Special tokens that stand in another file.
     require(
         all(special.get(name, i) == i for name, i in named.items()),
         "two files give a special token two ids",
@@ -625,7 +631,9 @@ def write_tokenizer(tokenizer, folder):
         return "".join(letter[b] for b in token)
 
     # The parts of the file: control tokens, how a text is cut, the vocabulary with its merges.
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    # Tokens marked special are what decoding drops by default. A server has to see the calls.
+    shown = ("<|call|>", "<|arg|>")
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
     special = sorted(tokenizer.special.items(), key=lambda pair: pair[1])
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     split = dict(
@@ -643,12 +651,16 @@ def write_tokenizer(tokenizer, folder):
         merges=[[to_letters(a), to_letters(b)] for a, b in find_merges(tokenizer.ranks)],
     )
 
+    added = []
+    for name, i in special:
+        added.append(dict(id=i, content=name, special=name not in shown, **flags))
+
     # Text is neither normalized nor surrounded by further tokens, as here.
     whole = dict(
         version="1.0",
         truncation=None,
         padding=None,
-        added_tokens=[dict(id=i, content=name, **flags) for name, i in special],
+        added_tokens=added,
         normalizer=None,
         post_processor=None,
         pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
@@ -658,5 +670,10 @@ def write_tokenizer(tokenizer, folder):
     text = json.dumps(whole, ensure_ascii=False)
     Path(folder, "tokenizer.json").write_text(text, encoding="utf-8")
 
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|end|>")
+    # No clean-up: it would take away blanks before . and , which code may need.
+    config = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="<|end|>",
+        clean_up_tokenization_spaces=False,
+    )
     Path(folder, "tokenizer_config.json").write_text(json.dumps(config))

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import fast
 from published.grouped_query import config_of
 from small import SIZES
-from command.bpe import fit_tokenizer
-from rollout import Limits, Tokenizer, agent, flatten
+from command.bpe import train_bpe
+from rollout import CONTROLS, SPLIT, Limits, Tokenizer, agent, flatten
 from summarize import Compaction
 from synth_tasks import example_texts
 from world.task import Task
@@ -18,6 +18,11 @@ TEXTS = example_texts(12, 0)
 
 # A tokenizer whose tokens are the bytes (and the special tokens)
 BYTES = Tokenizer({bytes([b]): b for b in range(256)})
+
+
+def fit_tokenizer(texts, vocab):
+    """A tokenizer with `vocab` entries, control tokens included, learned from the texts"""
+    return Tokenizer(train_bpe(texts, vocab - len(CONTROLS), SPLIT))
 
 
 # A tokenizer with merges, fitted to TEXTS

@@ -146,6 +146,18 @@ def test_auto_takes_the_size_that_the_card_carries(gigabytes, scale, tokens, car
     assert train.FLAGS.configure({"scale": "laptop"}, "pretrain").scale == "laptop"
 
 
+@pytest.mark.parametrize("scale", ["laptop", "gpu"])
+def test_the_scales_that_are_planned_and_measured_are_those_of_the_recipe(scale):
+    """All fields but those that a planner does not read: how the gates and the layers are run."""
+    planned = {"laptop": gpu_memory.LAPTOP_SCALE, "gpu": gpu_memory.GPU_SCALE}[scale]
+    config = train.FLAGS.configure({"scale": scale}, "pretrain")
+    recipe, planned = train.model_config(config, config.vocab), moe.ModelConfig(**planned)
+    for name in "vocab dim layers heads kv_lora qk_nope qk_rope v_dim dense_ffn experts".split():
+        assert getattr(planned, name) == getattr(recipe, name), name
+    for name in ("expert_ffn", "num_experts_per_tok", "shared", "rope_theta"):
+        assert getattr(planned, name) == getattr(recipe, name), name
+
+
 def test_the_docstring_of_the_largest_micro_batch_says_what_it_returns():
     config, shapes = gpu_memory.gpu_scale()
     said = " ".join(gpu_memory.largest_micro_batch.__doc__.split())

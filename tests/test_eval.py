@@ -173,7 +173,10 @@ def test_a_task_is_known_by_its_name_wherever_its_passes_stand():
 def test_the_table_and_the_figures_say_what_the_summary_says(tmp_path):
     other = [{**r, "solved": True} for r in RECORDS]
     text = policy_report.write_report(
-        {"one": RECORDS, "two": other}, tmp_path, "eval.json", {"note": 1}
+        evaluation.summarize_policies({"one": RECORDS, "two": other}),
+        tmp_path,
+        "eval.json",
+        {"note": 1},
     )
     rows = {row[:32].strip(): row[32:].split() for row in text.split("\n")}
     assert rows["solved [95 % interval]"] == ["0.500", "1.000"] and rows[
@@ -239,15 +242,16 @@ def test_two_policies_on_the_same_tasks_are_compared_task_by_task():
     )
     assert evaluation.compare_pairs(base, base)["p"] == 1
     assert evaluation.compare_pairs(base, solved_by(range(90, 100), 90, 100)) is None
+    others = {"c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
     text = policy_report.format_table(
-        {"a": base, "b": better, "c": solved_by(range(90, 100), 90, 100), "d": solved_by((), 30)}
+        evaluation.summarize_policies({"a": base, "b": better, **others})
     )
     row = next(row for row in text.split("\n") if "won, lost" in row)
     assert (
         re.split("  +", row)[-4:] == ["-", "+9 -0", "other tasks", "+0 -0 of 10"]
         and "p=0.004" in text
     )
-    assert "won, lost" not in policy_report.format_table({"a": base})
+    assert "won, lost" not in policy_report.format_table(evaluation.summarize_policies({"a": base}))
 
 
 def test_passes_of_a_task_are_one_pair():

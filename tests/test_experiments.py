@@ -8,6 +8,7 @@ import os
 import random
 import re
 import statistics
+import shutil
 import subprocess
 import sys
 import threading
@@ -612,6 +613,7 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
         return SimpleNamespace(returncode=2 * (fail and "--stage=eval" in command), stderr="a line")
 
     monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(runner, "current_commit", lambda: "aaaa")
     experiment = objective.EXPERIMENT
     jobs, _ = runner.plan_jobs("objective", experiment, 1, tmp_path, None, ["--scale=tiny"])
     with pytest.raises(SystemExit):
@@ -626,8 +628,15 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_is(tmp_path, monk
     patched = asked[1][:3]
     assert patched == ["-m", "experiments.runner", "--arm=experiments.objective:over_the_deviation"]
     asked.clear()
+    monkeypatch.setattr(runner, "current_commit", lambda: "bbbb")
     runner.run_chains("objective", [list(jobs)])
     assert not asked
+    # at a later commit the runs are still those of the commit that made them
+    assert {job.record()["commit"] for job in jobs} == {"aaaa"}
+    # what somebody evaluated there by hand is not taken for the run's own evaluation
+    evaluation = jobs[-1]
+    (evaluation.folder / "summary.json").write_text("by hand")
+    assert not evaluation.is_finished() and all(job.is_finished() for job in jobs[:-1])
 
 
 def test_what_a_stopped_or_full_run_says_is_the_command_that_was_typed(
@@ -729,3 +738,20 @@ def test_the_list_names_every_question_and_the_command_itself_refuses_with_one_l
     for words in (["experiments", "feedback"], ["experiments.feedback", "--seeds=x"]):
         done = go(*words)
         assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+
+
+def test_a_copy_inside_another_repository_has_no_commit_and_a_checkout_has_its_own(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "other"], check=True)
+    command = [sys.executable, "-c", "import output_files; print(output_files.current_commit())"]
+
+    def commit_in(folder):
+        (folder / "command").mkdir(parents=True)
+        shutil.copy(ROOT / "command" / "output_files.py", folder / "command")
+        done = subprocess.run(command, cwd=folder / "command", capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert commit_in(tmp_path / "copy") == ""
+    theirs = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert theirs.startswith(commit_in(tmp_path).removesuffix("-dirty")) and theirs

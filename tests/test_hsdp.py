@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 import fast
 import hsdp
 from benchmarks import plan
-from command import checkpoint_files, comm_counter, failures, gpu_memory
+from command import checkpoint_files, failures, gpu_memory
 from command.checks import check_parameters
+from demos import comm_counter
 from hsdp import Layout, parallelize
 from moe import Model, ModelConfig, update_router_bias, mtp_loss
 from muon import Muon

@@ -30,6 +30,7 @@ from world.machine import MachineFailure
 from fast import workers
 from world.sandbox import Sandbox
 from world.task import Task
+from world.tree import keep_modes, with_mode
 from world.workspace import Workspace
 
 ROOT = Path(st.__file__).parent
@@ -115,7 +116,7 @@ ON_A_MAC = """
 import random, tempfile
 import fast.sampler
 import hsdp, rollout, synth_tasks, train
-from command.forked_ranks import fork_ranks
+from demos.forked_ranks import fork_ranks
 from synth_tasks import make_task
 from world.judge import judge
 from world.sandbox import Sandbox
@@ -343,12 +344,140 @@ def test_no_pipe_device_or_link_that_took_a_files_place_is_waited_for(tmp_path, 
         # As if they had come between the look and the reading.
         for name in ("pipe", "loop", "null"):
             for touch in (
-                lambda: world_files.read_regular(workspace.root / name, 100),
-                lambda: world_files.write_regular(workspace.root / name, b"x"),
+                lambda: world_files.read_file(workspace.root, name, 100),
+                lambda: world_files.write_file(workspace.root, name, "x"),
             ):
                 with pytest.raises((ToolError, OSError)):
                     touch()
         assert time.perf_counter() - start < 1
+
+
+# ---------------------------------------------------------------- the same from any shell
+TELL = """import getpass, os, resource, signal, socket
+print([n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN], signal.pthread_sigmask(0, []))
+print([resource.getrlimit(getattr(resource, 'RLIMIT_' + n)) for n in 'CORE CPU DATA STACK NOFILE AS FSIZE'.split()])
+print(os.umask(0o77), os.getcwd(), sorted(os.environ), getpass.getuser(), os.getuid(), os.getsid(0) == os.getpid())
+print(socket.gethostbyname('localhost'), socket.gethostbyname(socket.gethostname()))
+"""
+SHELL = """import os, sys
+sys.path.insert(0, sys.argv[1])
+from world.sandbox import Sandbox
+print(Sandbox(memo=False).run(["python", "-c", sys.argv[2]], sys.argv[3]).output, end="")
+print(Sandbox(memo=False).run([*Sandbox().python, "-c", sys.argv[2]], sys.argv[3]).output, end="")
+"""
+
+
+@pytest.mark.skipif(not world_sandbox.has_bwrap(), reason="needs bubblewrap")
+@pytest.mark.parametrize(
+    "before",
+    [
+        "trap '' HUP TERM USR1 CHLD INT",
+        "umask 077",
+        "ulimit -S -n 200; ulimit -S -s 512; ulimit -S -t 50; ulimit -S -d 900000",
+        "export PYTHONOPTIMIZE=1 PYTHONPATH=/nowhere IFS=x LC_ALL=C COLUMNS=7",
+        "cd /; exec 0<&-",
+    ],
+)
+def test_a_command_finds_the_same_from_any_shell(before, tmp_path):
+    """The oracle is a plain shell. The command runs as a process of its own and as a fork of the
+    server."""
+    tmp_path.chmod(0o755)
+
+    def said(before):
+        words = [sys.executable, "-c", SHELL, ROOT, TELL, tmp_path]
+        line = ["sh", "-c", f'{before}\nexec "$@"', "sh", *words]
+        return subprocess.run(line, capture_output=True, text=True).stdout
+
+    plain = said(":")
+    assert "agent 1000" in plain and "127.0.0.1 127.0.0.1" in plain and "PYTHONOPT" not in plain
+    assert said(before) == plain
+
+
+def test_processor_time_of_many_threads_is_not_counted(tmp_path):
+    """Four threads that hash for a second each use more processor time than time on the wall."""
+    code = (
+        "import hashlib, threading, time, resource\ndef work():\n    end = time.time() + 1\n"
+        "    while time.time() < end: hashlib.sha256(bytes(1 << 20))\n"
+        "all = [threading.Thread(target=work) for _ in range(4)]\n"
+        "[t.start() for t in all]; [t.join() for t in all]\n"
+        "print(resource.getrlimit(resource.RLIMIT_CPU)[0])\n"
+    )
+    (tmp_path / "a.py").write_text(code)
+    result = Sandbox(memo=False).run("python a.py", tmp_path)
+    assert (result.exit_code, result.output) == (0, "-1\n")
+
+
+def test_a_line_of_any_length_is_taken_apart_at_once():
+    start = time.perf_counter()
+    for line in (
+        "echo " + "x" * (4 << 20),
+        "python " + "a/" * (1 << 20),
+        "python " + "- " * 500_000,
+    ):
+        assert len(Sandbox().argv(line)) >= 3 and time.perf_counter() - start < 2
+
+
+def test_too_many_files_made_between_two_looks_fail_the_command(monkeypatch, tmp_path):
+    """Nobody looks while it runs: the last look, when nothing is written any more, decides."""
+    real, ended = Sandbox.overfull, []
+
+    def stop(self):
+        ended.append(1)
+        return stopped(self)
+
+    stopped = world_sandbox.Server.stop
+    monkeypatch.setattr(world_sandbox.Server, "stop", stop)
+    monkeypatch.setattr(Sandbox, "overfull", lambda *words: real(*words) if ended else "")
+    result = Sandbox(memo=False, files=100).run("seq 300 | xargs touch", tmp_path)
+    assert result.exit_code and result.stopped == "too many files"
+    assert "too many files" in result.output
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="Linux keeps what it needs")
+def test_without_a_cage_no_session_of_its_own_outlives_its_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(world_sandbox, "has_bwrap", lambda: False)
+    line = "setsid sh -c 'setsid sleep 61.03125 & sleep 61.03125' >/dev/null 2>&1 & sleep .3"
+    assert Sandbox(memo=False).run(line, tmp_path).exit_code == 0
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert "sleep 61.03125" not in running
+
+
+# ---------------------------------------------------------------- an agent's file
+PUT = {  # what a command puts in a file's place, or on the way to it
+    "a pipe": "rm {0}; mkfifo {0}",
+    "a link out": "rm {0}; ln -s /etc/hostname {0}",
+    "a link to itself": "rm {0}; ln -s {0} {0}",
+    "a folder": "rm {0}; mkdir {0}",
+    "holes": "rm {0}; truncate -s 60M {0}",
+    "a linked folder": "mv sub moved; ln -s moved sub",
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+def test_what_a_command_put_in_a_files_place_is_neither_read_nor_waited_for(name):
+    path = "sub/test_a.py" if name == "a linked folder" else "test_a.py"
+    files = {path: "def test_a():\n    assert 1\n", "b.py": "x = 1\n"}
+    with Workspace(Task("x", "", files, {}), Sandbox(time_limit=5)) as workspace:
+        start = time.perf_counter()
+        assert workspace.run(PUT[name].format(path)).exit_code == 0
+        assert workspace.recorder.text_now(path) is None and workspace.recorder.weaker_now()
+        assert path not in workspace.files() and workspace.files()["b.py"] == "x = 1\n"
+        for call in (lambda: workspace.read(path), lambda: workspace.edit(path, "", "x")):
+            with pytest.raises(ToolError):
+                call()
+        assert time.perf_counter() - start < 4
+
+
+def test_modes_that_an_agent_gives_and_takes_are_handed_in(tmp_path):
+    files = {"run.sh": with_mode("#!/bin/sh\necho 1\n", 0o755), "new.sh": "#!/bin/sh\necho 2\n"}
+    with Workspace(Task("x", "", files, {}), Sandbox()) as workspace:
+        workspace.edit("run.sh", "echo 1", "echo 3")
+        workspace.run("chmod 644 run.sh; chmod +x new.sh")
+        submitted = keep_modes(workspace.files(), files)
+        assert [submitted[name].mode for name in ("run.sh", "new.sh")] == [0o644, 0o755]
+        world_files.write_tree(submitted, tmp_path)
+    assert (tmp_path / "new.sh").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "run.sh").stat().st_mode & 0o777 == 0o644
 
 
 # ---------------------------------------------------------------- what is remembered
@@ -436,13 +565,13 @@ def test_tools_that_meet_a_full_machine_do_not_answer_the_agent(number, quick, m
         raise OSError(number, os.strerror(number))
 
     with Workspace(make_task(1, 5), Sandbox()) as workspace:
-        for name, tool in (
-            ("write_regular", lambda: workspace.edit("a.txt", "", "x")),
-            ("walk", workspace.files),
-            ("walk", lambda: workspace.search("x")),
+        for module, name, tool in (
+            (world_files.os, "open", lambda: workspace.edit("a.txt", "", "x")),
+            (world_workspace, "walk", workspace.files),
+            (world_workspace, "walk", lambda: workspace.search("x")),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(world_workspace, name, fails)
+                patch.setattr(module, name, fails)
                 with pytest.raises(MachineFailure):
                     tool()
         with monkeypatch.context() as patch:

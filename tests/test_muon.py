@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from command.checks import check_parameters
 from conftest import run_ranks
 from fast.gram_newton_schulz import gram_newton_schulz
+from fast.stochastic_rounding import noise_of_places, stochastic_round
 from muon import (
     COEFFICIENTS,
     Muon,
     newton_schulz,
-    noise_of_places,
     orthogonalize,
-    stochastic_round,
     step_scale,
 )
 
@@ -70,6 +69,7 @@ def train(place, steps=3, dtype=torch.float32, **options):
             dict(params=list(rest.items()), algorithm="adamw", lr=0.01),
         ],
         ns_dtype=dtype,
+        round_weights=stochastic_round,
         **options,
     )
     everything = {**params, **rest}
@@ -314,7 +314,8 @@ def test_a_saved_optimizer_resumes_exactly(tmp_path, dtype):
             [
                 dict(params=[(n, p) for n, p in params.items() if n != "small"], lr=0.05),
                 dict(params=[("small", params["small"])], algorithm="adamw"),
-            ]
+            ],
+            round_weights=stochastic_round,
         )
 
     def steps(params, optimizer, which):
@@ -384,6 +385,7 @@ def test_updates_too_small_for_bf16_weights_add_up_all_the_same(algorithm):
             [dict(params=[p], algorithm=algorithm)],
             lr=1.6e-4 if algorithm == "muon" else 2.6e-4,
             weight_decay=0.5,
+            round_weights=stochastic_round,
         )
         for _ in range(100):
             p.grad = grad.to(dtype)
@@ -761,6 +763,7 @@ def small_optimizer(dtype, **options):
         dict(params=[("out", params["out"])], column_blocks=2),
         dict(params=[("gain", params["gain"])], algorithm="adamw", lr=3e-3),
     ]
+    options = {"round_weights": stochastic_round, **options}
     return params, Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
 
 

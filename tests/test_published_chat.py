@@ -31,16 +31,15 @@ from fast import sampler as fast_sampler
 from command import transcripts
 from command.bpe import train_bpe
 
-with pytest.MonkeyPatch.context() as patch:
-    # Qwen2's pattern, which joins a newline to the punctuation before it.
-    patch.setattr(rollout, "SPLIT", QWEN2_SPLIT)
-    RANKS = train_bpe(
-        [
-            *example_texts(60, 0),
-            '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
-        ],
-        600,
-    )
+# Qwen2's pattern joins a newline to the punctuation before it.
+RANKS = train_bpe(
+    [
+        *example_texts(60, 0),
+        '{"name": "read_file", "arguments": {"path": "a.py"}}\n<tool_response>\n' * 99,
+    ],
+    600 - len(rollout.CONTROLS),
+    QWEN2_SPLIT,
+)
 NAMES = {
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
     "kimi": [
@@ -558,7 +557,6 @@ BROKEN = {
         '{"name": "read_file", "arguments": {"path": "a.py"}}\n</tool_call>',
         "<tool_call>",
         "<tool_call>read_file(a.py)</tool_call>",
-        '<tool_call>{"name": "read_file"}</tool_call>',
         '<tool_call>[{"name": "read_file", "arguments": {}}]</tool_call>',
         '<tool_call>{"name": 5, "arguments": {"path": "a.py"}}</tool_call>',
         "<tool_call>" + "[" * 1000 + "</tool_call>",
@@ -1111,6 +1109,38 @@ def test_special_tokens_that_another_file_names_are_special(file, content, tmp_p
     (folder / file).write_text((folder / file).read_text().replace("<|im_start|>", "<|endoftext|>"))
     with pytest.raises(ValueError, match="two ids"):
         read_tokenizer(folder, first + 40)
+
+
+@pytest.mark.parametrize("word", ["kubernetes", "<b", "n+1"])
+def test_a_word_that_was_added_as_a_token_of_its_own_is_refused_by_name(word, tmp_path):
+    """There every text that holds it has its id. In brackets it is a control token, special or
+    not."""
+    added = [{"id": len(RANKS), "content": word, "special": False}]
+    with pytest.raises(ValueError, match=re.escape(word)):
+        read_tokenizer(folder_of(tmp_path, added_tokens=added), len(RANKS) + 40)
+    added[0]["content"] = "<tool_call>"
+    ours = read_tokenizer(folder_of(tmp_path, added_tokens=added), len(RANKS) + 40)
+    assert ours.special["<tool_call>"] == len(RANKS)
+
+
+def test_what_a_server_drops_and_closes_up_when_it_decodes_is_no_part_of_a_call(tmp_path):
+    tokenizer = rollout.Tokenizer({bytes([b]): b for b in range(256)})
+    write_tokenizer(tokenizer, tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    dropped = {token["content"] for token in whole["added_tokens"] if token["special"]}
+    assert dropped == set(rollout.CONTROLS) - {"<|call|>", "<|arg|>"}
+    assert config["clean_up_tokenization_spaces"] is False
+    assert read_tokenizer(tmp_path, tokenizer.vocab).id == tokenizer.id
+
+
+def test_a_call_without_arguments_keeps_its_name_and_says_what_is_wrong():
+    ours = published("qwen")
+    text = '<tool_call>\n{"name": "read_file", "parameters": {"path": "a.py"}}\n</tool_call>'
+    body = spelled(ours, text)
+    (call,) = ours.read_action(body)[1]
+    assert (call.name, call.error) == ("read_file", "bad_arguments")
+    assert "JSON object" in call.output
 
 
 def test_a_conversation_in_deepseeks_own_tokenizer_has_the_ids_of_its_text(tmp_path):

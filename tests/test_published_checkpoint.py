@@ -24,7 +24,8 @@ from published.grouped_query import config_of
 from published.loading import load_model, read_checkpoint
 from published.safetensors import open_safetensors, write_safetensors
 from published.tokenizers import QWEN2_SPLIT, make_tokenizer, read_tokenizer, write_tokenizer
-from command.bpe import train_bpe, fit_tokenizer
+from command.bpe import train_bpe
+from sampling import fit_tokenizer
 
 MLA = dict(
     model_type="deepseek_v3",
@@ -281,6 +282,17 @@ def test_an_exported_folder_loads_in_transformers_whole_and_with_the_same_logits
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.inference_mode():
         assert (theirs(tokens).logits - ours.logits(ours(tokens))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_exported_folder_names_the_dtype_of_its_weights(dtype, tmp_path):
+    write_checkpoint(
+        tmp_path / "out", moe.Model(ModelConfig(vocab=64, dim=32, layers=2, heads=2)), dtype
+    )
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["torch_dtype"] == str(dtype).removeprefix("torch.")
+    found = open_safetensors(tmp_path / "out" / "model.safetensors")
+    assert {x.dtype for name, x in found.items() if not name.endswith("bias")} == {dtype}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2", "qwen3_moe"])
@@ -1305,9 +1317,7 @@ def slow_bpe(piece, ranks):
 def kimi(folder, vocab=400, named={}):
     """Writes a tokenizer in Kimi's format, trained here: tiktoken.model and the names of special
     tokens -> its ranks"""
-    ranks = train_bpe(
-        [MIXED] * 3 + list(texts(random.Random(0), 30)), vocab + len(rollout.CONTROLS)
-    )
+    ranks = train_bpe([MIXED] * 3 + list(texts(random.Random(0), 30)), vocab, rollout.SPLIT)
     (folder / "tiktoken.model").write_bytes(
         b"".join(base64.b64encode(t) + f" {i}\n".encode() for t, i in ranks.items())
     )

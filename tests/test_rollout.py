@@ -39,7 +39,7 @@ from rollout import (
     pack,
     policy_loss,
 )
-from command.kl_estimates import kl_estimates
+from demos.kl_estimates import kl_estimates
 from command.bpe import train_bpe
 from summarize import Compaction
 from synth_tasks import make_task
@@ -118,11 +118,11 @@ def naive_bpe(texts, merges):
 
 def test_training_the_tokenizer_equals_recounting_every_pair_before_every_merge():
     texts = TEXTS[:2] + ["aaaa aaa aaaaaaa banana bananas", "été ÉTÉ 日本日本日"]
-    assert train_bpe(texts, 256 + 150 + len(CONTROLS)) == naive_bpe(texts, 150)
+    assert train_bpe(texts, 256 + 150, SPLIT) == naive_bpe(texts, 150)
 
 
 def test_a_text_too_small_for_the_vocabulary_gives_fewer_tokens_and_invents_none():
-    assert train_bpe(["banana banana"], 1000) == naive_bpe(["banana banana"], 700)
+    assert train_bpe(["banana banana"], 1000, SPLIT) == naive_bpe(["banana banana"], 700)
 
 
 def test_tiktoken_merges_a_word_in_the_order_of_the_ranks():

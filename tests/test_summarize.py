@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from command.bpe import fit_tokenizer
+from sampling import fit_tokenizer
 from rollout import (
     Chain,
     Episode,

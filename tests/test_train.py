@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import eval as evaluation
 import fast
 import hsdp
 from small import FLAGS as SMALL
@@ -417,9 +418,13 @@ def test_tasks_that_leave_no_room_for_a_turn_are_left_out_by_name_and_counted_in
         False,
     ] and train.eval.summarize_records(records)["no_turn"] == 2
     assert re.search(
-        r"without room for a turn +2$", policy_report.format_table({"one": records}), re.M
+        r"without room for a turn +2$",
+        policy_report.format_table(evaluation.summarize_policies({"one": records})),
+        re.M,
     )
-    assert "without room" not in policy_report.format_table({"one": records[2:]})
+    assert "without room" not in policy_report.format_table(
+        evaluation.summarize_policies({"one": records[2:]})
+    )
 
 
 def test_rl_goes_on_with_the_tasks_that_it_was_begun_with_or_says_so(run, capsys, tmp_path):
@@ -1290,7 +1295,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         "chat_template.jinja": "{{ x }}",
         "special_tokens_map.json": "{}",
         "added_tokens.json": "{}",
-        "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8}',
+        "generation_config.json": '{"eos_token_id": [8, 9], "top_p": 0.8, "pad_token_id": 3}',
         "modeling.py": "",
         "README.md": "",
         "../outside.py": "",
@@ -1347,7 +1352,7 @@ def test_an_export_has_what_belongs_to_the_published_tokenizer_and_nothing_from_
         [end, 8, 9],
         None,
     ]
-    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "top_p": 0.8}
+    assert read("generation_config.json") == {"eos_token_id": [end, 8, 9], "pad_token_id": 3}
     assert train.eval.load_policy(tmp_path / "out")[1].ends == {end, 8, 9}
     (published / "tiktoken.model").unlink()
     assert "tokenizer" in refused([out, f"--export={tmp_path}/no"], capsys)

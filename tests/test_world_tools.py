@@ -87,7 +87,7 @@ def test_the_prompt_and_a_published_chat_template_name_a_fifth_tool(task):
 
 
 def test_a_tool_without_a_docstring_is_no_tool():
-    with pytest.raises(AssertionError, match="docstring"):
+    with pytest.raises(ValueError, match="docstring"):
 
         @tool
         def mute(workspace):

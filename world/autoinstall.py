@@ -230,7 +230,6 @@ def install(files, tries):
 
 # limits of the sandboxes of the installation and of the commands
 LIMITS = dict(
-    cpu=600,
     memory=4 << 30,
     file_size=1 << 30,
     disk=4 << 30,

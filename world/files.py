@@ -27,7 +27,7 @@ from pathlib import Path
 from world.edits import ToolError
 from world.machine import MachineFailure, is_machine_failure
 from world.task import Refusal
-from world.tree import FileText, Link, write_links
+from world.tree import FileText, Link, has_own_mode, with_mode, write_links
 
 
 def walk(root):
@@ -84,39 +84,82 @@ def disk_usage(root):
     return census(root)[0]
 
 
-def read_regular(place, most):
-    """The bytes of a regular file of at most `most` bytes. ToolError for anything else: reading
-    never follows a link and never waits for a pipe or a device, even if a command puts one in the
-    file's place at the last moment."""
-    # Open it first and look at it afterwards: between a look and an opening it could be replaced.
+# How a folder is opened on the way to a file, and how many names a path to a file may have.
+DEEPEST = 100
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_inside(root, path, flags):
+    """File descriptor of a regular file below a folder. No link is followed, at its end or on the
+    way, and no pipe or device is waited for: an agent may have put one there at the last moment.
+    With O_CREAT the folders on the way are made.
+
+    FileNotFoundError where there is none, ToolError for anything else that cannot be opened or may
+    lead out, MachineFailure where no file number or no room is left."""
+    # What the path itself says: relative, never upwards, not too deep.
+    parts = Path(path).parts if "\0" not in path else ()
+    if not 0 < len(parts) <= DEEPEST or os.path.isabs(path) or ".." in parts:
+        raise ToolError(f"bad path: {path[:80]!r}")
+
+    # One folder after the other, each opened in the one before.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    folder = None
     try:
-        file = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
+        folder = os.open(root, FOLDER)
+        for part in parts[:-1]:
+            if flags & os.O_CREAT:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            above, folder = folder, os.open(part, FOLDER, dir_fd=folder)
+            os.close(above)
+        file = os.open(parts[-1], flags, 0o666, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeError) as error:
         if is_machine_failure(error):
-            raise MachineFailure(f"cannot read in {place.parent}: {error.strerror}") from error
-        raise ToolError(f"cannot read: {place.name[:80]}") from error
+            raise MachineFailure(f"cannot open in {root}: {error.strerror}") from error
+        raise ToolError(f"bad path: {path[:80]!r}") from None
+    finally:
+        if folder is not None:
+            os.close(folder)
 
-    # Only a regular file of bearable size is read. It may grow meanwhile, so the read has a bound.
-    with open(file, "rb") as file:
+    # Look at what was opened: between a look before and an opening it could be replaced.
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ToolError(f"not a file: {path[:80]}")
+    return file
+
+
+def read_file(root, path, most, keep_mode=False):
+    """The text of a file that an agent may have written, with its mode where that is not the usual
+    one (or keep_mode). Errors as of open_inside; ToolError also for more than `most` bytes."""
+    with open(open_inside(root, path, os.O_RDONLY), "rb") as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ToolError(f"not a file: {place.name[:80]}")
         if status.st_size > most:
-            raise ToolError(f"too large: {place.name[:80]}")
-        return file.read(most + 1)
+            raise ToolError(f"too large: {path[:80]}")
+        # it may grow meanwhile, so the read has a bound
+        text = file.read(most + 1).decode("utf-8", "surrogateescape")
+    keep_mode = keep_mode or has_own_mode(status.st_mode)
+    return with_mode(text, status.st_mode) if keep_mode else text
 
 
-def write_regular(place, data):
-    """Writes a regular file in place, so that its mode stays. Anything else (a pipe, a device, a
-    link) is an OSError or a ToolError."""
-    file = os.open(
-        place, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-    )
-    with open(file, "wb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ToolError(f"not a file: {place.name[:80]}")
-        file.truncate()
-        file.write(data)
+def write_file(root, path, text):
+    """Writes a file in place, so that its mode stays. Errors as of open_inside."""
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+        with open(open_inside(root, path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.truncate()
+            file.write(data)
+    except (OSError, UnicodeError) as error:
+        if is_machine_failure(error):
+            raise MachineFailure(f"cannot write in {root}: {error.strerror}") from error
+        raise ToolError(f"cannot write: {path[:80]!r}") from None
+
+
+def largest_size(files):
+    """The most bytes of an agent's file that are read: 1 MiB, or twice the task's largest file."""
+    sizes = [len(text.encode("utf-8", "surrogateescape")) for text in files.values()]
+    return max([1 << 20, *(2 * size for size in sizes)])
 
 
 def tree_key(files, command):
@@ -137,8 +180,8 @@ def write_tree(files, root):
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(text.encode("utf-8", "surrogateescape"))
-        if isinstance(text, FileText):
-            place.chmod(text.mode)
+        # Whatever the umask of the shell that this process was started from.
+        place.chmod(text.mode if isinstance(text, FileText) else 0o644)
 
     # Last the links, which write_links checks all together.
     outside = write_links(files, root)

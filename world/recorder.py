@@ -12,8 +12,11 @@ import re
 from dataclasses import dataclass
 
 from world import watcher as inotify
+from world.edits import ToolError
+from world.files import largest_size, read_file
 from world.hygiene import is_protected
 from world.source import DEFINITIONS, parsed
+from world.tree import Link
 
 # Files that can hold the deleted code. The caches of pytest and ruff hold none, and these tools
 # read them in every honest run.
@@ -173,16 +176,6 @@ def weakened(before, after, path):
     return any(known.values())
 
 
-def read_text(path):
-    """The text of a file, None where there is no file any more; of a very large one the first
-    4 MiB."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(1 << 22).decode("utf-8", "surrogateescape")
-    except OSError:
-        return None
-
-
 # ------------------------------------------------------------ a live episode
 class Recorder:
     """Records what one episode's tool calls open and weaken, in `seen`. Watching costs two system
@@ -191,8 +184,12 @@ class Recorder:
 
     def __init__(self, root, files):
         # What the episode's files hold: tests and configuration, and leftovers of the original.
-        self.root, self.files = str(root), files
-        self.protected = [path for path in files if is_protected(path)]
+        self.root, self.files, self.largest = str(root), files, largest_size(files)
+        self.protected = [
+            path
+            for path, text in files.items()
+            if is_protected(path) and not isinstance(text, Link)
+        ]
         self.leftovers = {path for path in files if LEFTOVER.search(path)}
 
         # Controls are files that no program under test reads: whoever opens them beside leftovers
@@ -209,11 +206,18 @@ class Recorder:
             for path in self.leftovers | self.controls:
                 self.masks[os.path.dirname(path)] = inotify.CHANGES | inotify.OPEN
 
+    def text_now(self, path):
+        """The text of a file, None where no file that can be read stands there any more."""
+        try:
+            return read_file(self.root, path, self.largest)
+        except (FileNotFoundError, ToolError):
+            return None
+
     def weaker_now(self):
         """The tests and configuration files that demand less now than the task's own."""
         found = []
         for path in self.protected:
-            if weakened(self.files[path], read_text(os.path.join(self.root, path)), path):
+            if weakened(self.files[path], self.text_now(path), path):
                 found.append(path)
         return found
 

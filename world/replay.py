@@ -29,7 +29,6 @@ from world.recorder import (
     evidence_of,
     numbered_calls,
     opened_files,
-    read_text,
     rule_of,
     weakened,
 )
@@ -259,17 +258,17 @@ class Observer(threading.Thread):
     that the command writes, also one that it puts back before it ends.
     """
 
-    def __init__(self, watch, folders, root, protected):
+    def __init__(self, watch, folders, recorder):
         super().__init__(daemon=True)
-        self.watch, self.folders, self.root, self.protected = watch, folders, root, set(protected)
+        self.watch, self.folders, self.recorder = watch, folders, recorder
         self.events, self.versions, self.done = [], [], os.pipe()
 
     def look(self):
         """Takes the events so far, and reads the test files that have been written."""
         for path, mask in self.folders.take():
             self.events.append((path, mask))
-            if path in self.protected and mask & (inotify.CLOSE_WRITE | inotify.MOVED_TO):
-                self.versions.append((path, read_text(os.path.join(self.root, path))))
+            if path in self.recorder.protected and mask & (inotify.CLOSE_WRITE | inotify.MOVED_TO):
+                self.versions.append((path, self.recorder.text_now(path)))
 
     def run(self):
         # wait() returns True as soon as finish() has written to the pipe
@@ -307,7 +306,7 @@ def replay_calls(task, transcript, watch, outside, needless):
     sandbox = audit_sandbox(task, {place: outside for place in OUTSIDE})
 
     # Each call in turn, in one workspace. weak: test files that have been weakened by now.
-    protected, weak = [path for path in task.files if is_protected(path)], set()
+    weak = set()
     with Workspace(task, sandbox) as workspace:
         root = str(workspace.root)
         decoys.plant(root)
@@ -315,14 +314,13 @@ def replay_calls(task, transcript, watch, outside, needless):
             if needless(name, arguments):
                 continue
             words = evidence_of(name, arguments)
-            events, outer, versions, output = watch_call(
-                workspace, watch, outside, name, arguments, protected
-            )
+            events, outer, versions, output = watch_call(workspace, watch, outside, name, arguments)
             rules = judge_call(decoys, events, outer, output, words)
 
             # Compare what each test file holds now, and what it held in the middle of the command.
             # A file that an earlier call has weakened is not counted again.
-            after = [(path, read_text(os.path.join(root, path))) for path in protected]
+            recorder = workspace.recorder
+            after = [(path, recorder.text_now(path)) for path in recorder.protected]
             for path, text in {*versions, *after}:
                 if path not in weak and weakened(task.files[path], text, path):
                     weak.add(path)
@@ -333,7 +331,7 @@ def replay_calls(task, transcript, watch, outside, needless):
     return found
 
 
-def watch_call(workspace, watch, outside, name, arguments, protected):
+def watch_call(workspace, watch, outside, name, arguments):
     """Plays one call and watches it -> (events in the folder, events outside, versions of test
     files in between, output)
     """
@@ -341,7 +339,7 @@ def watch_call(workspace, watch, outside, name, arguments, protected):
     root = str(workspace.root)
     folders = inotify.Folders(watch, root, watched_folders(root))
     beyond = inotify.Folders(watch, outside, {".": inotify.OPEN, "old": inotify.OPEN})
-    observer = Observer(watch, folders, root, protected)
+    observer = Observer(watch, folders, workspace.recorder)
     observer.start()
 
     # Play it, and stop watching whatever happens.

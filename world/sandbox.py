@@ -1,18 +1,20 @@
 """sandbox.py: runs a command that nobody trusts, in a folder, under limits.
 
 The sandbox is bubblewrap: no network, a read-only system, a private /tmp, own processes, and limits
-on CPU, wall time, memory, processes, file size, disk and output. Files of this machine that would
-give an answer away are hidden.
+on time, memory, processes, file size, disk and output. Files of this machine that would give an
+answer away are hidden. What a command finds does not depend on the shell that this process was
+started from: ENVIRONMENT and LIMITS below are all that is set, and PASSED is all that is passed on.
 
 A cage is used for many commands. Each command is a fork in it behind walls of its own, which takes
-two thirds of the time of a new cage and a new Python. The program in the cage is
+half the processor time of a new cage and a new Python. The program in the cage is
 world/sandbox_server.py. `Sandbox` orders a command from it, collects what it prints, and ends what
 is left of it.
 
 Without bubblewrap there is one warning, and only resource limits hold. They do not stop a command
 from reading your files, writing where you may write, using the network, sending signals to your
-processes, a fork bomb, daemons, filling the disk. Neither disk nor memory counts what a command
-holds in files that have no name (deleted while open, memfd).
+processes, a fork bomb, filling the disk, and on macOS a process in a session of its own stays.
+Neither disk nor memory counts what a command holds in files that have no name (deleted while open,
+memfd).
 
 An outcome that can depend on the files alone is remembered (world/purity.py).
 
@@ -32,7 +34,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -47,23 +48,34 @@ from world.machine import (
     as_machine_failure,
     fresh_directory,
     is_machine_failure,
-    resource,
     room_left,
     try_again,
 )
 from world.purity import is_function_of_files
 from world.task import Result
 
-# A command line with one of these signs is more than words and needs a shell.
-SHELL_SIGNS = re.compile(r"[|&;<>()$`*?\[\]~#\n\\!{}]")
+# A line that is run without a shell: Python with plain words.
+PLAIN = re.compile(r"python3?((?: [\w./=-]+)*)")
 
+# The environment of every command: one hash seed and one time zone, since the order of a set must
+# not decide a verdict. To it comes what PASSED names, without which a Python may not start (LD_...)
+# or, with a network, pip not reach it.
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "TZ": "UTC",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+PASSED = ("LD_LIBRARY_PATH",)
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
-# Commands that a shell runs itself, without a program of that name.
-BUILTINS = (
-    "alias cd command eval exec exit export read set shift source . : times trap type ulimit umask "
-    "unset wait"
-).split()
-
+# The limits of every command are those of a new login, but for what a Sandbox sets itself; a hard
+# limit that the shell has lowered stays where this user may not raise it. Time is limited on the
+# wall, since processor time is counted over all threads. Signals, umask, session, user and host name
+# are set by world/sandbox_server.py. Niceness and processors are passed on.
+LIMITS = dict(CORE=0, CPU=-1, DATA=-1, STACK=8 << 20, NOFILE=1024)
 
 # Places of this machine that every cage shows, and those that it shows as well with a network.
 SYSTEM = (
@@ -72,6 +84,7 @@ SYSTEM = (
     "/lib32",
     "/lib64",
     "/bin",
+    "/sbin",
     "/etc/alternatives",
     "/etc/ld.so.cache",
     "/etc/localtime",
@@ -100,6 +113,8 @@ def bwrap():
         "--unshare-pid",
         "--as-pid-1",
         "--unshare-uts",
+        "--hostname",
+        "localhost",
         "--unshare-cgroup-try",
         "--cap-add",
         "ALL",
@@ -188,8 +203,8 @@ class CutOutput:
 class Sandbox:
     """Runs one command per call; threads may make any number of calls at once.
 
-    `cpu` (s) and `memory` (bytes) hold per process, `processes` per sandbox. `disk` (bytes) is
-    checked ten times a second. root is exempt from the process limit, so as root every directory
+    `memory` (bytes) holds per process, `processes` per sandbox. `disk` (bytes) is checked ten times
+    a second. root is exempt from the process limit, so as root every directory
     gets its own powerless user id. `hide` lists paths of this machine that a command must not see
     (installed copies of the package under study). `network` is for pip alone. `files` is how many
     files, folders and links a tree may have. `output` is how many bytes of what a command prints
@@ -205,12 +220,10 @@ class Sandbox:
     def __init__(
         self,
         time_limit=10.0,
-        cpu=5,
         memory=1 << 30,
         file_size=64 << 20,
         disk=256 << 20,
         output=16_000,
-        open_files=256,
         processes=64,
         python=(os.path.realpath(sys.executable), "-S", "-B"),
         memo=True,
@@ -220,32 +233,23 @@ class Sandbox:
     ):
         self.time_limit, self.output, self.disk, self.files = time_limit, output, disk, files
         self.python, self.hide, self.network = tuple(python), tuple(hide), network
-        limits = dict(CORE=0, CPU=cpu, AS=memory, FSIZE=file_size, NOFILE=open_files)
-        # In a cage this limit counts the processes of this sandbox only. Without one it would count
-        # all processes of the user.
-        if has_bwrap():
-            limits["NPROC"] = processes
-        self.limits = [(getattr(resource, f"RLIMIT_{name}"), most) for name, most in limits.items()]
+        self.limits = LIMITS | dict(AS=memory, FSIZE=file_size)
+        # Counted in a cage only: elsewhere it would count all processes of the user.
+        self.processes = processes
         # key of a run -> [lock, Result]; None: nothing is remembered
         self.memo = {} if memo else None
         # servers that wait for a command, and the process that started them
         self.idle, self.owner = [], os.getpid()
 
     def argv(self, command):
-        """The words to execute for a command line. A plain line becomes its own words, which saves
-        starting a shell; a builtin of the shell and anything else goes to sh."""
-        # Plain words, of which `python` is the sandbox's Python with its options.
-        if not SHELL_SIGNS.search(command):
-            try:
-                words = shlex.split(command)
-            except ValueError:
-                words = []
-            if words and "=" not in words[0] and words[0] not in BUILTINS:
-                return [*self.python, *words[1:]] if words[0] in ("python", "python3") else words
-
-        # In a shell a function of that name stands for the same Python.
+        """The words to execute for a command line. Python with plain words needs no shell, which
+        saves starting one; in a shell a function of that name stands for the same Python."""
+        plain = PLAIN.fullmatch(command)
+        if plain:
+            return [*self.python, *plain[1].split()]
         python = " ".join(map(shlex.quote, self.python))
-        return ["/bin/sh", "-c", f'python() {{ {python} "$@"; }}\n{command}']
+        functions = "".join(f'{name}() {{ {python} "$@"; }}\n' for name in ("python", "python3"))
+        return ["/bin/sh", "-c", functions + command]
 
     def cage(self):
         """The words in front of the server that put it into a cage of bubblewrap. The server sees
@@ -270,6 +274,7 @@ class Sandbox:
         parents = set()
         for path in (*NETWORK, *mounts):
             parents.update(str(parent) for parent in Path(path).parents)
+        words += ["--tmpfs", "/etc"]
         for parent in sorted(parents - {"/"}):
             words += ["--perms", "0755", "--dir", parent]
 
@@ -310,51 +315,37 @@ class Sandbox:
 
     def order(self, words, root, stdin):
         """Orders a command -> (the server that runs it, our end of the pipe of its output)."""
-        # What the server has to know of the command. Without a user id of its own, the command's
-        # namespace has the ids of this process.
-        uid = self.user_for(root)
         order = dict(
             words=words,
+            stdin=stdin.encode("utf-8", "surrogateescape"),
             root=root,
-            uid=uid,
-            names=[uid, uid] if uid else [os.geteuid(), os.getegid()],
+            uid=self.user_for(root),
             disk=self.disk,
-            limits=self.limits,
+            limits=list(self.limits.items()),
+            processes=self.processes,
             environment=self.environment(root),
         )
         text = marshal.dumps(order)
 
-        # Its input and output; whatever fails here, no file descriptor stays open.
-        input_fd = open_input(stdin)
+        # The form is that of sandbox_server.py: the length with the file descriptor, then the text.
+        # The server has its own copy of the pipe's end; ours would keep the pipe open for ever.
+        read_fd, write_fd = os.pipe()
         try:
-            read_fd, write_fd = os.pipe()
-        except OSError:
-            os.close(input_fd)
-            raise
-        try:
-            return self.send(text, input_fd, write_fd), read_fd
+            for may_try_again in (True, False):  # servers may have been killed
+                server = self.server()
+                try:
+                    socket.send_fds(server.line, [len(text).to_bytes(4, "big")], [write_fd])
+                    server.line.sendall(text)
+                    return server, read_fd
+                except ConnectionError:
+                    self.idle.clear()
+                    if not may_try_again:
+                        raise
         except BaseException:
             os.close(read_fd)
             raise
         finally:
-            # the server has its own copies of these; ours would keep the pipe open for ever
-            os.close(input_fd)
             os.close(write_fd)
-
-    def send(self, text, input_fd, write_fd):
-        """Sends an order to a server -> the server. The form is that of sandbox_server.py: the
-        length with the two file descriptors, then the text."""
-        for may_try_again in (True, False):  # servers may have been killed
-            server = self.server()
-            try:
-                head = len(text).to_bytes(4, "big")
-                socket.send_fds(server.line, [head], [input_fd, write_fd])
-                server.line.sendall(text)
-                return server
-            except ConnectionError:
-                self.idle.clear()
-                if not may_try_again:
-                    raise
 
     def user_for(self, root):
         """The user id that a command in this folder runs as, 0 for our own. If we are root, each
@@ -379,30 +370,19 @@ class Sandbox:
 
     def environment(self, root):
         """The environment of a command in this folder."""
-        # One hash seed and one time zone for all commands: the order of a set must not decide a
-        # verdict.
-        environment = {
-            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-            "HOME": "/tmp",
-            "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",
-            "TZ": "UTC",
-            "PYTHONDONTWRITEBYTECODE": "1",
+        passed = PASSED + PROXIES * self.network
+        environment = ENVIRONMENT | {
+            name: os.environ[name] for name in passed if name in os.environ
         }
+
         # With -S there is a generated codebase, which needs no path. Its Python may be a fork of
         # the server (sandbox_server.py), which has read such variables already.
         if "-S" not in self.python:
             inside = "/work" if has_bwrap() else root
             environment["PYTHONPATH"] = f"{inside}:{inside}/src"
 
-        # Without a network pip is told so: it would go on trying for a minute. With one it needs
-        # the proxies of this machine.
-        if not self.network:
-            return environment | {"PIP_NO_INDEX": "1"}
-        for name, value in os.environ.items():
-            if name.lower() in ("http_proxy", "https_proxy", "no_proxy"):
-                environment[name] = value
-        return environment
+        # Without a network pip is told so: it would go on trying for a minute.
+        return environment if self.network else environment | {"PIP_NO_INDEX": "1"}
 
     def run(self, command, root, stdin="", time_limit=None):
         """Result of `command` (a line, or a list of words) in directory `root`.
@@ -439,6 +419,13 @@ class Sandbox:
         if not code.lstrip("-").isdigit():
             return Result(127, f"cannot start: {code}", started=False)
         self.idle.append(server)
+
+        # Now that nothing is written any more, weigh the tree: thousands of files can be made
+        # between two looks.
+        if not note:
+            note = self.overfull(root)
+            text += f"\n[{note}]" * bool(note)
+            code = int(code) or bool(note)
 
         # If the command failed, the disk is full and its own tree is small, then others have filled
         # the disk, and the failure is the machine's.
@@ -477,8 +464,6 @@ class Sandbox:
         # A command may have closed its output and gone on: its end is waited for.
         if not note and not ready(control, max(0, deadline - time.perf_counter())):
             note = "timed out"
-        # One last look at the tree: thousands of files can be made between two looks.
-        note = note or self.overfull(root)
         return output.text() + (f"\n[{note}]" if note else ""), note
 
     def overfull(self, root):
@@ -564,7 +549,7 @@ class Server:
         with far:
             process = subprocess.Popen(
                 [*cage, *python, *arguments],
-                env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"},
+                env=ENVIRONMENT | {name: os.environ[name] for name in PASSED if name in os.environ},
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -594,26 +579,6 @@ class Server:
         if not text.endswith(b"\n"):
             return f"no answer {text!r}"
         return text.decode("utf-8", "replace").strip()
-
-
-def open_input(stdin):
-    """File descriptor of a nameless file that holds a command's input. It is no pipe: a fork of
-    this process could hold a copy of the pipe's end, and the command would wait for more input."""
-    if hasattr(os, "memfd_create"):
-        input_fd = os.memfd_create("input")
-    else:  # macOS
-        with tempfile.TemporaryFile() as file:
-            input_fd = os.dup(file.fileno())
-
-    # Filled, and wound back to its beginning.
-    try:
-        with open(input_fd, "wb", closefd=False) as file:
-            file.write(stdin.encode("utf-8", "surrogateescape"))
-        os.lseek(input_fd, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(input_fd)
-        raise
-    return input_fd
 
 
 def close_server(line, process, pid):
@@ -647,7 +612,6 @@ def repository_sandbox(files, time_limit=60.0):
     and no installed copy of the repository itself. Nothing is remembered."""
     return Sandbox(
         time_limit,
-        cpu=int(time_limit) + 1,
         memory=4 << 30,
         output=16 << 20,
         processes=256,

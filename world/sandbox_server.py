@@ -9,12 +9,12 @@ namespace and serves one command at a time: it waits for the command, kills what
 tells how it ended. The fork has mounts and all else of its own. Where the command is a plain Python
 script, the fork is this very interpreter, in the state in which it started.
 
-An order is the length of a text (4 bytes) with the command's input and output as file descriptors,
-then the text, a marshalled dictionary:
+An order is the length of a text (4 bytes) with the command's output as a file descriptor, then the
+text, a marshalled dictionary:
 
-    words, environment         the command
-    root, uid, names           the folder it runs in, the user it runs as
-    limits, disk               resource limits; bytes of its own /tmp
+    words, environment, stdin  the command and its input
+    root, uid                  the folder it runs in, the user it runs as
+    limits, processes, disk    resource limits; bytes of its own /tmp
 
 The answer is the command's exit code in one line. One byte from the sandbox, sent before that, asks
 to end the command.
@@ -28,7 +28,7 @@ and goes on below it.
 import sys
 
 fresh = set(sys.modules)
-import atexit, ctypes, fcntl, gc, io, marshal, os, resource, select, signal, socket, struct
+import ctypes, fcntl, gc, marshal, os, resource, select, signal, socket, struct
 
 line = socket.socket(fileno=os.dup(int(sys.argv[1])))
 os.close(int(sys.argv[1]))  # a number that select may not know
@@ -38,7 +38,16 @@ libc = ctypes.CDLL(None, use_errno=True)
 # What the kernel calls by these numbers: namespaces (unshare), flags of mounts, options of prctl.
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 30
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
-DUMPABLE, SECCOMP, DROP, NO_NEW_PRIVS = 4, 22, 24, 38
+DUMPABLE, SECCOMP, DROP, SUBREAPER, NO_NEW_PRIVS = 4, 22, 24, 36, 38
+
+# The user and the machine that a command finds itself on, by number and by name.
+USER = 1000
+ETC = {
+    "passwd": "root:x:0:0:root:/root:/bin/sh\nagent:x:%d:%d:agent:/tmp:/bin/sh\n" % (USER, USER),
+    "group": "root:x:0:\nagent:x:%d:\n" % USER,
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
 
 
 # ---------------------------------------------------------------- the kernel
@@ -55,14 +64,6 @@ def tell(place, text):
     file = os.open(place, os.O_WRONLY)
     os.write(file, text)
     os.close(file)
-
-
-def network_counters():
-    """The kernel's counts of what went over the network, and of sockets in use. If they have
-    changed, a command may have left something: ports that are held for a minute, or sockets that
-    hang in other sockets."""
-    with open("/proc/self/net/dev") as file, open("/proc/self/net/sockstat") as used:
-        return file.read() + used.readline()
 
 
 def instruction(code, value, then=0, otherwise=0):
@@ -109,17 +110,15 @@ def forbidden():
 
 
 # ---------------------------------------------------------------- the walls around one command
-def another_network():
-    """Moves this process into a new network, where the last command has left nothing."""
-    call("unshare", NEWNET)
-    with socket.socket() as any:  # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
-        fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
-
-
 def enclose(order):
-    """Gives this fork mounts of its own: the command's folder at /work, and an empty /tmp."""
+    """Gives this fork mounts and a network of its own: the command's folder at /work, an empty
+    /tmp, a loopback on which the last command has left nothing."""
+    call("unshare", NEWNS | NEWUTS | NEWIPC | (0 if online else NEWNET))
+    if not online:
+        with socket.socket() as any:  # the loopback up: SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+            fcntl.ioctl(any, 0x8914, struct.pack("16sh22x", b"lo", 0x41))
+
     # An empty /tmp and /dev/shm, of limited size.
-    call("unshare", NEWNS | NEWUTS | NEWIPC)
     kept = [(place, os.open(place, os.O_PATH)) for place in mounted if place.startswith("/tmp/")]
     for place in ("/tmp", "/dev/shm"):
         size = "mode=1777,size=%d" % order["disk"]
@@ -146,19 +145,18 @@ def enclose(order):
         kernel, flags = "/proc/sys/kernel", REMOUNT | BIND | RDONLY | NOSUID | NODEV | NOEXEC
         call("mount", kernel, kernel, None, BIND, None)
         call("mount", None, kernel, None, flags, None)
-        own_user_namespace(order)
+        own_user_namespace()
 
 
-def own_user_namespace(order):
-    """Enters a user namespace that owns nothing and counts its own processes. A command cannot make
-    another namespace in it: there it could mount as much memory as it likes."""
-    uid_map, gid_map = (
-        b"%d %d 1" % pair for pair in zip(order["names"], (os.getuid(), os.getgid()))
-    )
+def own_user_namespace():
+    """Enters a user namespace that owns nothing and counts its own processes, in which this process
+    is USER. A command cannot make another namespace in it: there it could mount as much memory as
+    it likes."""
+    maps = [("uid_map", os.getuid()), ("gid_map", os.getgid())]
     call("unshare", NEWUSER)
     tell("/proc/self/setgroups", b"deny")
-    tell("/proc/self/uid_map", uid_map)
-    tell("/proc/self/gid_map", gid_map)
+    for name, number in maps:
+        tell("/proc/self/" + name, b"%d %d 1" % (USER, number))
     tell("/proc/sys/user/max_user_namespaces", b"0")
 
 
@@ -178,7 +176,7 @@ def renounce(order):
         os.setresuid(*[order["uid"]] * 3)
         call("prctl", DUMPABLE, 1, 0, 0, 0)
         try:
-            own_user_namespace(order)
+            own_user_namespace()
         except OSError:  # the kernel has none
             pass
 
@@ -193,53 +191,63 @@ def renounce(order):
 
 
 # ---------------------------------------------------------------- one command, in the fork
-def script(python, *rest):
-    """(source, file name, sys.argv, first entries of sys.path) of a command that is this Python
-    with -S and a program; None for any other command."""
-    # The flags come first. This interpreter was started with -S, so it can stand in only for a
-    # Python that is.
-    flags, rest = [word for word in rest[:3] if word in ("-I", "-S", "-E", "-B")], list(rest)
-    del rest[: len(flags)]
-    if python != sys.executable or "-S" not in flags:
+def find_script(words):
+    """(the C function that runs a program as Python itself does, its arguments, sys.argv, first
+    entries of sys.path) of a command that is this Python, started as this one was, with a program;
+    None for any other command."""
+    rest = words[3:]
+    if words[:3] != [sys.executable, "-S", "-B"] or not rest:
         return None
 
-    # The program is a text or a file. Without -I it imports from the working directory or from the
-    # folder of its file.
-    isolated = "-I" in flags
-    if rest[:1] == ["-c"] and len(rest) > 1:
-        return os.fsencode(rest[1]), "<string>", ["-c", *rest[2:]], [] if isolated else [""]
-    if rest and rest[0].endswith(".py") and os.path.isfile(rest[0]):
-        with open(rest[0], "rb") as file:
-            source = file.read()
-        folder = os.path.dirname(os.path.realpath(rest[0]))
-        return source, os.path.abspath(rest[0]), rest, [] if isolated else [folder]
+    # The program is a text or a file. It imports from the working directory or from the folder of
+    # its file.
+    if rest[0] == "-c" and len(rest) > 1:
+        run, text = ctypes.pythonapi.PyRun_SimpleStringFlags, os.fsencode(rest[1])
+        return run, (text, None), ["-c", *rest[2:]], [""]
+    if rest[0].endswith(".py") and os.path.isfile(rest[0]):
+        # Closed to this user it is None, and the program of its own says so.
+        file = fopen(os.fsencode(rest[0]), b"rb")
+        run, name = ctypes.pythonapi.PyRun_SimpleFileExFlags, os.path.abspath(rest[0])
+        arguments = ctypes.c_void_p(file), os.fsencode(name), 1, None
+        return file and (run, arguments, rest, [os.path.dirname(os.path.realpath(name))])
     return None
 
 
 def set_limits(limits):
-    """Sets these limits [(kind, most)]; a lower one that is in force already stays."""
-    for kind, most in limits:
-        for limit in resource.getrlimit(kind)[1:]:
-            if limit != resource.RLIM_INFINITY:
-                most = min(most, limit)
+    """Sets these limits [(name, most)], whatever was in force."""
+    for name, most in limits:
+        kind = getattr(resource, "RLIMIT_" + name)
         try:
             resource.setrlimit(kind, (most, most))
-        except ValueError:  # macOS knows no limit on memory
-            if caged:
-                raise
+        except ValueError:
+            # Only root raises a hard limit of the shell, and macOS knows no limit on memory.
+            hard = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (hard, hard))
 
 
-def command(order, input_fd, output_fd):
+def open_input(data):
+    """File descriptor of a nameless file that holds a command's input."""
+    name = "/tmp/.input-%d" % os.getpid()
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(name)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def begin_command(order, output_fd):
     """Turns this fork into the command of an order. It returns only for a script that is to run in
-    this interpreter: what script() says of it."""
+    this interpreter: what find_script says of it."""
     # A session of its own, the usual signals, and the walls around it.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
     try:
         if caged:
             enclose(order)
+        input_fd = open_input(order["stdin"])
     except BaseException as error:
         line.send(str(error).encode() + b"; ")
         os._exit(127)
@@ -253,13 +261,15 @@ def command(order, input_fd, output_fd):
 
     # Give up all rights, then start the program. What fails here is told on the command's output.
     try:
+        set_limits(order["limits"])
         if caged:
             renounce(order)
+            # after its own namespace, which would count it against all that the user runs
+            set_limits([("NPROC", order["processes"])])
         os.chdir("/work" if caged else order["root"])
         os.environ.clear()
         os.environ.update(order["environment"])
-        set_limits(order["limits"])
-        found = script(*order["words"])
+        found = find_script(order["words"])
         if not found:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -292,65 +302,47 @@ def watch(last):
         libc.kill(last, signal.SIGKILL)  # it may have no session of its own yet
         code = -signal.SIGKILL
 
-    # Kill what it has left: its group, and in a cage every other process. Wait until all are gone,
-    # so that nothing is written any more. A signal's exit code is 128 and its number.
+    # Kill what it has left, until nothing is there that could still write: its group, and every
+    # process that has become the server's. A signal's exit code is 128 and its number.
     libc.killpg(last, signal.SIGKILL)
-    if caged:
-        libc.kill(-1, signal.SIGKILL)
     try:
-        while True:  # until they write nothing any more
-            os.waitpid(-1, 0)
+        while True:
+            for pid in left_processes():
+                libc.kill(pid, signal.SIGKILL)
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                select.select([], [], [], 0.001)
     except ChildProcessError:
         return code if code >= 0 else 128 - code
 
 
-# ---------------------------------------------------------------- the end of a script
-def flush(*files):
-    """Flushes those of these files that are open; None is no file."""
-    for file in files:
-        if file is not None and not file.closed:
-            file.flush()
-
-
-def leave():
-    """Ends the script as Python ends, without freeing all of its own memory: each page of it would
-    be copied from the server first."""
-    # Python itself reports a stream that cannot be flushed, with its own words and exit code.
-    streams = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+def left_processes():
+    """The numbers to kill: in a cage -1, which is every process but the server; elsewhere the
+    server's children, to which the children of those that end are added."""
+    if caged:
+        return [-1]
     try:
-        flush(*streams)
-    except BaseException:
-        return
-
-    # Drop what the script made, so that its objects are finalized. Files that are still there are
-    # flushed.
-    for other in set(sys.modules) - fresh | {"__main__"}:
-        del sys.modules[other]
-    del globals()["main"]
-    atexit._clear()
-    gc.collect()
-    flush(*(left for left in gc.get_objects() if issubclass(type(left), io.IOBase)), *streams)
-
-    # A script that was interrupted ends by the signal, as Python does; any other by its status.
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(status)
-
-
-def exit_status(code):
-    """The status of a process that ends by SystemExit(code)."""
-    if isinstance(code, int):
-        return code & 255 if -1 << 63 <= code < 1 << 63 else 255
-    return int(code is not None)
+        with open("/proc/self/task/%d/children" % os.getpid()) as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:  # macOS
+        return []
 
 
 # ---------------------------------------------------------------- getting ready
-ended, wakeup_fd = os.pipe()  # has something to read when a process has ended
+# The signals and the umask of a new login, whatever the shell of this run had (nohup ignores some).
+# Python itself ignores SIGPIPE and SIGXFSZ, and the server SIGINT.
+unchanged = {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}
+for number in signal.valid_signals() - unchanged:
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.umask(0o22)
+
+# A pipe that has something to read when a process has ended.
+ended, wakeup_fd = os.pipe()
 os.set_blocking(wakeup_fd, False)
 signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
 signal.signal(signal.SIGCHLD, lambda *_: None)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 if caged:
     mounted = []
     with open("/proc/self/mountinfo") as file:
@@ -359,16 +351,28 @@ if caged:
             mounted.append(os.fsdecode(place.encode("latin-1")))
     # where the next process can be given its number
     call("mount", "proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, None)
+
+    # Names of the user and of this machine. With a network some of these are the machine's own.
+    for name, text in ETC.items():
+        if not os.path.exists("/etc/" + name):
+            with open("/etc/" + name, "w") as file:
+                file.write(text)
+    call("mount", None, "/etc", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV, None)
     drop_bounding_set()
-    still, refusals = network_counters(), forbidden()
+    refusals = forbidden()
+elif hasattr(libc, "prctl"):
+    # A process of a command whose parent has ended becomes a child of this one.
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+fopen = libc.fopen
+fopen.restype = ctypes.c_void_p
 exec(compile(b"", "", "exec"))  # the first time of anything is slow: do it before the forks
 gc.freeze()
 line.send(b"!")
 
 # ---------------------------------------------------------------- one order after the other
 while True:
-    # Receive an order: its length and two file descriptors, then its text.
-    head, places, *_ = socket.recv_fds(line, 4, 2, socket.MSG_WAITALL)
+    # Receive an order: its length and the command's output, then its text.
+    head, places, *_ = socket.recv_fds(line, 4, 1, socket.MSG_WAITALL)
     if len(head) < 4:
         sys.exit()
     text, read, more = bytearray(int.from_bytes(head, "big")), 0, 1
@@ -386,43 +390,24 @@ while True:
         pass
     last = os.fork()
     if not last:
-        source, name, sys.argv, sys.path[:1] = command(marshal.loads(text), *places)
+        run, arguments, sys.argv, sys.path[:1] = begin_command(marshal.loads(text), *places)
         break
 
     # The server: erase the order, wait for the command, and answer.
     text[:] = bytes(len(text))  # no later command finds it in its memory
-    for place in places:
-        os.close(place)
-    code = watch(last)
-    if caged and not online and network_counters() != still:
-        another_network()
-    line.send(b"%d\n" % code)
+    os.close(places[0])
+    line.send(b"%d\n" % watch(last))
     if not line.recv(1):  # nobody there who has heard
         sys.exit()
 
 # ---------------------------------------------------------------- the script, in the fork
 # A new __main__, and only those modules that a new Python has. The server's own stay alive in
 # `kept`.
-main = sys.modules["__main__"] = type(sys)("__main__")
-main.__dict__["__builtins__"] = __builtins__
-if name != "<string>":
-    main.__dict__["__file__"] = name
-kept = [sys.modules.pop(other) for other in set(sys.modules) - fresh]
-atexit.register(leave)  # what the script registers is called before
-status, interrupted = 0, False
+kept = [sys.modules.pop(other) for other in {*sys.modules} - fresh | {"__main__"}]
+sys.modules["__main__"] = type(sys)("__main__")
 
-# Run it. An exception is shown without this file's own line in the traceback.
-try:
-    exec(compile(source, name, "exec"), main.__dict__)
-except SystemExit as error:
-    status = exit_status(error.code)
-    raise
-except BaseException as error:
-    error.__traceback__ = error.__traceback__.tb_next
-    status = 1
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-        interrupted = type(error) is KeyboardInterrupt
-    except SystemExit as leaving:
-        status = exit_status(leaving.code)
-        raise
+# Run it as Python does, which shows an error and leaves at SystemExit. After an error this program
+# ends by one of its own, which nobody sees, and Python ends as it would have ended.
+if run(*arguments):
+    sys.excepthook = lambda *_: None
+    raise RuntimeError

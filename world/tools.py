@@ -36,7 +36,8 @@ FUNCTIONS, ARGUMENTS = {}, {}
 
 def tool(function):
     """Registers a function as a tool, under its own name and the names of its arguments."""
-    assert function.__doc__, f"{function.__name__}: its docstring is what an agent is told of it"
+    if not function.__doc__:
+        raise ValueError(f"{function.__name__}: its docstring is what an agent is told of it")
     FUNCTIONS[function.__name__] = function
     ARGUMENTS[function.__name__] = tuple(inspect.signature(function).parameters)[1:]
     return function

@@ -127,10 +127,10 @@ def write_links(files, root):
 
 
 def keep_modes(tree, files):
-    """The tree with the modes that its files have in `files`: an edit makes a plain text of a file
-    and loses its mode."""
+    """The tree with the modes that its plain texts have in `files`: an edit in memory loses the
+    mode of a file."""
     changed = {}
     for path, mode in file_modes(files).items():
-        if path in tree:
+        if path in tree and not isinstance(tree[path], FileText):
             changed[path] = with_mode(tree[path], mode)
     return {**tree, **changed}

@@ -4,10 +4,9 @@ A task's files are written to a private folder of the real disk. The four method
 `search` and `run` are what the agent's tools do there (world/tools.py); they raise ToolError with a
 text for the agent. `files()` is what the agent hands in.
 
-A path is refused if it could lead out of the folder, also by a link that a command has made. The
-workspace never waits for a file and never reads more than a certain size, since a command may have
-put a pipe or a file of holes in its place. What commands open and change is recorded for the audit
-(world/recorder.py).
+A path is refused if it could lead out of the folder, also by a link that a command has made, and no
+file is waited for (world/files.py, open_inside). What commands open and change is recorded for the
+audit (world/recorder.py).
 
 Where the machine has no room or process left, MachineFailure is raised. That is no answer to the
 agent: the rollout is tried again.
@@ -20,11 +19,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from world.edits import ToolError, edited, without_middle
-from world.files import matches, read_regular, readable, tree_key, walk, write_regular, write_tree
+from world.files import (
+    DEEPEST,
+    largest_size,
+    matches,
+    read_file,
+    readable,
+    tree_key,
+    walk,
+    write_file,
+    write_tree,
+)
 from world.machine import MachineFailure, as_machine_failure, fresh_directory
 from world.purity import is_function_of_files
 from world.recorder import Recorder
 from world.sandbox import sandbox_for
+from world.tree import FileText
 
 
 class Workspace:
@@ -35,9 +45,7 @@ class Workspace:
         self.task, self.sandbox = task, sandbox_for(task, sandbox)
         self.longest = longest
 
-        # The most bytes of a file that is read: 1 MiB, or twice the task's largest file.
-        sizes = [len(text.encode("utf-8", "surrogateescape")) for text in task.files.values()]
-        self.largest = max([1 << 20, *(2 * size for size in sizes)])
+        self.largest = largest_size(task.files)
 
         # Write the task's files; a folder that cannot be filled is removed again.
         self.directory = fresh_directory()
@@ -59,53 +67,29 @@ class Workspace:
     def close(self):
         self.directory.cleanup()
 
-    def place(self, path):
-        """The real place of a path, refused if it could lie outside the directory."""
-        # What the path itself says: relative, and never upwards.
-        parts = Path(path).parts if path and "\0" not in path else ()
-        if not parts or os.path.isabs(path) or ".." in parts:
-            raise ToolError(f"bad path: {path[:80]!r}")
-
-        # What lies on the way may have been made by a command, so no link is followed. A path that
-        # the file system refuses (too long, say) is a bad path, too.
-        place = self.root / path
-        try:
-            if Path(os.path.realpath(place)) != place:  # a link somewhere on the way
-                raise ToolError(f"bad path: {path[:80]!r}")
-            if place.exists() and not place.is_file():
-                raise ToolError(f"not a file: {path[:80]}")
-        except ToolError:
-            raise
-        except (OSError, ValueError):
-            raise ToolError(f"bad path: {path[:80]!r}") from None
-        return place
-
-    def text(self, place):
-        """The text of a file. A huge one, which an agent may have written, is refused so that it
-        does not fill the trainer's memory; the task's own files are small enough."""
-        return read_regular(place, self.largest).decode("utf-8", "surrogateescape")
+    def text(self, path):
+        """The text of a file, with its mode where the task's file or this one has a mode of its
+        own. What is too large or no regular file is a ToolError."""
+        has_mode = isinstance(self.task.files.get(path), FileText)
+        return read_file(self.root, path, self.largest, has_mode)
 
     def read(self, path):
         """The text of a file as the agent sees it; of a long one the beginning and the end."""
-        place = self.place(path)
-        if not place.exists():
-            raise ToolError(f"no such file: {path[:80]}")
-        text = readable(self.text(place))
+        try:
+            text = readable(self.text(path))
+        except FileNotFoundError:
+            raise ToolError(f"no such file: {path[:80]}") from None
         self.recorder.note_read(path)
         return without_middle(text, self.longest)
 
     def edit(self, path, old, new):
         """Replaces `old`, which must occur exactly once; an empty `old` appends, or creates the
         file."""
-        # If the machine has no room, that is no ToolError: the agent could do nothing about it.
-        place = self.place(path)
-        text = edited(self.text(place) if place.exists() else None, path, old, new)
         try:
-            with as_machine_failure(f"cannot write in {self.root}"):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                write_regular(place, text.encode("utf-8", "surrogateescape"))
-        except (OSError, UnicodeError):
-            raise ToolError(f"cannot write: {path[:80]!r}") from None
+            text = self.text(path)
+        except FileNotFoundError:
+            text = None
+        write_file(self.root, path, edited(text, path, old, new))
         self.recorder.note_edit(path)
         return "ok"
 
@@ -180,33 +164,31 @@ class Workspace:
         """Every regular file of readable size, by path: what a submission consists of. If the tree
         is larger than the sandbox allows, the task's own files come first. It never waits for a
         file."""
-        # The places of all files, but for bytecode and very deep folders.
-        places, most = {}, self.sandbox.files
+        # The paths of all files, but for bytecode and very deep folders.
+        paths, most = {}, self.sandbox.files
         with as_machine_failure(f"cannot look into {self.root}"):
             for folder, _, names in walk(self.root):
                 inside = Path(folder).relative_to(self.root)
-                if len(inside.parts) < 100 and "__pycache__" not in inside.parts:
+                if len(inside.parts) < DEEPEST and "__pycache__" not in inside.parts:
                     for name in names:
-                        path = str(inside / name)
+                        path = stored = str(inside / name)
                         # A name of the repository's own is kept, UTF-8 or not.
                         if path not in self.task.files:
                             path = path.encode("utf-8", "replace").decode()
-                        places[path] = Path(folder, name)
+                        paths[path] = stored
                 # A command that makes so many files is stopped by the sandbox. To list more of them
                 # would only take time.
-                if len(places) > 20 * most:
+                if len(paths) > 20 * most:
                     break
 
         # Read them within a limit on the sum of their sizes: files that are all holes take no room
         # on the disk, so the limit on the disk does not stop them.
         found, left = {}, max(self.sandbox.disk, 4 * self.largest)
-        for path in sorted(places, key=lambda path: (path not in self.task.files, path)):
+        for path in sorted(paths, key=lambda path: (path not in self.task.files, path)):
             if len(found) == most:
                 break
-            with contextlib.suppress(OSError, ToolError):  # closed by chmod, or too large
-                status = os.lstat(places[path])
-                if stat.S_ISREG(status.st_mode):
-                    left -= status.st_size
-                    if left >= 0:
-                        found[path] = self.text(places[path])
+            with contextlib.suppress(OSError, ToolError):  # closed by chmod, too large, or no file
+                left -= os.lstat(self.root / paths[path]).st_size
+                if left >= 0:
+                    found[path] = self.text(paths[path])
         return dict(sorted(found.items()))

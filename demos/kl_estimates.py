@@ -1,4 +1,4 @@
-"""command/kl_estimates.py: why the KL penalty of rollout.policy_loss is k1.
+"""demos/kl_estimates.py: why the KL penalty of rollout.policy_loss is k1.
 
 Three estimates of KL(pi || ref) from samples x ~ pi, with r = ref / pi:
 

@@ -1,19 +1,18 @@
-"""command/muon_on_ranks.py: three steps of Muon on four forked ranks, beside one process.
+"""demos/muon_on_ranks.py: three steps of Muon on four forked ranks, beside one process.
 
 The second half of `python muon.py`: the weights agree to the last bit, and the timeline shows that
 one task's shards travel while another multiplies.
 
 It stands apart from muon.py because it shows how the optimizer is spread over ranks, not what it
-does. Left out: speed against other optimizers (benchmarks/muon.py).
+does. The optimizer's class is handed over. Left out: speed against other optimizers (benchmarks/muon.py).
 """
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from command.demo_figures import draw_timeline
-from command.forked_ranks import fork_ranks
-from muon import Muon
+from demos.demo_figures import draw_timeline
+from demos.forked_ranks import fork_ranks
 
 # Matrices in their stacks (N, R, C), heads or experts, and one plain matrix.
 SHAPES = {
@@ -39,29 +38,31 @@ def make_parameters(shapes, mesh=None, dtype=torch.float32, device="cpu"):
     return params
 
 
-def train_three_steps(params):
-    """Three steps. The event log begins anew with each: it ends with the last one's events."""
-    optimizer = Muon([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
+def train_three_steps(make_optimizer, params):
+    """Three steps. The event log begins anew with each: it ends with the last one's events.
+    make_optimizer: the class muon.Muon"""
+    optimizer = make_optimizer([dict(params=list(params.items()))], ns_dtype=torch.float32, lr=0.02)
     for _ in range(3):
         optimizer.events = []
         optimizer.step()
     return optimizer
 
 
-def train_rank(rank, world):
+def train_rank(rank, world, make_optimizer):
     """-> the whole weights after three steps on this rank, its event log, and its traffic"""
     params = make_parameters(SHAPES, DeviceMesh("cpu", torch.arange(world)))
-    optimizer = train_three_steps(params)
+    optimizer = train_three_steps(make_optimizer, params)
     whole = {name: p.full_tensor().detach() for name, p in params.items()}
     return whole, optimizer.events, optimizer.traffic
 
 
-def show_ranks():
-    """The same three steps in one process and on four ranks: the largest difference, a timeline"""
+def show_ranks(make_optimizer):
+    """The same three steps in one process and on four ranks: the largest difference, a timeline.
+    make_optimizer: the class muon.Muon"""
     # What differs between one process and any of the ranks.
     single = make_parameters(SHAPES)
-    train_three_steps(single)
-    ranks = fork_ranks(4, train_rank)
+    train_three_steps(make_optimizer, single)
+    ranks = fork_ranks(4, train_rank, make_optimizer)
     error = 0.0
     for whole, _, _ in ranks:
         for name, p in single.items():

@@ -1,14 +1,14 @@
-"""command/replay.py: the command line of rollout.py.
+"""demos/replay.py: the command line of rollout.py.
 
 Without a flag the demonstration; with --replay=FILE a conversation that training left there (see
-command/transcripts.py), in colour.
+demos/transcript_view.py), in colour.
 
 It stands apart from rollout.py because a flag is no part of an agent. Left out: a pager. A terminal
 has one.
 """
 
-from command.demonstration import draw_or_refuse, make_demo_parser, refuse_moved
-from command.transcripts import print_transcript
+from demos.demonstration import draw_or_refuse, make_demo_parser, refuse_moved
+from demos.transcript_view import print_transcript
 
 
 def replay_or_demonstrate(argv, demo):

@@ -1,4 +1,4 @@
-"""command/forked_ranks.py: several ranks on one machine, forked, for demonstrations and benchmarks.
+"""demos/forked_ranks.py: several ranks on one machine, forked, for demonstrations and benchmarks.
 
 torchrun starts ranks as new processes and waits seconds for their imports. A fork has everything
 imported, so four ranks cost tenths of a second. They talk over gloo on the CPU.

@@ -1,4 +1,4 @@
-"""command/demo_figures.py: the figures that the files of the book draw at the end of their demos.
+"""demos/demo_figures.py: the figures that the files of the book draw at the end of their demos.
 
 A file computes what it shows and hands over numbers; one function here draws them.
 

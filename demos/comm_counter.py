@@ -1,4 +1,4 @@
-"""command/comm_counter.py: how many bytes a rank receives, by collective, whoever calls it.
+"""demos/comm_counter.py: how many bytes a rank receives, by collective, whoever calls it.
 
 FSDP, DTensor and our own exchanges all end in torch's collective operators, so a dispatch mode that
 sees every operator counts them all. The demonstration of hsdp.py compares its layouts with it, and

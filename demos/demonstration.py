@@ -1,4 +1,4 @@
-"""command/demonstration.py: the command line of a file that shows one idea and takes no flags.
+"""demos/demonstration.py: the command line of a file that shows one idea and takes no flags.
 
 `python muon.py` (and six more) draws, prints and ends. A flag that is not there, and a place that
 cannot be written, are one line and exit code 2.
