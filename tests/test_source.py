@@ -480,38 +480,132 @@ def test_one_common_line_is_no_copy(lines, text, holds):
     assert leftovers.holds_code(text, lines, "area") is holds
 
 
-def test_installed_copies_are_found_by_the_layout_of_the_package(tmp_path, monkeypatch):
-    code = "".join(f"def step_{i}(x):\n    return x\n" for i in range(6))
-    site = tmp_path / "env" / "lib" / "site-packages"
-    write(
-        site,
+STEPS = "".join(f"def step_{i}(x):\n    y = x + {i}\n    return y\n" for i in range(6))
+
+
+@pytest.fixture
+def hidden_of(tmp_path, monkeypatch):
+    """-> a function: files installed below an environment's lib/, files of a repository -> what is
+    hidden below lib/. A distribution is the file "<its name>.dist-info/RECORD": what it owns."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib")])
+
+    def hidden(installed, files):
+        for path, text in installed.items():
+            if path.endswith("RECORD"):
+                folder = path.partition("/")[0]
+                installed = {**installed, f"{folder}/METADATA": "Metadata-Version: 2.1\n"}
+                installed[path] = "".join(f"{one},,\n" for one in (*text.split(), path))
+        write(tmp_path / "lib", installed)
+        world_copies.machine_index.cache_clear(), world_copies.installed_files.cache_clear()
+        found = world_copies.installed_copies(files)
+        return sorted(
+            os.path.relpath(place, tmp_path / "lib") for place in found if str(tmp_path) in place
+        )
+
+    yield hidden
+    world_copies.machine_index.cache_clear(), world_copies.installed_files.cache_clear()
+
+
+OWNED = {
+    "another version": (
         {
-            "single.py": code,
-            "small/__init__.py": "",
-            "small/core.py": code,
-            "lib/__init__.py": "def other(): pass\n",
-            "single_more.py": "x = 1\n",
+            "shop/__init__.py": "",
+            "shop/price.py": "def old(): pass\n",
+            "bag.py": "",
+            "shop-1.dist-info/RECORD": "shop/__init__.py shop/price.py bag.py",
         },
-    )
-    py_compile.compile(str(site / "single.py"))
-    with zipfile.ZipFile(tmp_path / "env" / "bundled.whl", "w") as archive:
-        archive.writestr("vendor/small/core.py", code)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    monkeypatch.setattr(sys, "path", [str(site)])
-    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
-    found = lambda files: [
-        place.removeprefix(str(tmp_path))
-        for place in world_copies.installed_copies(files)
-        if str(tmp_path) in place
-    ]
-    at = "/env/lib/site-packages"
-    bytecode = f"{at}/__pycache__/single.{sys.implementation.cache_tag}.pyc"
-    assert found({"single.py": code}) == [bytecode, f"{at}/single.py"]
+        {"src/shop/__init__.py": "", "src/shop/price.py": STEPS},
+        ["bag.py", "shop", "shop-1.dist-info"],
+    ),
+    "a module": (
+        {"shop.py": "def old(): pass\n", "shop-1.dist-info/RECORD": "shop.py ../bin/shop"},
+        {"shop.py": STEPS},
+        ["shop-1.dist-info", "shop.py"],
+    ),
+    "part of a namespace": (
+        {
+            "corp/shop/__init__.py": "",
+            "corp/shop/price.py": "",
+            "corp/bag/__init__.py": "def carry(): pass\n",
+            "shop-1.dist-info/RECORD": "corp/shop/__init__.py corp/shop/price.py",
+            "bag-1.dist-info/RECORD": "corp/bag/__init__.py",
+        },
+        {"src/corp/shop/price.py": STEPS},
+        ["corp/shop", "shop-1.dist-info"],
+    ),
+    "an __init__ is all there is": (
+        {"shop/__init__.py": "old = 1\n", "shop-1.dist-info/RECORD": "shop/__init__.py"},
+        {"shop/__init__.py": STEPS},
+        ["shop", "shop-1.dist-info"],
+    ),
+    "scripts in a folder called like a dependency": (
+        {
+            "box/__init__.py": "",
+            "box/lid.py": "def close(): pass\n",
+            "box-1.dist-info/RECORD": "box/__init__.py box/lid.py",
+        },
+        {"shop/__init__.py": STEPS, "box/__init__.py": "", "box/build.py": STEPS},
+        [],
+    ),
+    "tests that a dependency left in the open": (
+        {
+            "box.py": "def close(): pass\n",
+            "tests/__init__.py": "",
+            "tests/test_box.py": STEPS,
+            "box-1.dist-info/RECORD": "box.py tests/__init__.py tests/test_box.py",
+        },
+        {"shop/price.py": STEPS, "tests/__init__.py": "", "tests/test_box.py": STEPS},
+        [],
+    ),
+    "no metadata and another text": (
+        {"shop/__init__.py": "", "shop/price.py": "def other(): pass\n"},
+        {"shop/__init__.py": "", "shop/price.py": STEPS},
+        [],
+    ),
+    "no metadata and most of the text": (
+        {
+            "more/_vendor/shop/price.py": STEPS,
+            "more/_vendor/shop/tax.py": STEPS + "X = 1\n",
+            "bin/tool.py": "def main(): pass\n",
+        },
+        {
+            **{f"shop/{name}.py": STEPS for name in ("price", "tax", "new")},
+            "bin/update.py": "def main(): pass\n",
+        },
+        ["more/_vendor/shop"],
+    ),
+}
+
+
+@pytest.mark.parametrize("title", OWNED)
+def test_hidden_is_what_a_distribution_owns_that_has_a_file_of_the_repository_and_what_has_its_text(
+    title, hidden_of
+):
+    installed, files, hidden = OWNED[title]
+    assert hidden_of(installed, files) == hidden
+
+
+def test_copies_without_metadata_are_found_by_the_layout_of_the_package(tmp_path, hidden_of):
+    installed = {
+        "single.py": STEPS,
+        "small/__init__.py": "",
+        "small/core.py": STEPS,
+        "lib/__init__.py": "def other(): pass\n",
+        "single_more.py": "x = 1\n",
+    }
+    write(tmp_path / "lib", installed)
+    py_compile.compile(str(tmp_path / "lib" / "single.py"))
+    with zipfile.ZipFile(tmp_path / "lib" / "bundled.whl", "w") as archive:
+        archive.writestr("vendor/small/core.py", STEPS)
+    (tmp_path / "lib" / "broken.whl").write_bytes(b"PK")
+    bytecode = f"__pycache__/single.{sys.implementation.cache_tag}.pyc"
+    assert hidden_of(installed, {"single.py": STEPS}) == [bytecode, "single.py"]
     for layout in ("lib", "packages/core", "python/src"):
-        files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": code}
-        assert found(files) == ["/env/bundled.whl", f"{at}/small"], layout
-    assert found({"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}) == []
-    world_copies.places.cache_clear(), world_copies.archives.cache_clear()
+        files = {f"{layout}/small/__init__.py": "", f"{layout}/small/core.py": STEPS}
+        assert hidden_of(installed, files) == ["bundled.whl", "small"], layout
+    unlike = {"tools/small/__init__.py": "", "tools/small/x.py": "def unlike(): pass\n"}
+    assert hidden_of(installed, unlike) == []
 
 
 # ------------------------------------------------------------ tests inside, modes, links, names

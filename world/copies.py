@@ -23,7 +23,8 @@ import zipfile
 from pathlib import Path
 
 from world import leftovers
-from world.hygiene import PROTECTED, importable, sources
+from world.hygiene import PROTECTED, sources
+from world.machine import shown_folders
 from world.source import FUNCTIONS, code_lines, find_test, package_root
 from world.tree import Link
 
@@ -31,24 +32,28 @@ from world.tree import Link
 def installed_copies(files):
     """Paths of this machine, visible in a sandbox, that would give an agent the original.
 
-    Two rules. What the installed metadata say that a package of this name owns is hidden, whatever
-    its version. Anywhere else the text decides, since `utils` may be anybody's: a folder or module
-    of the same name is hidden where it holds most of the same files, another version's included."""
-    # 1) What is installed under a name of the repository goes as a whole, with its metadata.
-    found, names = set(), set(importable(files))
-    for distribution in importlib.metadata.distributions():
-        owned = owned_places(distribution)
-        if names & owned.keys():
-            found |= whole_packages(owned)
-            found.add(Path(distribution.locate_file(distribution._path)))
+    Two rules. An installed distribution is hidden, whatever its version, if it owns a file that the
+    repository has under the same name. Anywhere else the text decides, since `utils` may be
+    anybody's: a folder, a module or an archive is hidden if it holds most of the same files,
+    another version's included."""
+    packages, found = package_texts(files), set()
+
+    # 1) Every package has an __init__: it tells two of them apart only where there is nothing else.
+    own = set()
+    for top, texts in packages.items():
+        telling = [path for path in texts if path != "__init__.py"] or texts
+        own |= {f"{top}/{path}" if path else top for path in telling}
+    for folder, paths in installed_files(tuple(sys.path), shown_folders()):
+        if own & paths:
+            found |= {Path(folder, owned_place(path, paths)) for path in paths}
 
     # 2) Copies elsewhere: in another package, for another Python, in an archive.
-    packages = package_texts(files)
-    for place in places(frozenset(packages)):
-        texts = packages[place.name]
-        if holds_most(texts, lambda path: read(place / path if path else place)):
+    for name, place in places(frozenset(packages)):
+        if holds_most(packages[name], place):
             found.add(place)
-    found |= {place for place in archives() if archive_holds(place, packages)}
+    for archive in machine_index(shown_folders())[""]:
+        if any(holds_most(packages[name], place) for name, place in packed(archive, packages)):
+            found.add(Path(archive))
 
     # What Python has compiled lies beside a module, in a folder that it shares with others.
     for place in [place for place in found if place.suffix == ".py"]:
@@ -58,112 +63,102 @@ def installed_copies(files):
 
 def package_texts(files):
     """{folder of a package, or file of a module: {path below it: text}} of the repository's sources,
-    with the path "" for a module itself"""
+    with the path "" for a module itself."""
     paths, found = set(sources(files)), {}
     for path in paths:
         root, _ = package_root(path, paths)
         top, _, below = path.removeprefix(f"{root}/" if root else "").partition("/")
         found.setdefault(top, {})[below] = files[path]
-    # every package may have one: the name says nothing
     found.pop("__init__.py", None)
     return found
 
 
-def holds_most(texts, read_other):
-    """Does a place hold most of these files, {path: text}, as they are or in another version? Those
-    without a definition (an empty __init__, a version's number) say nothing. read_other: path ->
-    the text there, "" where there is none"""
-    telling = {path: text for path, text in texts.items() if re.search(DEFINITION, text)}
-    copied = sum(leftovers.is_copy(read_other(path), text) for path, text in telling.items())
-    return 2 * copied > len(telling)
+@functools.lru_cache(4)
+def installed_files(search_path, shown):
+    """[(folder, the paths of its files below it)] of every distribution that is installed for this
+    Python (search_path: sys.path) in one of the shown folders. Programs are left out."""
+    found = []
+    for one in importlib.metadata.distributions(path=list(search_path)):
+        folder = str(one.locate_file(""))
+        if f"{os.path.realpath(folder)}/".startswith(tuple(f"{top}/" for top in shown)):
+            paths = {str(path) for path in one.files or ()}
+            outside = {path for path in paths if path.startswith(("../", "__pycache__/"))}
+            found.append((folder, paths - outside))
+    return found
+
+
+def owned_place(path, paths):
+    """What to hide of a distribution with these paths for one of them: the outermost folder that
+    belongs to it alone (a package, its metadata), or the file. Others may share any other folder.
+    """
+    parts = path.split("/")
+    for number in range(1, len(parts)):
+        folder = "/".join(parts[:number])
+        if f"{folder}/__init__.py" in paths or folder.endswith((".dist-info", ".egg-info")):
+            return folder
+    return path
 
 
 DEFINITION = re.compile(r"^[ \t]*(?:async )?(?:def|class) \w", re.MULTILINE)
 
 
-def read(place):
-    """The text of a file; "" where there is none"""
+def holds_most(texts, place):
+    """True if a place holds most of these files, {path below it: text}, as they are or in another
+    version. Those without a definition (an empty __init__, a version's number) say nothing."""
+    number = copied = 0
+    for path, text in texts.items():
+        if DEFINITION.search(text):
+            number += 1
+            copied += leftovers.is_copy(read_text(place / path if path else place), text)
+    return 2 * copied > number
+
+
+def read_text(place):
+    """The text of a file on disk or in an archive; "" where there is none."""
     try:
-        return place.read_text(errors="replace")
-    except OSError:
+        return place.read_text(encoding="utf-8", errors="replace")
+    except (KeyError, *leftovers.UNREADABLE_ARCHIVE):
         return ""
 
 
-def owned_places(distribution):
-    """{name that an installed distribution is imported by: its files}. Its programs and its
-    metadata are left out."""
-    owned = {}
-    for path in distribution.files or ():
-        top = path.parts[0]
-        if top not in ("..", "__pycache__") and not top.endswith((".dist-info", ".egg-info")):
-            place = Path(distribution.locate_file(path))
-            owned.setdefault(top.split(".")[0], set()).add(place)
-    return owned
-
-
-def whole_packages(owned):
-    """The files of a distribution, a package as its folder. A namespace package's folder belongs to
-    others too, so there the files are listed. owned: see owned_places"""
-    found = set()
-    for name, places in owned.items():
-        for place in places:
-            top = next((folder for folder in place.parents if folder.name == name), None)
-            is_package = top is not None and top / "__init__.py" in places
-            found.add(top if is_package else place)
+@functools.lru_cache(4)
+def machine_index(tops):
+    """{name of a folder or module: the folders that hold one} of all below these folders; under ""
+    the archives of Python packages, for example the wheels of ensurepip."""
+    found = {"": []}
+    for top in tops:
+        for folder, folders, names in os.walk(top):
+            for name in (*folders, *(name for name in names if name.endswith(".py"))):
+                found.setdefault(name, []).append(folder)
+            archives = [name for name in names if name.endswith((".whl", ".egg", ".pyz"))]
+            found[""] += [os.path.join(folder, name) for name in archives]
     return found
 
 
-@functools.lru_cache(16)
 def places(names):
-    """Every folder or file with one of these names in what a sandbox shows of this machine, but for
-    folders that hold Python itself or its library"""
+    """[(name, place)] of every folder or module with one of these names in what a sandbox shows of
+    this machine, but for folders that hold Python itself or its library."""
     python = [os.path.realpath(sys.executable), os.path.realpath(os.__file__)]
-    found = []
-    for top in {"/usr", sys.prefix, sys.base_prefix}:
-        for folder, folders, files in os.walk(top):
-            for name in names & {*folders, *files}:
-                place = os.path.join(folder, name)
-                if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
-                    found.append(Path(place))
+    index, found = machine_index(shown_folders()), []
+    for name in names:
+        for place in (os.path.join(folder, name) for folder in index.get(name, ())):
+            if not any(path.startswith(f"{os.path.realpath(place)}/") for path in python):
+                found.append((name, Path(place)))
     return found
 
 
-@functools.lru_cache(1)
-def archives():
-    """Archives of Python packages that a sandbox shows of this machine, for example the wheels of
-    ensurepip."""
-    found = []
-    for top in {"/usr", sys.prefix, sys.base_prefix}:
-        for folder, _, names in os.walk(top):
-            found += [
-                Path(folder, name) for name in names if name.endswith((".whl", ".egg", ".pyz"))
-            ]
-    return found
-
-
-def archive_holds(place, packages):
-    """True if an archive holds a copy of one of these packages or modules, anywhere inside.
-    packages: see package_texts"""
+def packed(archive, names):
+    """[(name, place)] of every folder or module with one of these names in an archive. One that is
+    damaged or encrypted holds nothing that could be read."""
     try:
-        with zipfile.ZipFile(place) as archive:
-            members = archive.namelist()
-            for top, texts in packages.items():
-                # Where this package stands in the archive, if it does.
-                inside = {f"/{member}".partition(f"/{top}") for member in members}
-                for before in {before for before, name, _ in inside if name}:
-                    folder = f"{before}/{top}".lstrip("/")
-
-                    def read_member(path):
-                        name = f"{folder}/{path}" if path else folder
-                        data = archive.read(name) if name in members else b""
-                        return data.decode("utf-8", "replace")
-
-                    if holds_most(texts, read_member):
-                        return True
-    # An archive that is damaged or encrypted holds nothing that could be read.
+        opened = zipfile.ZipFile(archive)
     except leftovers.UNREADABLE_ARCHIVE:
-        pass
-    return False
+        return []
+    found = set()
+    for member in opened.namelist():
+        parts = member.split("/")
+        found |= {(part, "/".join(parts[: n + 1])) for n, part in enumerate(parts) if part in names}
+    return [(name, zipfile.Path(opened, place)) for name, place in found]
 
 
 def telltales(files, names):
@@ -206,10 +201,7 @@ def without_copies(files, base, lost, gone):
         # itself.
         nodes = one.nodes
         if one.kind == "class":
-            nodes = []
-            if gone:
-                for node in one.nodes:
-                    nodes += node.body
+            nodes = [part for node in one.nodes for part in node.body] if gone else []
         for node in nodes:
             if not isinstance(node, FUNCTIONS):
                 continue
